@@ -1,0 +1,215 @@
+"""The records that travel through the pipeline, in order of birth.
+
+A `Question` is asked `group_size` times; every attempt is a `Trajectory` of short `Context`s, each made of injected
+tokens and of `Completion`s sampled by the engine; siblings form a `Group`; every context becomes a `TrainingSample`;
+samples are packed into `MicroBatch`es (`mempipe.rl.packing`).
+
+Records are plain dataclasses whose fields are numbers, strings, lists and other records, so that `to_row` gives a row that
+Arrow, Parquet and JSON hold without loss and `from_row` gives the record back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types as python_types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped sampling."""
+
+    STOP = "stop"  # a stop token was sampled; it is the last of the completion's ids
+    LENGTH = "length"  # the token limit was reached
+
+
+class EndReason(StrEnum):
+    """Why a trajectory ended. Infrastructure faults are not among them: they are retried or end the run (promise 8)."""
+
+    ANSWERED = "answered"
+    NO_ACTION = "no_action"  # neither a tool call nor an answer
+    INVALID_CALL = "invalid_call"  # a tool call with a wrong name or wrong arguments
+    LENGTH = "length"  # a message did not end within its token limit
+    BAD_MEMORY = "bad_memory"  # the memory message held no (or an empty) memory block
+    MEMORY_OVERFLOW = "memory_overflow"  # memory longer than its budget while `budget.on_overflow` is "end"
+    MAX_TURNS = "max_turns"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One fact that a question needs: the passage that states it and the string it contributes."""
+
+    passage_id: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked, and what counts as right.
+
+    `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a document.
+    `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics use it).
+    """
+
+    id: str
+    text: str
+    golden_answers: list[str]
+    source: str = ""
+    partition: str = ""
+    num_hops: int = 0
+    evidence: list[Evidence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A retrieved text. `score` is the index's own similarity."""
+
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Passages, best first, and the hash of the index snapshot that answered."""
+
+    passages: list[Passage]
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one prompt. `token_ids` include the stop token; `logprobs` has one entry per id and is
+    taken from the distribution that was sampled from (temperature applied); `policy_version` is the version of all of it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """One search of a turn, as it happened."""
+
+    query: str
+    num_passages: int
+    passages: list[Passage]
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One context of a trajectory: everything the model saw and wrote in it.
+
+    The four lists have one entry per token. `loss_mask` is 1 on sampled tokens (stop token included) and 0 on injected ones,
+    where `logprobs` is 0.0 and `policy_versions` is -1. The text fields are for people: traces, reports, metrics.
+    """
+
+    index: int
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    num_prompt_tokens: int  # injected before the first sampled token
+    num_question_tokens: int
+    num_memory_tokens: int  # of the memory the context started from
+    num_observation_tokens: int = 0
+    action: str = ""
+    searches: list[Search] = field(default_factory=list)
+    memory_before: str = ""
+    memory_after: str = ""
+    num_new_memory_tokens: int = 0  # of the memory it left, after any cut
+    memory_truncated: bool = False
+    generate_seconds: float = 0.0
+    search_seconds: float = 0.0
+    advantage: float | None = None  # None: the trajectory's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a question. Reward and advantage belong to the trajectory; every context inherits them (multi-context GRPO).
+
+    `scores` are named measures of the outcome (em, f1, …); `reward` is what is optimised.
+    """
+
+    id: str
+    group_id: str
+    member: int
+    contexts: list[Context]
+    end_reason: EndReason
+    answer: str | None
+    reward: float = 0.0
+    em: float = 0.0
+    f1: float = 0.0
+    advantage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The `group_size` trajectories of one question, scored together."""
+
+    id: str
+    question: Question
+    trajectories: list[Trajectory]
+    num_retries: int = 0  # calls that were repeated after an infrastructure fault
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One context as the learner needs it. Lists have one entry per token; `ref_logprobs` is empty until the reference model
+    filled it (and stays so when `kl_coef` is 0). `trajectory_tokens` is the number of loss tokens of the whole trajectory."""
+
+    trajectory_id: str
+    group_id: str
+    context_index: int
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    advantage: float
+    num_contexts: int  # of its trajectory
+    trajectory_tokens: int
+    ref_logprobs: list[float] = field(default_factory=list)
+
+
+def to_row(record: Any) -> dict[str, Any]:
+    """The record as nested dicts and lists, ready for Arrow or JSON."""
+    return dataclasses.asdict(record)
+
+
+def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
+    """The record of type `cls` that `to_row` turned into `row`. Raises KeyError when a field without default is missing."""
+    values = {}
+    for name, (hint, required) in _fields(cls).items():
+        if required or name in row:
+            values[name] = _convert(hint, row[name])
+    return cls(**values)
+
+
+@functools.cache
+def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    hints = typing.get_type_hints(cls)
+    missing = dataclasses.MISSING
+    return {f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(cls)}
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is list:
+        (item,) = typing.get_args(hint)
+        return list(value) if item in (int, float, str) else [_convert(item, v) for v in value]
+    if origin is python_types.UnionType:  # only `X | None`
+        inner = next(a for a in typing.get_args(hint) if a is not type(None))
+        return None if value is None else _convert(inner, value)
+    if dataclasses.is_dataclass(hint):
+        return from_row(typing.cast(type, hint), value)
+    return hint(value)
