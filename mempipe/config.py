@@ -257,19 +257,19 @@ class RunConfig(Section):
     """A running cluster; empty: the job's own cluster, or a local one."""
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()
-    budget: Budget = Budget()  # pyright: ignore[reportCallIssue]
-    sampling: SamplingConfig = SamplingConfig()  # pyright: ignore[reportCallIssue]
-    retrieval: RetrievalConfig = RetrievalConfig()  # pyright: ignore[reportCallIssue]
-    generation: GenerationConfig = GenerationConfig()  # pyright: ignore[reportCallIssue]
-    reward: RewardConfig = RewardConfig()  # pyright: ignore[reportCallIssue]
-    algorithm: AlgorithmConfig = AlgorithmConfig()  # pyright: ignore[reportCallIssue]
-    optimizer: OptimizerConfig = OptimizerConfig()  # pyright: ignore[reportCallIssue]
-    learner: LearnerConfig = LearnerConfig()  # pyright: ignore[reportCallIssue]
-    stream: StreamConfig = StreamConfig()  # pyright: ignore[reportCallIssue]
-    data: DataConfig = DataConfig()  # pyright: ignore[reportCallIssue]
-    evaluation: EvaluationConfig = EvaluationConfig()  # pyright: ignore[reportCallIssue]
-    checkpoint: CheckpointConfig = CheckpointConfig()  # pyright: ignore[reportCallIssue]
-    tracking: TrackingConfig = TrackingConfig()  # pyright: ignore[reportCallIssue]
+    budget: Budget = Budget()
+    sampling: SamplingConfig = SamplingConfig()
+    retrieval: RetrievalConfig = RetrievalConfig()
+    generation: GenerationConfig = GenerationConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    stream: StreamConfig = StreamConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
     world: WorldConfig | None = None
     """Set: questions, corpus, index and model are made by the run itself (the embedded default)."""
     warm_start: WarmStartConfig | None = None
@@ -282,7 +282,9 @@ class RunConfig(Section):
     def _settings_agree(self) -> RunConfig:
         a = self.algorithm
         if a.groups_per_step % a.updates_per_step:
-            raise ValueError(f"algorithm.groups_per_step {a.groups_per_step} is not a multiple of algorithm.updates_per_step {a.updates_per_step}")
+            raise ValueError(
+                f"algorithm.groups_per_step {a.groups_per_step} is not a multiple of algorithm.updates_per_step {a.updates_per_step}"
+            )
         if self.sampling.temperature == 0 or self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
                 f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}; training needs "
