@@ -1,0 +1,141 @@
+"""Records survive Arrow and Parquet unchanged."""
+
+import dataclasses
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mempipe.data.trajectories import (
+    arrow_schema,
+    group_to_table,
+    read_trajectories,
+    table_to_groups,
+    trajectories_schema,
+    write_trajectories,
+)
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, TrainingSample, Trajectory
+
+
+def make_context(index: int = 0, **changes) -> Context:
+    searches = [Search(query="q", num_passages=2, passages=[Passage(id="p", title="T", text="x\n☃", score=1 / 3)], snapshot="s")]
+    context = Context(
+        index=index,
+        token_ids=[5, 6, 7],
+        loss_mask=[0, 1, 1],
+        logprobs=[0.0, -0.1, -1e-17],
+        policy_versions=[-1, 3, 4],
+        num_prompt_tokens=1,
+        num_question_tokens=1,
+        num_memory_tokens=0,
+        searches=searches,
+        memory_after="a\x00b",
+    )
+    return dataclasses.replace(context, **changes)
+
+
+def make_group(group_id: str = "e0-q1", **changes) -> Group:
+    question = Question(id="q1", text="Who?", golden_answers=["A", "B"], num_hops=2, evidence=[Evidence(passage_id="p", value="v")])
+    trajectories = [
+        Trajectory(
+            id=f"{group_id}-0",
+            group_id=group_id,
+            member=0,
+            contexts=[make_context(0), make_context(1, advantage=0.25)],
+            end_reason=EndReason.ANSWERED,
+            answer="A",
+            reward=0.1,
+        ),
+        Trajectory(id=f"{group_id}-1", group_id=group_id, member=1, contexts=[], end_reason=EndReason.NO_ACTION, answer=None),
+    ]
+    return dataclasses.replace(Group(id=group_id, question=question, trajectories=trajectories, num_retries=1, seconds=0.1), **changes)
+
+
+def test_group_survives_a_table():
+    group = make_group()
+    table = group_to_table(group)
+    assert table.num_rows == 1
+    (back,) = table_to_groups(table)
+    assert back == group
+    assert type(back.trajectories[0].end_reason) is EndReason
+    assert back.trajectories[1].answer is None and back.trajectories[0].contexts[0].advantage is None
+
+
+def test_tables_of_sparse_and_full_groups_have_one_schema():
+    sparse = Group(id="g", question=Question(id="q", text="", golden_answers=[]), trajectories=[])
+    assert group_to_table(sparse).schema == group_to_table(make_group()).schema == arrow_schema(Group)
+    assert table_to_groups(pa.concat_tables([group_to_table(sparse), group_to_table(make_group())])) == [sparse, make_group()]
+
+
+def test_schema_names_every_field_with_its_type():
+    schema = arrow_schema(TrainingSample)
+    assert schema.names == [f.name for f in dataclasses.fields(TrainingSample)]
+    assert schema.field("token_ids").type == pa.list_(pa.int64())
+    assert schema.field("advantage").type == pa.float64()
+    assert arrow_schema(Trajectory).field("end_reason").type == pa.string()
+
+
+def test_schema_of_an_unsupported_field_is_refused():
+    @dataclasses.dataclass
+    class Odd:
+        table: bytes
+
+    with pytest.raises(TypeError, match="bytes"):
+        arrow_schema(Odd)
+
+
+def test_groups_survive_a_file_in_order(tmp_path):
+    groups = [make_group(f"e0-q{n}") for n in (3, 1, 2)]
+    path = tmp_path / "deep" / "trajectories.parquet"
+    assert write_trajectories(path, iter(groups)) == 6
+    assert read_trajectories(path) == groups
+    assert [p.name for p in path.parent.iterdir()] == ["trajectories.parquet"]
+
+
+def test_file_has_one_row_per_trajectory_with_its_question(tmp_path):
+    write_trajectories(tmp_path / "t.parquet", [make_group()])
+    table = pq.read_table(tmp_path / "t.parquet")
+    assert table.schema == trajectories_schema()
+    assert table.select(["question_text", "group_id", "member"]).to_pylist() == [
+        {"question_text": "Who?", "group_id": "e0-q1", "member": 0},
+        {"question_text": "Who?", "group_id": "e0-q1", "member": 1},
+    ]
+
+
+def test_more_groups_than_one_row_group(tmp_path):
+    groups = [make_group(f"g{n}") for n in range(150)]
+    write_trajectories(tmp_path / "t.parquet", groups)
+    assert pq.ParquetFile(tmp_path / "t.parquet").num_row_groups == 3
+    assert read_trajectories(tmp_path / "t.parquet") == groups
+
+
+def test_no_groups_give_an_empty_file(tmp_path):
+    assert write_trajectories(tmp_path / "t.parquet", []) == 0
+    assert read_trajectories(tmp_path / "t.parquet") == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([make_group(), make_group()], "twice"),
+        ([make_group(trajectories=[])], "no trajectories"),
+        ([dataclasses.replace(make_group(), id="other")], "names another group"),
+    ],
+)
+def test_groups_that_could_not_be_read_back_are_refused_and_the_old_file_stays(tmp_path, groups, message):
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, [make_group("old")])
+    with pytest.raises(ValueError, match=message):
+        write_trajectories(path, groups)
+    assert read_trajectories(path) == [make_group("old")]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path):
+    odd = make_context(searches=[Search(query="a\ud800b", num_passages=1, passages=[], snapshot="s")], memory_after="fine 🙂")
+    trajectory = dataclasses.replace(make_group().trajectories[0], contexts=[odd])
+    (back,) = table_to_groups(group_to_table(make_group(trajectories=[trajectory])))
+    assert back.trajectories[0].contexts[0].searches[0].query == "a\ufffdb"
+    assert back.trajectories[0].contexts[0].memory_after == "fine 🙂"
+    write_trajectories(tmp_path / "t.parquet", [make_group(trajectories=[trajectory])])
+    assert read_trajectories(tmp_path / "t.parquet") == [back]
