@@ -1,0 +1,215 @@
+"""Packs the training samples of one optimiser step into micro-batches for every learner rank.
+
+The weight of a token is its share of the mean that the loss is, and counts the whole step: the gradient is the sum over all
+micro-batches of all ranks of `weights * loss(token)`, however the contexts were ordered, packed and dealt out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mempipe.types import TrainingSample
+
+Aggregation = Literal["token", "context", "trajectory"]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank takes in one forward and backward pass: T tokens of S whole contexts in a row, N of them loss tokens.
+
+    A filler (`weights` all zero) keeps ranks in step when one of them has less to do; it adds nothing to loss or gradient.
+    """
+
+    token_ids: Ints  # [T]
+    position_ids: Ints  # [T], from 0 in every context
+    sequence_lengths: Ints  # [S], sums to T
+    loss_positions: Ints  # [N], where in T each loss token stands; never the first token of a context
+    loss_sequences: Ints  # [N], which of the S contexts it is in
+    old_logprobs: Floats  # [N], the sampler's
+    ref_logprobs: Floats  # [N], zeros without a reference
+    advantages: Floats  # [N]
+    weights: Floats  # [N], share of the step's mean
+    context_indices: Ints  # [S], position of the context in its trajectory
+    policy_versions: Ints  # [N], version that sampled the token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.loss_positions)
+
+    @property
+    def is_filler(self) -> bool:
+        return not self.weights.any()
+
+
+def pack_step(samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int, aggregation: Aggregation) -> list[list[MicroBatch]]:
+    """The micro-batches of one optimiser step, one list per rank, all lists equally long.
+
+    Contexts are never split; those of similar length share a micro-batch, and micro-batches that ranks work on at the same
+    time hold similar numbers of tokens. The result depends on the set of samples only, not on their order.
+    Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"learner.num_ranks must be >= 1, got {num_ranks}")
+    if not samples:
+        raise ValueError("an optimiser step needs at least one training sample, got none: every group was filtered or had no context")
+    for sample in samples:
+        _check(sample, max_tokens)
+    scale = _token_weights(samples, aggregation)
+    ordered = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
+    bins = _bins(ordered, num_ranks=num_ranks, max_tokens=max_tokens)
+    bins.sort(key=_tokens, reverse=True)
+
+    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    for start in range(0, len(bins), num_ranks):
+        row = bins[start : start + num_ranks]
+        by_load = sorted(range(num_ranks), key=lambda rank: load[rank])
+        for rank, contexts in zip(by_load, row, strict=False):
+            ranks[rank].append(_micro_batch(contexts, scale))
+            load[rank] += _tokens(contexts)
+        for rank in by_load[len(row) :]:
+            ranks[rank].append(_filler(ordered[-1]))
+    return ranks
+
+
+def split_updates(groups: Sequence[Sequence[TrainingSample]], updates_per_step: int) -> list[list[TrainingSample]]:
+    """The samples of each optimiser update: whole groups, in order, as evenly as possible (the first updates take the rest).
+
+    Groups without samples are passed over. Raises ValueError when there are fewer groups than updates.
+    """
+    groups = [group for group in groups if group]
+    if not 1 <= updates_per_step <= len(groups):
+        raise ValueError(
+            f"algorithm.updates_per_step is {updates_per_step}, but the step holds {len(groups)} groups with samples; "
+            "it must be at least 1 and at most the number of groups"
+        )
+    share, rest = divmod(len(groups), updates_per_step)
+    updates, start = [], 0
+    for update in range(updates_per_step):
+        end = start + share + (update < rest)
+        updates.append([sample for group in groups[start:end] for sample in group])
+        start = end
+    return updates
+
+
+def _check(sample: TrainingSample, max_tokens: int) -> None:
+    name = f"context {sample.context_index} of trajectory {sample.trajectory_id} (question {sample.group_id})"
+    length = len(sample.token_ids)
+    if length > max_tokens:
+        raise ValueError(
+            f"{name} has {length} tokens and does not fit learner.max_tokens_per_micro_batch {max_tokens}; raise it to at least {length}"
+        )
+    for field in ("loss_mask", "logprobs", "policy_versions", "ref_logprobs"):
+        found = len(getattr(sample, field))
+        if found != length and not (field == "ref_logprobs" and found == 0):
+            raise ValueError(f"{name} has {length} tokens but {found} entries in {field}")
+    if not any(sample.loss_mask):
+        raise ValueError(f"{name} has no sampled token; a context holds at least the stop token of one completion")
+    if sample.loss_mask[0]:
+        raise ValueError(f"{name} has its first token in the loss; nothing precedes it, so it has no probability")
+
+
+def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) -> dict[str, float]:
+    """The weight of every loss token, by trajectory id."""
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.trajectory_id] += sum(sample.loss_mask)
+    if aggregation == "token":
+        return dict.fromkeys(tokens, 1 / tokens.total())
+    if aggregation == "context":
+        return dict.fromkeys(tokens, 1 / len(samples))
+    if aggregation != "trajectory":
+        raise ValueError(f"algorithm.aggregation is {aggregation!r}; it must be token, context or trajectory")
+    for sample in samples:
+        if sample.trajectory_tokens != tokens[sample.trajectory_id]:
+            raise ValueError(
+                f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but {tokens[sample.trajectory_id]} are in this "
+                "optimiser step; a trajectory must be in one step as a whole"
+            )
+    return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
+
+
+def _tokens(contexts: Sequence[TrainingSample]) -> int:
+    return sum(len(sample.token_ids) for sample in contexts)
+
+
+def _bins(ordered: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int) -> list[list[TrainingSample]]:
+    """Runs of neighbours of at most `max_tokens` each: as many as the ranks need rounds for, with the smallest possible maximum."""
+    num_rounds = -(-len(_runs(ordered, max_tokens)) // num_ranks)
+    low, high = len(ordered[0].token_ids), max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(ordered, middle)) <= num_rounds * num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    return _runs(ordered, low)
+
+
+def _runs(ordered: Sequence[TrainingSample], capacity: int) -> list[list[TrainingSample]]:
+    """Neighbours together while they fit; every sample alone does."""
+    runs: list[list[TrainingSample]] = []
+    room = 0
+    for sample in ordered:
+        length = len(sample.token_ids)
+        if length > room:
+            runs.append([])
+            room = capacity
+        runs[-1].append(sample)
+        room -= length
+    return runs
+
+
+def _micro_batch(contexts: Sequence[TrainingSample], scale: dict[str, float]) -> MicroBatch:
+    lengths = np.array([len(sample.token_ids) for sample in contexts], dtype=np.int64)
+    positions = np.flatnonzero(_flat([sample.loss_mask for sample in contexts], np.int64))
+    sequences = np.repeat(np.arange(len(contexts)), lengths)[positions]
+    advantages = np.array([sample.advantage for sample in contexts], dtype=np.float32)
+    weights = np.array([scale[sample.trajectory_id] for sample in contexts], dtype=np.float32)
+    return MicroBatch(
+        token_ids=_flat([sample.token_ids for sample in contexts], np.int64),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        sequence_lengths=lengths,
+        loss_positions=positions,
+        loss_sequences=sequences,
+        old_logprobs=_flat([sample.logprobs for sample in contexts], np.float32)[positions],
+        ref_logprobs=_flat([sample.ref_logprobs or [0.0] * len(sample.token_ids) for sample in contexts], np.float32)[positions],
+        advantages=advantages[sequences],
+        weights=weights[sequences],
+        context_indices=np.array([sample.context_index for sample in contexts], dtype=np.int64),
+        policy_versions=_flat([sample.policy_versions for sample in contexts], np.int64)[positions],
+    )
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArray:
+    return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+
+
+def _filler(sample: TrainingSample) -> MicroBatch:
+    """The smallest thing that a model runs through forward and backward: two tokens, the second in the loss with weight zero."""
+    zero = np.zeros(1, dtype=np.float32)
+    return MicroBatch(
+        token_ids=np.array(sample.token_ids[:2], dtype=np.int64),
+        position_ids=np.arange(2, dtype=np.int64),
+        sequence_lengths=np.array([2], dtype=np.int64),
+        loss_positions=np.array([1], dtype=np.int64),
+        loss_sequences=np.array([0], dtype=np.int64),
+        old_logprobs=zero,
+        ref_logprobs=zero,
+        advantages=zero,
+        weights=zero,
+        context_indices=np.array([sample.context_index], dtype=np.int64),
+        policy_versions=np.array([max(sample.policy_versions)], dtype=np.int64),
+    )

@@ -1,0 +1,29 @@
+"""Turns a scored trajectory into training samples, one per context."""
+
+from __future__ import annotations
+
+from mempipe.types import TrainingSample, Trajectory
+
+
+def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
+    """One sample per context, in order, each with the trajectory's advantage unless the context has its own.
+
+    The advantage is not divided by the number of contexts (multi-context GRPO, arXiv 2511.02805): every sampled token of the
+    trajectory gets the same one.
+    """
+    trajectory_tokens = sum(sum(context.loss_mask) for context in trajectory.contexts)
+    return [
+        TrainingSample(
+            trajectory_id=trajectory.id,
+            group_id=trajectory.group_id,
+            context_index=context.index,
+            token_ids=context.token_ids,
+            loss_mask=context.loss_mask,
+            logprobs=context.logprobs,
+            policy_versions=context.policy_versions,
+            advantage=trajectory.advantage if context.advantage is None else context.advantage,
+            num_contexts=len(trajectory.contexts),
+            trajectory_tokens=trajectory_tokens,
+        )
+        for context in trajectory.contexts
+    ]
