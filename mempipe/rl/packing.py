@@ -66,6 +66,9 @@ def pack_step(samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: 
         raise ValueError("an optimiser step needs at least one training sample, got none: every group was filtered or had no context")
     for sample in samples:
         _check(sample, max_tokens)
+    (twice, count), *_ = Counter((sample.trajectory_id, sample.context_index) for sample in samples).most_common(1)
+    if count > 1:
+        raise ValueError(f"context {twice[1]} of trajectory {twice[0]} is {count} times in the step; every context is trained once")
     scale = _token_weights(samples, aggregation)
     ordered = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
     bins = _bins(ordered, num_ranks=num_ranks, max_tokens=max_tokens)
@@ -135,8 +138,8 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
     for sample in samples:
         if sample.trajectory_tokens != tokens[sample.trajectory_id]:
             raise ValueError(
-                f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but {tokens[sample.trajectory_id]} are in this "
-                "optimiser step; a trajectory must be in one step as a whole"
+                f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but {tokens[sample.trajectory_id]} are in "
+                "this optimiser step; a trajectory must be in one step as a whole"
             )
     return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
 

@@ -1,0 +1,187 @@
+"""The policy loss of one micro-batch, by name, and the sums from which its metrics are made.
+
+`loss` is `sum(weights * token_loss)`, and the weights count the whole optimiser step (`mempipe.rl.packing`): losses and gradients of
+micro-batches and ranks are added, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mempipe.config import AlgorithmConfig
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) is 5e8: beyond any clip, and still finite in float32."""
+MAX_KL = 10.0
+"""A token's KL term is cut here, as in the trainers that MemSearcher and Search-R1 build on."""
+TOTALS = ("loss", "policy_loss", "kl_loss")
+"""Metrics that are shares of the step already; all others are sums over tokens, or maxima (names ending in `_max`)."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    loss_sequences: Tensor,
+    context_indices: Tensor,
+    config: AlgorithmConfig,
+    sampler_logprobs: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`, `mean_metrics`).
+
+    All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
+    `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own go into
+    `sampler_logprobs`, and with staleness each token is weighed by their ratio, truncated at `max_importance_ratio`
+    (arXiv 2505.24298). Without `sampler_logprobs` the ratio is the importance weight itself, and `max_importance_ratio` bounds it
+    where only the dual clip does: for negative advantages.
+
+    - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip (arXiv 1912.09729).
+    - gspo: one ratio per context, the geometric mean of its tokens' (arXiv 2507.18071). The paper's sequence is the whole answer; here
+      it is one context, so two contexts of a trajectory may be clipped differently. Its mean over sequences is `aggregation: trajectory`
+      when trajectories have one context.
+    - cispo: the clipped ratio as a constant weight on the log-prob (arXiv 2506.13585), so that no token loses its gradient.
+      `clip_low: 1` leaves the lower side open, as in the paper. The dual clip has no part in it.
+
+    `advantage: dr_grpo` changes the advantages only. With `kl_coef` the low-variance estimator of KL(policy || reference) is added.
+    """
+    if logprobs.dtype in (torch.float16, torch.bfloat16):
+        logprobs = logprobs.float()
+    log_ratio = logprobs - old_logprobs
+    if config.loss == "gspo":
+        mean = _sequence_means(log_ratio.detach(), loss_sequences, len(context_indices))
+        log_ratio = mean + logprobs - logprobs.detach()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bound = _negative_bound(config, truncate=sampler_logprobs is None)
+    if config.loss == "cispo":
+        terms = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high).detach() * logprobs
+    else:
+        terms = _clipped(ratio, advantages, config, bound)
+    importance = _importance(old_logprobs, sampler_logprobs, config)
+    policy = (weights * importance * terms).sum()
+    kl = kl_to_reference(logprobs, ref_logprobs)
+    kl_loss = config.kl_coef * (weights * kl).sum()
+    loss = policy + kl_loss if config.kl_coef else policy
+
+    real = weights > 0
+    with torch.no_grad():
+        behaviour = old_logprobs if sampler_logprobs is None else sampler_logprobs
+        sums = {
+            "tokens": torch.ones_like(ratio),
+            "ratio": ratio,
+            "old_kl": old_logprobs - logprobs,
+            "clip_low": (advantages < 0) & (ratio < 1 - config.clip_low),
+            "clip_high": (advantages > 0) & (ratio > 1 + config.clip_high),
+            "dual_clip": (advantages < 0) & (ratio > bound) & (config.loss != "cispo"),
+            "importance_truncated": _truncated(behaviour, old_logprobs if sampler_logprobs is not None else logprobs, config),
+            "kl_ref": kl if config.kl_coef else torch.zeros_like(kl),
+            "advantage": advantages,
+            "advantage_abs": advantages.abs(),
+        }
+        metrics = _floats({"loss": loss, "policy_loss": policy, "kl_loss": kl_loss} | {k: v[real].sum() for k, v in sums.items()})
+        metrics |= _mismatch(logprobs[real], behaviour[real], context_indices[loss_sequences[real]])
+    return loss, metrics
+
+
+def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = ref - logprob: never negative, unbiased for tokens of the policy, cut at `MAX_KL`. [N] -> [N]."""
+    d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(d) - d).clamp(max=MAX_KL)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of each row of logits: [..., V] -> [...], in float32 at least. A metric; no loss uses it."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+
+
+def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metric sums of several micro-batches or ranks as those of one: sums are added, maxima compared."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                merged[name] = max(merged[name], value) if name.endswith("_max") else merged[name] + value
+    return merged
+
+
+def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Merged sums as what is logged: means per token, but totals, maxima and token counts as they are.
+
+    A name "context_2/x" is a mean over the tokens of third contexts ("context_2/tokens").
+    """
+    means = {}
+    for name, value in sums.items():
+        scope, _, leaf = name.rpartition("/")
+        if name in TOTALS or leaf == "tokens" or leaf.endswith("_max"):
+            means[name] = value
+        else:
+            means[name] = value / max(sums[f"{scope}/tokens" if scope else "tokens"], 1)
+    return means
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig, bound: float) -> Tensor:
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    terms = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if bound == float("inf"):
+        return terms
+    return torch.where(advantages < 0, torch.minimum(terms, -advantages * bound), terms)
+
+
+def _negative_bound(config: AlgorithmConfig, *, truncate: bool) -> float:
+    """The largest ratio that counts for a negative advantage, where the clip has no upper side."""
+    bounds = [config.dual_clip]
+    if truncate and config.max_off_policy_steps:
+        bounds.append(config.max_importance_ratio)
+    return min((bound for bound in bounds if bound is not None), default=float("inf"))
+
+
+def _importance(old_logprobs: Tensor, sampler_logprobs: Tensor | None, config: AlgorithmConfig) -> Tensor:
+    if sampler_logprobs is None or config.max_importance_ratio is None or not config.max_off_policy_steps:
+        return torch.ones_like(old_logprobs)
+    ratio = (old_logprobs - sampler_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    return ratio.clamp(max=config.max_importance_ratio)
+
+
+def _truncated(behaviour: Tensor, newer: Tensor, config: AlgorithmConfig) -> Tensor:
+    if config.max_importance_ratio is None or not config.max_off_policy_steps:
+        return torch.zeros_like(behaviour)
+    return (newer - behaviour).clamp(max=MAX_LOG_RATIO).exp() > config.max_importance_ratio
+
+
+def _sequence_means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
+    """[N] -> [N]: every value replaced by the mean of its sequence."""
+    zeros = values.new_zeros(num_sequences)
+    totals = zeros.index_add(0, sequences, values)
+    counts = zeros.index_add(0, sequences, torch.ones_like(values))
+    return (totals / counts.clamp(min=1))[sequences]
+
+
+def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str, float]:
+    """How far the learner's log-probs are from the sampler's, over all tokens and by context index: sums of |Δ|, of the k3
+    estimate of KL(sampler || learner), and the largest importance ratio."""
+    if not len(logprobs):
+        return {}
+    d = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = torch.expm1(d) - d
+    counts = torch.bincount(contexts)
+    by_context = [counts, torch.bincount(contexts, weights=d.abs()), torch.bincount(contexts, weights=k3)]
+    names = ("tokens", "abs_logprob_diff", "mismatch_kl")
+    metrics = _floats({"abs_logprob_diff": d.abs().sum(), "mismatch_kl": k3.sum(), "importance_ratio_max": d.exp().max()})
+    for index, row in enumerate(zip(*(column.tolist() for column in by_context), strict=True)):
+        if row[0]:
+            metrics |= {f"context_{index}/{name}": float(value) for name, value in zip(names, row, strict=True)}
+    return metrics
+
+
+def _floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """The scalars on the host, with one wait for the device."""
+    return dict(zip(scalars, torch.stack([value.detach().double() for value in scalars.values()]).tolist(), strict=True))
