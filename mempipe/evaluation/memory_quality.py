@@ -1,0 +1,225 @@
+"""How well an agent uses its memory, measured on recorded trajectories: what it found, kept, lost, and whether it answered too early.
+
+Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of its value
+stand there next to each other (`contains_value`). In a turn, the *next needed* fact is the first one that `memory_before` does
+not know. A turn is a *memory turn* when it wrote a memory or had to: it searched, left a memory, or was followed by another turn.
+
+    found_rate         turns whose searches returned the passage of the next needed fact / turns that searched while a fact was needed
+    kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage a turn retrieved
+    lost_rate          known facts missing from memory_after / needed facts known in memory_before, over memory turns
+    early_answer_rate  answers given although no memory of the trajectory ever knew the last needed fact / answers
+    truncation_rate    memory turns whose memory was cut / memory turns
+    memory_tokens      mean tokens of the memory that a memory turn left
+    budget_use         memory_tokens / budget.memory_tokens
+    copy_rate          words of new memories inside runs of at least 5 words taken verbatim from the turn's passages / words of new memories
+    compression        tokens of new memories / tokens of the passages read, over memory turns
+
+All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is absent.
+Questions without evidence count for memory tokens, truncation, copying and compression only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from mempipe.types import Context, EndReason, Group, Question, Trajectory
+
+_WORD = re.compile(r"[^\W_]+")
+_ARTICLES = frozenset({"a", "an", "the"})
+_COPY_WORDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryQuality:
+    """The counts behind the rates. Counts of several trajectories add up."""
+
+    searches_in_need: int = 0
+    searches_found: int = 0
+    facts_retrieved: int = 0
+    facts_kept: int = 0
+    facts_held: int = 0
+    facts_lost: int = 0
+    answers: int = 0
+    early_answers: int = 0
+    memory_turns: int = 0
+    memories_truncated: int = 0
+    memory_tokens: int = 0
+    observation_tokens: int = 0
+    memory_words: int = 0
+    copied_words: int = 0
+
+    def __add__(self, other: MemoryQuality) -> MemoryQuality:
+        return MemoryQuality(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+
+    def rates(self, *, memory_budget: int | None = None) -> dict[str, float]:
+        """The rates of the module's docstring; `memory_budget` in tokens (None: no `budget_use`)."""
+        ratios = {
+            "found_rate": (self.searches_found, self.searches_in_need),
+            "kept_rate": (self.facts_kept, self.facts_retrieved),
+            "lost_rate": (self.facts_lost, self.facts_held),
+            "early_answer_rate": (self.early_answers, self.answers),
+            "truncation_rate": (self.memories_truncated, self.memory_turns),
+            "memory_tokens": (self.memory_tokens, self.memory_turns),
+            "budget_use": (self.memory_tokens, self.memory_turns * (memory_budget or 0)),
+            "copy_rate": (self.copied_words, self.memory_words),
+            "compression": (self.memory_tokens, self.observation_tokens),
+        }
+        return {name: above / below for name, (above, below) in ratios.items() if below}
+
+
+def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None) -> dict[str, float]:
+    """The rates over all trajectories of `groups`."""
+    counts = (trajectory_quality(trajectory, group.question) for group in groups for trajectory in group.trajectories)
+    return sum(counts, MemoryQuality()).rates(memory_budget=memory_budget)
+
+
+def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
+    """The counts of one trajectory."""
+    counts = MemoryQuality()
+    for index, context in enumerate(trajectory.contexts):
+        counts += _evidence_counts(context, question, wrote=_is_memory_turn(trajectory, index))
+        if _is_memory_turn(trajectory, index):
+            counts += _memory_counts(context)
+    if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
+        last = question.evidence[-1].value
+        memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
+        counts += MemoryQuality(answers=1, early_answers=int(not any(contains_value(text, last) for text in memories)))
+    return counts
+
+
+def contains_value(text: str, value: str) -> bool:
+    """Whether the words of `value` stand in `text` next to each other; case, punctuation and articles do not count.
+
+    A value of articles only is matched as words, one of punctuation only as it is; an empty one is in no text.
+    """
+    wanted, words = _words(value), _words(text)
+    if not wanted:  # nothing but articles or punctuation
+        wanted, words = _all_words(value), _all_words(text)
+    if not wanted:
+        return bool(value.strip()) and value.strip() in text
+    return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))
+
+
+def full_history_tokens(trajectory: Trajectory) -> list[int]:
+    """Prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
+
+    Template and question as in the first turn, plus the action and the passages of every earlier turn. To be compared with
+    `num_prompt_tokens` of the same turns: template, question and bounded memory.
+    """
+    if not trajectory.contexts:
+        return []
+    first = trajectory.contexts[0]
+    tokens = [first.num_prompt_tokens - first.num_memory_tokens]
+    for context in trajectory.contexts[:-1]:
+        tokens.append(tokens[-1] + _num_action_tokens(context) + context.num_observation_tokens)
+    return tokens
+
+
+def rollout_metrics(groups: Sequence[Group], *, policy_version: int | None = None, memory_budget: int | None = None) -> dict[str, float]:
+    """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
+
+    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares),
+    advantage_mean, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens).
+    Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
+    with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return {}
+    contexts = [context for trajectory in trajectories for context in trajectory.contexts]
+    advantages = [trajectory.advantage for trajectory in trajectories]
+    ends = Counter(trajectory.end_reason for trajectory in trajectories)
+    metrics = {
+        "reward": fmean(t.reward for t in trajectories),
+        "em": fmean(t.em for t in trajectories),
+        "f1": fmean(t.f1 for t in trajectories),
+        "format_rate": ends[EndReason.ANSWERED] / len(trajectories),
+        "turns": len(contexts) / len(trajectories),
+        "searches": sum(len(context.searches) for context in contexts) / len(trajectories),
+        "advantage_mean": fmean(advantages),
+        "advantage_std": pstdev(advantages),
+        "zero_variance_groups": fmean(len({t.reward for t in group.trajectories}) <= 1 for group in groups),
+        "retries": float(sum(group.num_retries for group in groups)),
+        "sampled_tokens": float(sum(sum(context.loss_mask) for context in contexts)),
+    }
+    metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
+    if contexts:
+        metrics["context_tokens_per_turn"] = fmean(context.num_prompt_tokens for context in contexts)
+        metrics["full_history_tokens_per_turn"] = fmean(tokens for t in trajectories for tokens in full_history_tokens(t))
+    if policy_version is not None:
+        metrics |= _staleness(contexts, policy_version)
+    return metrics | memory_quality(groups, memory_budget=memory_budget)
+
+
+def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> MemoryQuality:
+    known = [contains_value(context.memory_before, fact.value) for fact in question.evidence]
+    known_after = [contains_value(context.memory_after, fact.value) for fact in question.evidence]
+    retrieved = {passage.id for search in context.searches for passage in search.passages}
+    found = [fact.passage_id in retrieved for fact in question.evidence]
+    next_needed = known.index(False) if False in known else None
+    searched = bool(context.searches) and next_needed is not None
+    new = [index for index, (is_known, is_found) in enumerate(zip(known, found, strict=True)) if is_found and not is_known]
+    held = [index for index, is_known in enumerate(known) if is_known] if wrote else []
+    return MemoryQuality(
+        searches_in_need=int(searched),
+        searches_found=int(searched and next_needed is not None and found[next_needed]),
+        facts_retrieved=len(new),
+        facts_kept=sum(known_after[index] for index in new),
+        facts_held=len(held),
+        facts_lost=sum(not known_after[index] for index in held),
+    )
+
+
+def _memory_counts(context: Context) -> MemoryQuality:
+    memory = _words(context.memory_after)
+    passages = [_words(f"{passage.title} {passage.text}") for search in context.searches for passage in search.passages]
+    return MemoryQuality(
+        memory_turns=1,
+        memories_truncated=int(context.memory_truncated),
+        memory_tokens=context.num_new_memory_tokens,
+        observation_tokens=context.num_observation_tokens,
+        memory_words=len(memory),
+        copied_words=_num_copied(memory, passages),
+    )
+
+
+def _num_copied(words: list[str], sources: list[list[str]]) -> int:
+    runs = {tuple(source[i : i + _COPY_WORDS]) for source in sources for i in range(len(source) - _COPY_WORDS + 1)}
+    copied: set[int] = set()
+    for start in range(len(words) - _COPY_WORDS + 1):
+        if tuple(words[start : start + _COPY_WORDS]) in runs:
+            copied.update(range(start, start + _COPY_WORDS))
+    return len(copied)
+
+
+def _is_memory_turn(trajectory: Trajectory, index: int) -> bool:
+    context = trajectory.contexts[index]
+    return bool(context.searches or context.memory_after) or index + 1 < len(trajectory.contexts)
+
+
+def _num_action_tokens(context: Context) -> int:
+    """Length of the first run of sampled tokens: the action message."""
+    sampled = context.loss_mask[context.num_prompt_tokens :]
+    return sampled.index(0) if 0 in sampled else len(sampled)
+
+
+def _staleness(contexts: Sequence[Context], policy_version: int) -> dict[str, float]:
+    lags = Counter(policy_version - version for context in contexts for version in context.policy_versions if version >= 0)
+    if not lags:
+        return {}
+    mean = sum(lag * count for lag, count in lags.items()) / lags.total()
+    return {"staleness_mean": mean, "staleness_max": float(max(lags))}
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in _all_words(text) if word not in _ARTICLES]
+
+
+def _all_words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())

@@ -1,0 +1,206 @@
+"""Memory metrics of hand-made trajectories whose values can be read off."""
+
+import math
+
+import pytest
+
+from mempipe.evaluation.memory_quality import (
+    MemoryQuality,
+    contains_value,
+    full_history_tokens,
+    memory_quality,
+    rollout_metrics,
+    trajectory_quality,
+)
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
+
+QUESTION = Question(
+    id="q",
+    text="Where was the director of Film born?",
+    golden_answers=["Oslo"],
+    num_hops=2,
+    evidence=[Evidence(passage_id="film", value="Ann Lee"), Evidence(passage_id="ann", value="Oslo")],
+)
+PASSAGES = {
+    "film": Passage(id="film", title="Film", text="Film was directed by Ann Lee in the summer of 1990."),
+    "ann": Passage(id="ann", title="Ann Lee", text="Ann Lee was born in Oslo."),
+    "other": Passage(id="other", title="Other", text="Nothing of use."),
+}
+
+
+def turn(index: int, *found: str, before: str = "", after: str = "", **changes) -> Context:
+    """A turn: 10 prompt tokens, 3 of action; with a search also 8 injected and 4 of memory message."""
+    mask = [0] * 10 + [1] * 3 + ([0] * 8 + [1] * 4 if found else [])
+    fields = {
+        "index": index,
+        "token_ids": list(range(len(mask))),
+        "loss_mask": mask,
+        "logprobs": [0.0] * len(mask),
+        "policy_versions": [2 if sampled else -1 for sampled in mask],
+        "num_prompt_tokens": 10,
+        "num_question_tokens": 4,
+        "num_memory_tokens": len(before.split()),
+        "num_observation_tokens": 6 if found else 0,
+        "searches": [Search(query="?", num_passages=2, passages=[PASSAGES[name] for name in found], snapshot="s")] if found else [],
+        "memory_before": before,
+        "memory_after": after,
+        "num_new_memory_tokens": len(after.split()),
+    }
+    return Context(**(fields | changes))
+
+
+def attempt(*contexts: Context, end: EndReason = EndReason.ANSWERED, **changes) -> Trajectory:
+    fields = {"id": "t", "group_id": "g", "member": 0, "contexts": list(contexts), "end_reason": end}
+    answer = "Oslo" if end is EndReason.ANSWERED else None
+    return Trajectory(**(fields | {"answer": answer} | changes))
+
+
+GOOD = attempt(
+    turn(0, "film", "other", after="Film by Ann Lee"),
+    turn(1, "ann", before="Film by Ann Lee", after="Ann Lee Oslo"),
+    turn(2, before="Ann Lee Oslo"),
+)
+
+
+def group_of(*trajectories: Trajectory) -> Group:
+    return Group(id="g", question=QUESTION, trajectories=list(trajectories))
+
+
+def test_an_ideal_trajectory_finds_and_keeps_everything():
+    rates = memory_quality([group_of(GOOD)], memory_budget=10)
+    assert rates == {
+        "found_rate": 1.0,
+        "kept_rate": 1.0,
+        "lost_rate": 0.0,
+        "early_answer_rate": 0.0,
+        "truncation_rate": 0.0,
+        "memory_tokens": 3.5,
+        "budget_use": 0.35,
+        "copy_rate": 0.0,
+        "compression": 7 / 12,
+    }
+
+
+def test_a_search_counts_as_found_only_for_the_next_needed_fact():
+    out_of_order = attempt(turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="Oslo"), end=EndReason.MAX_TURNS)
+    counts = trajectory_quality(out_of_order, QUESTION)
+    assert (counts.searches_found, counts.searches_in_need) == (0, 2)
+    assert (counts.facts_kept, counts.facts_retrieved) == (1, 1)
+
+
+def test_searches_after_everything_is_known_do_not_count():
+    counts = trajectory_quality(attempt(turn(0, "film", before="Ann Lee, Oslo", after="Ann Lee, Oslo")), QUESTION)
+    assert counts.searches_in_need == 0 and counts.facts_retrieved == 0
+
+
+def test_a_fact_that_is_not_written_down_is_not_kept():
+    counts = trajectory_quality(attempt(turn(0, "film", after="nothing"), end=EndReason.MAX_TURNS), QUESTION)
+    assert (counts.facts_kept, counts.facts_retrieved) == (0, 1)
+
+
+def test_a_missing_memory_message_loses_the_known_facts():
+    counts = trajectory_quality(attempt(turn(0, "other", before="Ann Lee", after=""), end=EndReason.BAD_MEMORY), QUESTION)
+    assert (counts.facts_lost, counts.facts_held) == (1, 1)
+    assert counts.memory_turns == 1
+
+
+def test_the_answering_turn_writes_no_memory_and_loses_nothing():
+    counts = trajectory_quality(attempt(turn(0, before="Ann Lee Oslo")), QUESTION)
+    assert counts == MemoryQuality(answers=1)
+
+
+def test_a_reading_turn_without_search_that_forgets_everything_is_counted():
+    reading = attempt(turn(0, before="Ann Lee", after=""), turn(1), end=EndReason.MAX_TURNS)
+    assert trajectory_quality(reading, QUESTION).facts_lost == 1
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "early"),
+    [
+        (attempt(turn(0)), 1),
+        (attempt(turn(0, "film", after="Ann Lee"), turn(1, before="Ann Lee")), 1),
+        (GOOD, 0),
+        (attempt(turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="lost"), turn(2, before="lost")), 0),
+    ],
+)
+def test_an_answer_is_early_when_no_memory_ever_knew_the_last_fact(trajectory, early):
+    counts = trajectory_quality(trajectory, QUESTION)
+    assert (counts.early_answers, counts.answers) == (early, 1)
+
+
+def test_only_answers_can_be_early():
+    assert trajectory_quality(attempt(turn(0), end=EndReason.NO_ACTION), QUESTION).answers == 0
+
+
+def test_copied_runs_of_five_words_are_counted_once():
+    memory = "Film was directed by Ann Lee in short"  # the first 7 of 8 words are verbatim; "the" is no word
+    counts = trajectory_quality(attempt(turn(0, "film", after=memory)), QUESTION)
+    assert (counts.copied_words, counts.memory_words) == (7, 8)
+
+
+def test_truncated_memories_are_counted():
+    cut = attempt(turn(0, "film", after="x", memory_truncated=True), turn(1, "film", before="x", after="y"))
+    assert memory_quality([group_of(cut)])["truncation_rate"] == 0.5
+
+
+def test_rates_are_ratios_of_sums():
+    forgetful = attempt(turn(0, "film", "ann", after="none"), end=EndReason.MAX_TURNS)
+    assert memory_quality([group_of(GOOD), group_of(forgetful)])["kept_rate"] == 2 / 4
+    assert memory_quality([group_of(GOOD, forgetful)])["kept_rate"] == 2 / 4
+
+
+def test_rates_without_a_case_are_absent():
+    unknown = Group(id="g", question=Question(id="q", text="?", golden_answers=["x"]), trajectories=[GOOD])
+    assert set(memory_quality([unknown])) == {"truncation_rate", "memory_tokens", "copy_rate", "compression"}
+    assert memory_quality([]) == {} and rollout_metrics([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("OSLO;", "Oslo", True),
+        ("Osloer", "Oslo", False),
+        ("the Beatles; X", "Beatles", True),
+        ("Lee Ann", "Ann Lee", False),
+        ("U.S. film", "U.S.", True),
+        ("Jean-Luc, 1930", "Jean-Luc", True),
+        ("Straße", "STRASSE", True),
+        ("a b", "a", True),
+        ("x", "", False),
+        ("x", "  ", False),
+        ("c++ ok", "++", True),
+        ("", "Oslo", False),
+    ],
+)
+def test_values_match_whole_words(text, value, expected):
+    assert contains_value(text, value) is expected
+
+
+def test_full_history_grows_by_actions_and_passages():
+    assert full_history_tokens(GOOD) == [10, 10 + 3 + 6, 10 + 2 * (3 + 6)]
+    assert full_history_tokens(attempt(turn(0, before="one two"))) == [8]
+    assert full_history_tokens(attempt()) == []
+
+
+def test_rollout_metrics_of_two_trajectories():
+    right = attempt(*GOOD.contexts, reward=1.0, em=1.0, f1=1.0, advantage=1.0)
+    wrong = attempt(turn(0), end=EndReason.NO_ACTION, advantage=-1.0)
+    metrics = rollout_metrics([group_of(right, wrong), group_of(wrong, wrong)], policy_version=3)
+    assert metrics["reward"] == metrics["em"] == metrics["f1"] == metrics["format_rate"] == 0.25
+    assert metrics["end_reason/no_action"] == 0.75 and metrics["end_reason/max_turns"] == 0.0
+    assert sum(value for key, value in metrics.items() if key.startswith("end_reason/")) == 1.0
+    assert metrics["turns"] == 6 / 4 and metrics["searches"] == 2 / 4
+    assert metrics["advantage_mean"] == -0.5 and math.isclose(metrics["advantage_std"], math.sqrt(0.75))
+    assert metrics["zero_variance_groups"] == 0.5
+    assert metrics["sampled_tokens"] == 7 + 7 + 3 + 3 * 3
+    assert metrics["context_tokens_per_turn"] == 10.0
+    assert metrics["full_history_tokens_per_turn"] == (10 + 19 + 28 + 3 * 10) / 6
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (1.0, 1.0)
+    assert metrics["early_answer_rate"] == 0.0 and metrics["kept_rate"] == 1.0
+
+
+def test_staleness_is_weighed_by_tokens():
+    mixed = turn(0, policy_versions=[-1] * 10 + [5, 4, 2])
+    metrics = rollout_metrics([group_of(attempt(mixed))], policy_version=5)
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (4 / 3, 3.0)
+    assert "staleness_mean" not in rollout_metrics([group_of(attempt(mixed))])

@@ -1,0 +1,97 @@
+"""Intervals against published and hand-worked values, and their defining properties."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
+
+
+def test_wilson_interval_of_81_in_263():
+    """Newcombe (1998), table I, method 3."""
+    interval = wilson_interval(81, 263)
+    assert (round(interval.low, 4), round(interval.high, 4)) == (0.2553, 0.3662)
+    assert interval.value == 81 / 263
+
+
+def test_wilson_interval_at_the_ends_has_its_closed_form():
+    z2 = 1.959963984540054**2
+    none, all_right = wilson_interval(0, 29), wilson_interval(29, 29)
+    assert none.low == 0.0 and math.isclose(none.high, z2 / (29 + z2), rel_tol=1e-12)
+    assert all_right.high == 1.0 and math.isclose(all_right.low, 29 / (29 + z2), rel_tol=1e-12)
+
+
+def test_wilson_interval_narrows_with_questions_and_widens_with_confidence():
+    def width(interval: Interval) -> float:
+        return interval.high - interval.low
+
+    assert width(wilson_interval(50, 100)) > width(wilson_interval(500, 1000))
+    assert width(wilson_interval(50, 100, confidence=0.99)) > width(wilson_interval(50, 100))
+
+
+@pytest.mark.parametrize(("right", "questions"), [(-1, 5), (6, 5), (0, 0)])
+def test_impossible_counts_are_refused(right, questions):
+    with pytest.raises(ValueError, match="right"):
+        wilson_interval(right, questions)
+
+
+def test_bootstrap_of_equal_scores_has_no_width():
+    assert bootstrap_interval([0.25] * 7) == Interval(value=0.25, low=0.25, high=0.25)
+
+
+def test_bootstrap_is_reproducible_and_depends_on_the_seed():
+    scores = np.random.default_rng(3).random(50).tolist()
+    assert bootstrap_interval(scores, seed=1) == bootstrap_interval(scores, seed=1)
+    assert bootstrap_interval(scores, seed=1) != bootstrap_interval(scores, seed=2)
+
+
+def test_bootstrap_agrees_with_the_normal_interval_for_many_questions():
+    scores = np.random.default_rng(0).random(2000)
+    interval = bootstrap_interval(scores.tolist(), seed=5, num_resamples=4000)
+    half = 1.96 * scores.std() / math.sqrt(scores.size)
+    assert math.isclose(interval.low, scores.mean() - half, abs_tol=0.05 * half)
+    assert math.isclose(interval.high, scores.mean() + half, abs_tol=0.05 * half)
+
+
+def test_bootstrap_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(11)
+    intervals = [bootstrap_interval(generator.random(60).tolist(), seed=i, num_resamples=400) for i in range(200)]
+    covered = sum(interval.low <= 0.5 <= interval.high for interval in intervals)
+    assert 178 <= covered <= 198  # 95 % of 200, three standard deviations of a binomial and a little bootstrap bias
+
+
+def test_pairing_removes_what_the_questions_share():
+    easy = np.random.default_rng(2).random(100)
+    difference = paired_bootstrap(easy.tolist(), (easy + 0.1).tolist())
+    assert math.isclose(difference.low, 0.1) and math.isclose(difference.high, 0.1)
+
+
+def test_pairs_must_be_of_the_same_questions():
+    with pytest.raises(ValueError, match="2 before and 1 after"):
+        paired_bootstrap([0.0, 1.0], [1.0])
+    with pytest.raises(ValueError, match="2 before and 1 after"):
+        mcnemar_test([False, True], [True])
+
+
+@pytest.mark.parametrize("scores", [[], [math.nan], [1.0, math.inf]])
+def test_scores_must_be_finite_and_present(scores):
+    with pytest.raises(ValueError, match="finite"):
+        bootstrap_interval(scores)
+
+
+def test_mcnemar_counts_gained_and_lost_questions():
+    before = [True, True, False, False, False, False, False]
+    after = [True, False, True, True, True, True, False]
+    result = mcnemar_test(before, after)
+    assert (result.gained, result.lost) == (4, 1)
+    assert result.p_value == 2 * (1 + 5) / 2**5
+
+
+def test_mcnemar_without_a_change_says_nothing():
+    assert mcnemar_test([True, False], [True, False]).p_value == 1.0
+    assert mcnemar_test([True, False], [False, True]).p_value == 1.0
+
+
+def test_mcnemar_of_many_one_sided_changes_is_decisive():
+    assert mcnemar_test([False] * 2000, [True] * 2000).p_value < 1e-300
