@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
-from mempipe.config import AlgorithmConfig
 from mempipe.types import Group
 
 
@@ -27,14 +25,6 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
         mean = math.fsum(rewards) / len(rewards)
         std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
     return [(reward - mean) / (std + eps) if normalize_std else reward - mean for reward in rewards]
-
-
-def with_advantages(group: Group, *, config: AlgorithmConfig) -> Group:
-    """The checked group with every trajectory's advantage filled in; contexts inherit it (`mempipe.rl.samples`)."""
-    check_group(group, group_size=config.group_size)
-    advantages = group_advantages([t.reward for t in group.trajectories], normalize_std=config.advantage == "grpo")
-    scored = [dataclasses.replace(t, advantage=a) for t, a in zip(group.trajectories, advantages, strict=True)]
-    return dataclasses.replace(group, trajectories=scored)
 
 
 def has_signal(group: Group) -> bool:
