@@ -1,0 +1,58 @@
+"""Tickets that bound staleness: which groups may start, and which a learner step has to contain.
+
+With `B` groups per step and `L` = max_off_policy_steps, a group starts only while `started < consumed + (L + 1) * B`, and a group started
+at version `v` is trained by the step that ends version `v + L` at the latest. The first rule alone bounds how many groups are under way;
+the second bounds the age of a straggler: a step takes the oldest groups first and waits as long as those it would leave behind could not
+all be trained in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+
+class Admission:
+    """Hands out one ticket per group. Keys are idempotent: a group whose driver was restarted gets its first ticket again."""
+
+    def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, policy_version: int = 0) -> None:
+        self._groups_per_step = groups_per_step
+        self._window = groups_per_step * (max_off_policy_steps + 1)
+        self._max_off_policy_steps = max_off_policy_steps
+        self._version = policy_version
+        self._num_started = 0
+        self._num_consumed = 0
+        self._outstanding: dict[str, int] = {}  # key -> version at its start
+        self._changed = asyncio.Event()
+
+    async def ticket(self, key: str) -> int:
+        """Waits until group `key` may start; returns the policy version it starts at."""
+        while key not in self._outstanding:
+            if self._num_started < self._num_consumed + self._window:
+                self._num_started += 1
+                self._outstanding[key] = self._version
+                break
+            await self._changed.wait()
+        return self._outstanding[key]
+
+    async def choose(self, finished: Sequence[str]) -> list[str] | None:
+        """The groups that the step ending the current version trains, oldest first; None when it has to wait for more to finish."""
+        if len(finished) < self._groups_per_step:
+            return None
+        step = sorted(finished, key=self._outstanding.__getitem__)[: self._groups_per_step]
+        left = sorted(started for key, started in self._outstanding.items() if key not in set(step))
+        for i, started in enumerate(left):  # earliest deadline first: the i-th oldest is trained i // B steps after the next one
+            if self._version + 1 + i // self._groups_per_step > started + self._max_off_policy_steps:
+                return None
+        return step
+
+    async def consume(self, keys: Iterable[str], *, policy_version: int) -> None:
+        """The groups were trained on or dropped; from now on groups start at `policy_version`."""
+        for key in keys:
+            started_at = self._outstanding.pop(key, None)
+            assert started_at is not None, f"group {key} was consumed without a ticket"
+            assert self._version - started_at <= self._max_off_policy_steps, f"group {key} of version {started_at} is too old at {self._version}"
+            self._num_consumed += 1
+        self._version = policy_version
+        self._changed.set()
+        self._changed = asyncio.Event()

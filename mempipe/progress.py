@@ -1,0 +1,87 @@
+"""What a person sees of a running job: a bar with the numbers that matter, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from mempipe.runs import Run
+
+LINE_EVERY_S = 15.0
+
+
+class Progress:
+    """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`."""
+
+    def __init__(self, title: str, *, total: int, done: int = 0) -> None:
+        self._title, self._total, self._done = title, total, done
+        self._console = Console()
+        self._last_line = time.monotonic()
+        self._bar: Bar | None = None
+        if sys.stdout.isatty():
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            self._bar = Bar(TextColumn("[bold]{task.description:16}"), *columns, TextColumn("{task.fields[numbers]}"), console=self._console)
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total, completed=self._done, numbers="")
+        else:
+            self._console.print(f"{self._title}: {self._done}/{self._total}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, by: int = 1, **numbers: float) -> None:
+        self._done += by
+        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+        if self._bar:
+            self._bar.update(self._task, advance=by, numbers=text)
+        elif self._done >= self._total or time.monotonic() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self._console.print(f"{self._title}: {self._done}/{self._total}  {text}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        (self._bar.console if self._bar else self._console).print(text)
+
+
+def closing_table(run: Run, report: dict[str, float]) -> None:
+    """What came out, where it lies, and what to type next."""
+    console = Console()
+    table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, key in ROWS:
+        if f"{key}_start" in report and f"{key}_end" in report:
+            table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
+    console.print(table)
+    minutes = sum(run.seconds.values()) / 60
+    console.print(f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}")
+    console.print("Next:")
+    console.print(f"  mempipe trace {run.folder}                 read trajectories turn by turn")
+    console.print(f"  mlflow ui --backend-store-uri sqlite:///{run.folder.parent / 'mlflow.db'}   curves and traces")
+    console.print("  mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml   what a real run needs")
+
+
+ROWS = (
+    ("exact match", "em"),
+    ("F1", "f1"),
+    ("needed fact kept in memory", "kept_rate"),
+    ("needed passage found", "found_rate"),
+    ("answered before it was known", "early_answer_rate"),
+    ("context tokens per turn", "context_tokens_per_turn"),
+    ("  full history would carry", "full_history_tokens_per_turn"),
+)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"

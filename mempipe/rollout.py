@@ -1,0 +1,56 @@
+"""The siblings of one question, run together and scored together: the one place where agents and reinforcement learning meet."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Protocol
+
+from mempipe.config import AlgorithmConfig, RewardConfig
+from mempipe.rl.advantages import group_advantages
+from mempipe.rl.rewards import score
+from mempipe.types import Group, Question, Trajectory
+
+
+class RolloutFn(Protocol):
+    """One attempt at a question; every agent has this signature once tokenizer, engine and retriever are bound."""
+
+    async def __call__(self, question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory: ...
+
+
+async def run_group(
+    question: Question,
+    rollout: RolloutFn,
+    *,
+    group_id: str,
+    group_size: int,
+    reward: RewardConfig,
+    advantage: AlgorithmConfig,
+) -> Group:
+    """`group_size` attempts at `question`, side by side, with rewards and advantages (multi-context GRPO, arXiv 2511.02805).
+
+    Raises what the first failing attempt raised, after the others were cancelled: a group is whole or it is not there.
+    """
+    started = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            attempts = [
+                tasks.create_task(rollout(question, trajectory_id=f"{group_id}/{member}", group_id=group_id, member=member))
+                for member in range(group_size)
+            ]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    trajectories = [_scored(attempt.result(), question, reward) for attempt in attempts]
+    advantages = group_advantages([t.reward for t in trajectories], normalize_std=advantage.advantage == "grpo")
+    return Group(
+        id=group_id,
+        question=question,
+        trajectories=[dataclasses.replace(t, advantage=a) for t, a in zip(trajectories, advantages, strict=True)],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
+    scores = score(trajectory.answer, question.golden_answers, end_reason=trajectory.end_reason, config=config)
+    return dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)

@@ -1,0 +1,109 @@
+"""The folder of a run: what is in it, what state the run is in, and how long each phase took.
+
+    config.yaml            the whole config as it was resolved
+    state.json             phase seconds, steps done, MLflow run id, whether it finished
+    metrics.jsonl          one row of metrics per learner step
+    world/ index/ model/   made by the run itself when its config has a `world`
+    checkpoints/           model, optimiser, scheduler, RNG and data position
+    trajectories.parquet   held-out trajectories, before and after training
+    huggingface/           the trained model, for transformers and vLLM
+    report.html report.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mempipe.config import ConfigError, RunConfig
+
+Resume = Literal["never", "auto", "always"]
+
+# What may differ between a run and its continuation: nothing that changes what is learned.
+FREE_SETTINGS = ("num_steps", "ray_address", "tracking", "checkpoint", "evaluation", "stream", "output")
+
+
+class Run:
+    """One run's folder, held by one process at a time."""
+
+    def __init__(self, config: RunConfig, *, resume: Resume = "never") -> None:
+        self.config = config
+        self.folder = config.folder
+        self._state_file = self.folder / "state.json"
+        found = self._state_file.exists()
+        if found and resume == "never":
+            raise ConfigError(f"{self.folder} holds a run already; --resume continues it, another `name` starts another, or delete the folder")
+        if not found and resume == "always":
+            raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if found:
+                self._check_same(yaml.safe_load((self.folder / "config.yaml").read_text()))
+            write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        except OSError as error:
+            raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
+        self.state: dict[str, Any] = json.loads(self._state_file.read_text()) if found else {"seconds": {}, "finished": False}
+        self._save()
+
+    @property
+    def resumed(self) -> bool:
+        return bool(self.state["seconds"])
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.state["seconds"]
+
+    def update(self, **values: Any) -> None:
+        """Writes values into the state, atomically."""
+        self.state |= values
+        self._save()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the wall time of what happens inside to the phase's seconds, also when it fails (a resumed phase adds up)."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, time.perf_counter() - started)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        self.state["seconds"][name] = self.state["seconds"].get(name, 0.0) + seconds
+        self._save()
+
+    def _save(self) -> None:
+        write_text(self._state_file, json.dumps(self.state, indent=1))
+
+    def _check_same(self, saved: dict[str, Any]) -> None:
+        now = self.config.model_dump(mode="json")
+        differing = [key for key in _differences(saved, now) if key.split(".")[0] not in FREE_SETTINGS]
+        if differing:
+            raise ConfigError(
+                f"{self.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
+                "continue with the same ones, or give the run another `name`"
+            )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in {*a, *b}:
+            yield from _differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else key)
+    elif a != b:
+        yield prefix

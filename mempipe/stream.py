@@ -1,0 +1,191 @@
+"""Questions to scored groups, as a Ray Data stream.
+
+One run is one dataset execution: a lazy source of questions, one row per block, goes through a pool of async drivers that each run many
+groups at a time; groups come out as soon as they are finished. Engines and retrievers are named actors outside the dataset, looked up by
+the drivers. An `Admission` actor decides when a group may start, so Ray Data's own back-pressure (in bytes) never matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.actor import ActorHandle
+from ray.data import ActorPoolStrategy, DataContext
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from mempipe.actors.pools import GeneratorPool, RetrieverPool, RoleUnavailable
+from mempipe.agents import make_agent
+from mempipe.config import AlgorithmConfig, RunConfig, SamplingConfig
+from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
+from mempipe.engines.retrieval import RetrievalError
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.rl.advantages import check_group, has_signal
+from mempipe.rollout import run_group
+from mempipe.types import Group, Question, from_row, to_row
+
+SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
+INFRASTRUCTURE_FAULTS = (RoleUnavailable, RetrievalError)
+
+
+class GroupFailed(RuntimeError):
+    """A group could not be finished after all its attempts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSpec:
+    """All that a driver needs, as small plain values: it may be started again on another node at any time."""
+
+    config: RunConfig
+    sampling: SamplingConfig
+    group_size: int
+    namespace: str
+    generators: list[str]
+    retrievers: list[str]
+    admission: str = ""  # empty: every group may start at once
+
+
+class QuestionSource(Datasource):
+    """(group id, question) rows, made as they are asked for, one per block."""
+
+    def __init__(self, rows: Callable[[], Iterable[tuple[str, Question]]]) -> None:
+        self._rows = rows
+
+    def get_name(self) -> str:
+        return "Questions"
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
+        rows = self._rows
+
+        def read() -> Iterator[pa.Table]:
+            for group_id, question in rows():
+                yield pa.Table.from_pylist([{"group_id": group_id, "question": to_row(question)}], schema=QUESTION_ROW)
+
+        return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None))]
+
+
+QUESTION_ROW = pa.schema([("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
+
+
+class Driver:
+    """Runs groups against the engines. Holds no state that matters: when it dies, Ray Data runs its unfinished groups again."""
+
+    def __init__(self, spec: DriverSpec) -> None:
+        config = spec.config
+        self._spec = spec
+        actors = {name: ray.get_actor(name, spec.namespace) for name in [*spec.generators, *spec.retrievers]}
+        tokenizer = load_tokenizer(config.model.path)
+        self._generators = GeneratorPool(
+            [actors[name] for name in spec.generators],
+            config=config.generation,
+            sampling=spec.sampling,
+            stop_token_ids=sorted(tokenizer.stop_token_ids),
+        )
+        self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
+        self._agent = make_agent(config, tokenizer=tokenizer, generate=self._generators.generate, search=self._retrievers.search)
+        self._admission = ray.get_actor(spec.admission, spec.namespace) if spec.admission else None
+
+    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
+        for row in batch.to_pylist():
+            group_id = row["group_id"]
+            if self._admission is not None:
+                await self._admission.ticket.remote(group_id)
+            yield group_to_table(await self._finished(group_id, from_row(Question, row["question"])))
+
+    async def _finished(self, group_id: str, question: Question) -> Group:
+        attempts = self._spec.config.stream.num_attempts
+        for attempt in range(1, attempts + 1):
+            try:
+                return await run_group(
+                    question,
+                    self._agent.rollout,
+                    group_id=group_id,
+                    group_size=self._spec.group_size,
+                    reward=self._spec.config.reward,
+                    advantage=self._spec.config.algorithm,
+                )
+            except INFRASTRUCTURE_FAULTS as fault:
+                logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, attempt, attempts, fault)
+                last = fault
+                await asyncio.sleep(attempt)
+        raise GroupFailed(f"group {group_id} failed {attempts} times (stream.num_attempts); last: {last}")
+
+
+def stream_groups(spec: DriverSpec, rows: Callable[[], Iterable[tuple[str, Question]]]) -> Iterator[Group]:
+    """Groups in the order in which they finish (in the order of `rows` when the run is deterministic).
+
+    Raises GroupFailed when a group cannot be finished.
+    """
+    stream = spec.config.stream
+    context = DataContext.get_current().copy()
+    context.execution_options.preserve_order = spec.config.deterministic
+    context.execution_no_progress_timeout_s = -1  # a learner step may take longer than any timeout
+    context.target_max_block_size = 1  # a block is one row
+    context.target_min_block_size = 1
+    context.enable_progress_bars = False
+    with DataContext.current(context):
+        dataset = ray.data.read_datasource(QuestionSource(rows), override_num_blocks=1, num_cpus=SOURCE_CPUS).map_batches(
+            Driver,
+            fn_constructor_args=[spec],
+            batch_format="pyarrow",
+            batch_size=None,
+            num_cpus=0,
+            compute=ActorPoolStrategy(size=stream.num_drivers, max_concurrent_calls_per_actor=stream.groups_in_flight),
+        )
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            yield from table_to_groups(table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGroups:
+    """What one learner step trains on, and what was dropped while it was collected."""
+
+    groups: list[Group]
+    dropped: list[Group]
+    wait_seconds: float
+
+
+class Collector:
+    """Cuts the stream into steps of exactly `groups_per_step` groups, oldest first, none older than max_off_policy_steps."""
+
+    def __init__(self, groups: Iterator[Group], admission: ActorHandle, algorithm: AlgorithmConfig) -> None:
+        self._groups = groups
+        self._admission = admission
+        self._algorithm = algorithm
+        self._waiting: dict[str, Group] = {}
+
+    def next_step(self, policy_version: int) -> StepGroups | None:
+        """The groups of the step that ends `policy_version`; None when the questions are used up before the step is full."""
+        started = time.perf_counter()
+        dropped = []
+        while (chosen := ray.get(self._admission.choose.remote(list(self._waiting)))) is None:
+            group = next(self._groups, None)
+            if group is None:
+                return None
+            check_group(group, group_size=self._algorithm.group_size)
+            if self._algorithm.filter_zero_variance and not has_signal(group):
+                dropped.append(group)
+                self._consume([group], policy_version)
+            else:
+                self._waiting[group.id] = group
+        return StepGroups(
+            groups=[self._waiting.pop(key) for key in chosen], dropped=dropped, wait_seconds=time.perf_counter() - started
+        )
+
+    def consumed(self, step: StepGroups, *, policy_version: int) -> None:
+        """The step was trained and `policy_version` is served: others may start in the place of its groups."""
+        self._consume(step.groups, policy_version)
+
+    def _consume(self, groups: list[Group], policy_version: int) -> None:
+        ray.get(self._admission.consume.remote([group.id for group in groups], policy_version=policy_version))

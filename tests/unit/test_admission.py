@@ -1,0 +1,103 @@
+"""Promise 6: staleness is bounded, however long a straggler takes."""
+
+import asyncio
+import random
+
+import pytest
+
+from mempipe.actors.admission import Admission
+
+
+async def granted(admission: Admission, keys: list[str]) -> list[str]:
+    """Those of `keys` that get a ticket without waiting."""
+    tickets = {key: asyncio.create_task(admission.ticket(key)) for key in keys}
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    got = [key for key, task in tickets.items() if task.done()]
+    for task in tickets.values():
+        task.cancel()
+    return got
+
+
+@pytest.mark.parametrize(("lag", "allowed"), [(0, 4), (1, 8), (2, 12)])
+async def test_as_many_groups_start_as_the_steps_ahead_hold(lag, allowed):
+    admission = Admission(groups_per_step=4, max_off_policy_steps=lag)
+    assert len(await granted(admission, [f"g{i}" for i in range(20)])) == allowed
+
+
+async def test_a_ticket_is_given_once_per_group():
+    admission = Admission(groups_per_step=1, max_off_policy_steps=0)
+    assert await admission.ticket("a") == 0
+    assert await admission.ticket("a") == 0  # the driver was restarted
+    assert await granted(admission, ["b"]) == []
+    await admission.consume(["a"], policy_version=1)
+    assert await admission.ticket("b") == 1
+
+
+async def test_a_dropped_group_is_replaced_within_the_same_version():
+    admission = Admission(groups_per_step=1, max_off_policy_steps=0)
+    await admission.ticket("a")
+    await admission.consume(["a"], policy_version=0)
+    assert await admission.ticket("b") == 0
+
+
+async def test_waiting_groups_start_when_others_are_consumed():
+    admission = Admission(groups_per_step=2, max_off_policy_steps=0)
+    await asyncio.gather(admission.ticket("a"), admission.ticket("b"))
+    waiting = asyncio.create_task(admission.ticket("c"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await admission.consume(["a", "b"], policy_version=1)
+    assert await waiting == 1
+
+
+async def test_consuming_without_a_ticket_is_an_error():
+    with pytest.raises(AssertionError, match="without a ticket"):
+        await Admission(groups_per_step=1, max_off_policy_steps=0).consume(["a"], policy_version=1)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+async def test_promise_6_staleness_is_bounded(lag, seed):
+    """Groups finish in random order and some are dropped; no step trains a group older than `lag`, and a step always has room for all due."""
+    rng = random.Random(seed)
+    size = 5
+    admission = Admission(groups_per_step=size, max_off_policy_steps=lag)
+    started: dict[str, int] = {}
+    finished: set[str] = set()
+    names = iter(f"g{i}" for i in range(10_000))
+    for version in range(30):
+        while (step := await admission.choose(sorted(finished))) is None:
+            key = next(names)
+            task = asyncio.create_task(admission.ticket(key))
+            await asyncio.sleep(0)
+            if task.done() and rng.random() < 0.8:
+                started[key] = task.result()
+                assert len(started) <= size * (lag + 1)
+                continue
+            if task.done():
+                started[key] = task.result()
+            task.cancel()
+            key = rng.choice(sorted(started.keys() - finished))
+            if rng.random() < 0.1:
+                await admission.consume([key], policy_version=version)
+                del started[key]
+            else:
+                finished.add(key)
+        assert len(step) == size
+        assert all(version - started[key] <= lag for key in step)
+        for key in step:
+            del started[key]
+        finished -= set(step)
+        await admission.consume(step, policy_version=version + 1)
+
+
+async def test_a_step_waits_for_a_straggler_only_when_it_must():
+    admission = Admission(groups_per_step=1, max_off_policy_steps=1)
+    await admission.ticket("slow")
+    await admission.ticket("fast")
+    assert await admission.choose(["fast"]) == ["fast"]
+    await admission.consume(["fast"], policy_version=1)
+    await admission.ticket("next")
+    assert await admission.choose(["next"]) is None
+    assert await admission.choose(["next", "slow"]) == ["slow"]
