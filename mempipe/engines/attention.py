@@ -1,0 +1,149 @@
+"""Causal attention within each context of a packed row.
+
+A packed row [1, T] holds whole contexts one after the other. No [T, T] mask is ever built: on CUDA with 16-bit weights
+`torch.nn.attention.varlen` takes the boundaries as they are; everywhere else contexts of similar length are gathered into a
+right-padded batch, where causal attention never looks at the padding, and scattered back. Both are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class ContextLayout:
+    """Where the contexts of a packed row lie; made once per micro-batch, used by every layer.
+
+    `lengths` are the S context lengths; they sum to T.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
+        assert lengths and min(lengths) > 0, f"a packed row needs contexts of at least one token, got lengths {list(lengths)}"
+        self.lengths = list(lengths)
+        self.max_length = max(lengths)
+        self.device = device
+
+    @functools.cached_property
+    def boundaries(self) -> Tensor:
+        """[S + 1] int32, the start of every context and the end of the last."""
+        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
+    def buckets(self) -> list[tuple[int, int]]:
+        """(number of contexts, padded length), longest first. A bucket takes contexts at most an eighth shorter than its longest."""
+        buckets: list[tuple[int, int]] = []
+        for length in sorted(self.lengths, reverse=True):
+            if buckets and length >= buckets[-1][1] - max(4, buckets[-1][1] // 8):
+                buckets[-1] = (buckets[-1][0] + 1, buckets[-1][1])
+            else:
+                buckets.append((1, length))
+        return buckets
+
+    @functools.cached_property
+    def _indices(self) -> tuple[Tensor, Tensor]:
+        """[P] the row position in each slot of the padded buckets, and [T] the slot of each row position.
+
+        Padding repeats the context's first token."""
+        starts = [0, *itertools.accumulate(self.lengths)]
+        longest_first = sorted(range(len(self.lengths)), key=lambda context: -self.lengths[context])
+        padded_lengths = [length for count, length in self.buckets for _ in range(count)]
+        row_positions, slots = [], torch.empty(starts[-1], dtype=torch.int64)
+        first_slot = 0
+        for context, padded in zip(longest_first, padded_lengths, strict=True):
+            start, length = starts[context], self.lengths[context]
+            positions = torch.full((padded,), start)
+            positions[:length] = torch.arange(start, start + length)
+            row_positions.append(positions)
+            slots[start : start + length] = torch.arange(first_slot, first_slot + length)
+            first_slot += padded
+        return torch.cat(row_positions).to(self.device), slots.to(self.device)
+
+    def pad(self, row: Tensor) -> list[Tensor]:
+        """[T, H, D] -> one [contexts, H, padded length, D] per bucket."""
+        num_heads, head_dim = row.shape[1:]
+        flat = row.reshape(len(row), -1).index_select(0, self._indices[0])
+        parts = flat.split([count * length for count, length in self.buckets])
+        return [
+            part.view(count, length, num_heads, head_dim).transpose(1, 2) for part, (count, length) in zip(parts, self.buckets, strict=True)
+        ]
+
+    def unpad(self, padded: Sequence[Tensor]) -> Tensor:
+        """The inverse of `pad`: [T, H, D]."""
+        num_heads, head_dim = padded[0].shape[1], padded[0].shape[3]
+        flat = torch.cat([part.transpose(1, 2).reshape(-1, num_heads * head_dim) for part in padded])
+        return flat.index_select(0, self._indices[1]).view(-1, num_heads, head_dim)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: ContextLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+
+    Dropout is ignored: the ratio of two policies needs log-probs without noise.
+    Raises ValueError for a model that wants more of attention than causality within a window.
+    """
+    assert layout is not None, "packed attention needs the `layout` of the row; call the model through PolicyModel"
+    assert attention_mask is None, "packed attention takes the layout instead of a mask"
+    if softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} uses soft-capped, sink or bidirectional attention, which is not supported")
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D]
+    if sliding_window is not None and sliding_window >= layout.max_length:
+        sliding_window = None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        output = _varlen(*rows, layout=layout, scaling=scaling, sliding_window=sliding_window)
+    else:
+        output = _padded(*rows, layout=layout, scaling=scaling, sliding_window=sliding_window)
+    return output.unsqueeze(0), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, *, layout: ContextLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        layout.boundaries,
+        layout.boundaries,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # (-1, 0) is plain causal
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, *, layout: ContextLayout, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    outputs = []
+    for q, k, v in zip(layout.pad(query), layout.pad(key), layout.pad(value), strict=True):
+        mask = None
+        if sliding_window is not None and q.shape[2] > sliding_window:
+            distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(q.shape[2], device=q.device)
+            mask = (distance >= 0) & (distance < sliding_window)
+        outputs.append(
+            scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        )
+    return layout.unpad(outputs)

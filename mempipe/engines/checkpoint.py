@@ -1,0 +1,207 @@
+"""Checkpoints that exist whole or not at all, and Hugging Face folders made from trained weights.
+
+A checkpoint is a folder `step-00000012`: the tensors (torch.distributed.checkpoint, every rank its shards, readable by any number of
+ranks), `state.json` and `manifest.json` with the sha256 of every other file. It is written to a hidden folder beside it, synced to
+disk and renamed. With several ranks all of them call together, on a file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read; the message says which and why."""
+
+
+def save_checkpoint(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int) -> Path:
+    """Writes `folder/step-…` and removes all but the newest `keep` checkpoints; returns its path.
+
+    `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises CheckpointError, on all
+    ranks, and leaves nothing half-written.
+    """
+    target = Path(folder) / f"step-{step:08d}"
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        _on_rank_zero(lambda: _start(partial))
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
+        _on_rank_zero(lambda: _finish(partial, target, state, keep))
+    except (OSError, CheckpointException) as error:
+        if _rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot write checkpoint {target}: {_reason(error)}") from error
+    return target
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """The `state` of a checkpoint, after every file was compared with the manifest. Raises CheckpointError."""
+    path = Path(path)
+    try:
+        _on_rank_zero(lambda: _verify(path))
+        return json.loads((path / STATE).read_text())
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
+
+
+def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fills `tensors` in place with those of the same names, however they were sharded. Raises CheckpointError when one is missing
+    or has another shape. The files are not checked: call `read_state` first."""
+    try:
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {path} does not fit this model and optimiser: {_reason(error)}") from error
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest checkpoint under `folder`, or None."""
+    checkpoints = _checkpoints(Path(folder))
+    return checkpoints[-1] if checkpoints else None
+
+
+def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: str | Path) -> Path:
+    """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors, LoRA merged) as
+    safetensors, with configuration and tokenizer of the model at `source`. An existing folder is replaced.
+
+    Raises CheckpointError and leaves nothing half-written.
+    """
+    target = Path(folder)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = next(iter(state_dict.values())).dtype
+        _start(partial)
+        config.save_pretrained(partial)
+        save_torch_state_dict(dict(state_dict), partial)
+        for name in _COPIED_FILES:
+            file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                shutil.copyfile(file, partial / name)
+        _replace(partial, target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot export a model to {target}: {_reason(error)}") from error
+    return target
+
+
+def _start(partial: Path) -> None:
+    if partial.exists():  # of a process that was killed while it wrote
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _finish(partial: Path, target: Path, state: Mapping[str, Any], keep: int) -> None:
+    (partial / STATE).write_text(json.dumps(state))
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(partial.iterdir())}
+    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    _replace(partial, target)
+    for old in _checkpoints(target.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _replace(partial: Path, target: Path) -> None:
+    """Makes `partial` known as `target`, durably."""
+    for file in partial.iterdir():
+        _sync(file)
+    _sync(partial)
+    replaced = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    _sync(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _verify(path: Path) -> None:
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
+    for name, written in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+        size = file.stat().st_size
+        if size != written["bytes"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} has {size} bytes, {written['bytes']} were written")
+        if _sha256(file) != written["sha256"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _on_rank_zero(action: Callable[[], None]) -> None:
+    """Runs `action` on rank 0; an OSError of it is raised on all ranks."""
+    outcome: list[OSError | None] = [None]
+    if _rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            outcome[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

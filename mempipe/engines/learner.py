@@ -1,0 +1,301 @@
+"""One FSDP rank of the learner: it turns micro-batches into optimiser updates.
+
+All ranks call the same methods in the same order with equally many micro-batches, which is checked before the first collective that
+would hang otherwise. Losses and gradients of micro-batches and ranks are summed, never averaged: the weights of a micro-batch count
+the whole update (`mempipe.rl.packing`), so neither packing nor the number of ranks changes it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.checkpoint import load_tensors, read_state, save_checkpoint
+from mempipe.engines.model import base_model, full_state_dict, load_policy, loss_token_logprobs, reshard, score, shard, to_device
+from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
+from mempipe.rl.packing import Floats, MicroBatch
+
+Objective = Literal["policy", "sft"]
+
+
+class Learner:
+    """Model and optimiser of one rank.
+
+    `num_updates` is the number of optimiser updates of the whole run, where cosine and linear schedules end. `objective` "sft" is
+    cross-entropy instead of the policy loss: the sum over loss tokens of weight * advantage * -logprob. With LoRA the reference is the
+    base model, and `ref_logprobs` of micro-batches are filled here. With several ranks, or a
+    16-bit compute dtype, a process group is joined at `master_address`:`master_port`, unless this process is in one already.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        learner: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        num_updates: int,
+        seed: int = 1,
+        objective: Objective = "policy",
+        rank: int = 0,
+        world_size: int = 1,
+        master_address: str = "127.0.0.1",
+        master_port: int = 29500,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.num_updates_done = 0
+        self._algorithm = algorithm
+        self._objective = objective
+        self._fill_reference = objective == "policy" and model.lora_rank > 0 and algorithm.kl_coef > 0
+        self._max_tokens = learner.max_tokens_per_micro_batch
+        self._recompute_old = objective == "policy" and learner.old_logprobs == "recompute"
+        self._temperature = temperature
+        self._settings = optimizer
+        self._num_updates = num_updates
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._device = _device(rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(learner.num_threads)
+        torch.manual_seed(seed + rank)
+
+        self.policy = load_policy(model, seed=seed)
+        if world_size > 1 or self._dtype != torch.float32:
+            _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
+            mesh = init_device_mesh(self._device.type, (world_size,))
+            # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain nothing.
+            shard(self.policy, mesh, compute_dtype=self._dtype, reshard_after_forward=self._device.type != "cpu")
+        self.policy.to(self._device).train()
+        self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=True
+        )
+
+    @property
+    def lr(self) -> float:
+        """Of the next update."""
+        return self._settings.lr * lr_factor(self._settings, self.num_updates_done, self._num_updates)
+
+    def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
+        """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of each, over all ranks.
+
+        With `old_logprobs: recompute` the ratios of all updates are to the policy before the first.
+        Raises ValueError when ranks were given different numbers of micro-batches, FloatingPointError when a gradient is not finite.
+        """
+        self._check_counts([len(update) for update in updates])
+        old_logprobs = self._old_logprobs(updates)
+        reports = [self._update(update, old) for update, old in zip(updates, old_logprobs, strict=True)]
+        gathered: list[Any] = [reports]
+        if self.world_size > 1:
+            gathered = [None] * self.world_size
+            dist.all_gather_object(gathered, reports)
+        return [_metrics(list(ranks)) for ranks in zip(*gathered, strict=True)]
+
+    def forward_backward(self, micro_batch: MicroBatch, *, old_logprobs: Tensor | None = None) -> dict[str, float]:
+        """Adds the gradient of one micro-batch; returns its metric sums (`mempipe.rl.losses`).
+
+        `old_logprobs` [N] are the learner's own, where they stand in for the sampler's as the ratio's denominator.
+        """
+        logprobs, entropy = loss_token_logprobs(self.policy, micro_batch, temperature=self._temperature)
+        columns = {name: to_device(getattr(micro_batch, name), self._device) for name in ("advantages", "weights")}
+        real = columns["weights"] > 0
+        if self._objective == "sft":
+            loss = -(columns["weights"] * columns["advantages"] * logprobs).sum()
+            sums = {"loss": loss.item(), "tokens": real.sum().item(), "nll": -logprobs[real].sum().item()}
+        else:
+            if self._fill_reference:
+                micro_batch = replace(micro_batch, ref_logprobs=self.reference_logprobs(micro_batch))
+            for name in ("old_logprobs", "ref_logprobs", "loss_sequences", "context_indices"):
+                columns[name] = to_device(getattr(micro_batch, name), self._device)
+            sampler_logprobs = None
+            if self._recompute_old:
+                sampler_logprobs = columns["old_logprobs"]
+                columns["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
+            loss, sums = policy_loss(logprobs, sampler_logprobs=sampler_logprobs, config=self._algorithm, **columns)
+        loss.backward()
+        return sums | {"entropy": entropy[real].sum().item()}
+
+    def optim_step(self) -> float:
+        """Clips the gradient, steps the optimiser; returns the gradient's norm before the clip.
+
+        Raises FloatingPointError, on all ranks and with the weights untouched, when the norm is not finite.
+        """
+        norm = get_total_norm([parameter.grad for parameter in self._trained if parameter.grad is not None], foreach=True)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = norm.item()
+        if not math.isfinite(value):
+            self._optimizer.zero_grad()
+            raise FloatingPointError(f"gradient norm is {value} at optimiser update {self.num_updates_done}; the weights are unchanged")
+        clip_grads_with_norm_(self._trained, self._settings.grad_clip, norm, foreach=True)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.num_updates_done += 1
+        return value
+
+    def logprobs(self, micro_batch: MicroBatch) -> Floats:
+        """The current policy's log-probs [N] of the loss tokens. All ranks must call it equally often."""
+        return self._logprobs(micro_batch).cpu().numpy()
+
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Floats:
+        """With LoRA: log-probs [N] under the model that training started from. All ranks must call it equally often."""
+        with base_model(self.policy):
+            return self.logprobs(micro_batch)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For every sequence the log-probs of all its tokens but the first. All ranks must call it with the same sequences."""
+        masks = [[0] + [1] * (len(sequence) - 1) for sequence in sequences]
+        scores = score(self.policy, sequences, loss_masks=masks, temperature=self._temperature, max_tokens=self._max_tokens)
+        reshard(self.policy)
+        return [row[1:] for row in scores]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 every weight as the engine takes it: Hugging Face names, LoRA merged, on the CPU in the model's dtype; elsewhere {}.
+
+        All ranks must call it together.
+        """
+        return full_state_dict(self.policy, dtype=self._dtype, keep=self.rank == 0)
+
+    def save(self, folder: str | Path, position: Mapping[str, Any], *, keep: int) -> Path:
+        """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest `keep`.
+
+        `position` is the caller's own state (JSON). Raises CheckpointError.
+        """
+        state = {"num_updates_done": self.num_updates_done, "world_size": self.world_size, "position": dict(position)}
+        return save_checkpoint(folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continues from the checkpoint at `path`, together on all ranks; returns its position.
+
+        Bit-identical to a run that never stopped, when the number of ranks is the same. Raises CheckpointError.
+        """
+        state = read_state(path)
+        tensors = self._tensors()
+        rng_states = self._rng_states() if state["world_size"] == self.world_size else {}
+        load_tensors(path, tensors | rng_states)
+        if rng_states:
+            self._set_rng_states(rng_states)
+        self.num_updates_done = state["num_updates_done"]
+        return state["position"]
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _update(self, update: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None]) -> dict[str, Any]:
+        start = time.perf_counter()
+        sums = merge_metrics(self.forward_backward(batch, old_logprobs=old) for batch, old in zip(update, old_logprobs, strict=True))
+        real = [batch for batch in update if not batch.is_filler]
+        counts = {"num_tokens": sum(b.num_tokens for b in real), "num_contexts": sum(len(b.sequence_lengths) for b in real)}
+        lr = self.lr
+        norm = self.optim_step()
+        return {"sums": sums, "counts": counts, "shared": {"lr": lr, "grad_norm": norm}, "seconds": time.perf_counter() - start}
+
+    def _logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        with torch.no_grad():
+            logprobs, _ = loss_token_logprobs(self.policy, micro_batch, temperature=self._temperature)
+        reshard(self.policy)
+        return logprobs
+
+    def _old_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
+        """None where the pass that trains will give the same: everywhere in the first update."""
+        return [
+            [self._logprobs(batch) if self._recompute_old and index else None for batch in update] for index, update in enumerate(updates)
+        ]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What training changes, sharded as it is held: trained parameters and AdamW's state, by name."""
+        reshard(self.policy)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.policy.lm.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            tensors[f"model/{name}"] = parameter.detach()
+            state = self._optimizer.state[parameter]
+            if not state:  # as AdamW makes it at its first step
+                state["step"] = torch.zeros((), device=self._device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
+        return tensors
+
+    def _rng_states(self) -> dict[str, Tensor]:
+        states = {f"rng/cpu/{self.rank}": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states[f"rng/cuda/{self.rank}"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set_rng_states(self, states: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(states[f"rng/cpu/{self.rank}"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[f"rng/cuda/{self.rank}"], self._device)
+
+    def _check_counts(self, counts: list[int]) -> None:
+        """Ranks with different numbers of micro-batches would wait for each other until the timeout."""
+        if not counts or not all(counts):
+            raise ValueError(f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at least one")
+        if self.world_size == 1:
+            return
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, counts)
+        if any(other != counts for other in gathered):
+            raise ValueError(f"ranks were given different numbers of micro-batches per optimiser update: {gathered}")
+
+
+def lr_factor(config: OptimizerConfig, done: int, num_updates: int) -> float:
+    """The share of `config.lr` for the update after `done` ones: linear warm-up, then the schedule, which ends with the last update."""
+    if done < config.warmup_steps:
+        return (done + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (done - config.warmup_steps) / max(1, num_updates - 1 - config.warmup_steps))
+    if config.schedule == "cosine":
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.schedule == "linear":
+        return 1 - (1 - config.min_lr_ratio) * progress
+    return 1.0
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[str, int], timeout_s: float) -> None:
+    if dist.is_initialized():
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "this process is in another process group"
+        return
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=datetime.timedelta(seconds=timeout_s))
+        if world_size > 1
+        else dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What is logged of one update, from every rank's report."""
+    counts = merge_metrics(report["counts"] for report in ranks)
+    seconds = max(report["seconds"] for report in ranks)
+    means = mean_metrics(merge_metrics(report["sums"] for report in ranks))
+    return means | counts | ranks[0]["shared"] | {"seconds": seconds, "tokens_per_second": counts["num_tokens"] / seconds}

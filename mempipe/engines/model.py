@@ -1,0 +1,231 @@
+"""The policy network: a Hugging Face causal LM that scores the loss tokens of packed rows.
+
+Weights are kept in float32; `ModelConfig.dtype` is what FSDP2 computes in. All contexts of a micro-batch are one row [T] without
+padding, attention stays within each context (`mempipe.engines.attention`), and logits exist only where a loss token is predicted,
+a chunk of positions at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from mempipe.config import ConfigError, ModelConfig
+from mempipe.engines.attention import ContextLayout, packed_attention
+from mempipe.rl.packing import MicroBatch
+
+ATTENTION_NAME = "mempipe_packed"
+MAX_LOGITS = 2**26
+"""Logits that may exist at once (256 MiB in float32); more are computed chunk by chunk and once more in the backward pass."""
+
+_ADAPTER = "default"
+_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward pass returns log-probs of chosen tokens instead of logits."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, loss_positions: Tensor, layout: ContextLayout, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids` [T].
+
+        Both are of the distribution that is sampled from: logits / temperature. The entropy carries no gradient.
+        """
+        backbone = cast(nn.Module, self.lm.base_model)
+        states = backbone(
+            input_ids=token_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, layout=layout
+        ).last_hidden_state[0]
+        states = states.index_select(0, loss_positions - 1)
+        targets = token_ids.index_select(0, loss_positions)
+        rows = max(1, MAX_LOGITS // self.lm.config.get_text_config().vocab_size)
+        if len(targets) <= rows:
+            return self._score(states, targets, temperature)
+        chunks = [
+            checkpoint(self._score, s, t, temperature, use_reentrant=False)
+            for s, t in zip(states.split(rows), targets.split(rows), strict=True)
+        ]
+        logprobs, entropies = zip(*cast(list[tuple[Tensor, Tensor]], chunks), strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = cast(nn.Module, self.lm.get_output_embeddings())(states).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        all_logprobs = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropy = -torch.linalg.vecdot(all_logprobs.exp(), all_logprobs)
+        return all_logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
+    """The model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0 (made from `seed`).
+
+    Raises ConfigError when there is no such model or its architecture needs a head that log-probs here would not match.
+    """
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    if not (Path(config.path) / "config.json").is_file() and (not config.path or Path(config.path).is_absolute()):
+        raise ConfigError(f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name")
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except OSError as error:
+        raise ConfigError(f"model.path {config.path!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    for name in _UNSUPPORTED_HEADS:
+        if getattr(lm.config, name, None) not in (None, 1.0):
+            raise ConfigError(f"model.path {config.path!r} ({lm.config.model_type}) uses {name}, which is not supported")
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # log-probs of one policy must not differ between two passes
+    if config.lora_rank:
+        _add_lora(lm, config, seed=seed)
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(lm)
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+    """FSDP2 in place: each decoder layer is a unit, and the root holds what is left (embedding, norm, head, so that tied ones stay tied).
+
+    Gradients are summed over the ranks, not averaged: the loss weights already count the whole step.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layer_names = set(policy.lm._no_split_modules or ())
+    layers = [module for module in policy.lm.modules() if type(module).__name__ in layer_names]
+    assert layers, f"{type(policy.lm).__name__} names no decoder layer to shard by"
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy, float32 [N] on the model's device, of the loss tokens of a micro-batch."""
+    device = next(policy.parameters()).device
+    layout = ContextLayout(micro_batch.sequence_lengths.tolist(), device=device)
+    assert sum(layout.lengths) == micro_batch.num_tokens, (
+        f"contexts of {sum(layout.lengths)} tokens in a row of {micro_batch.num_tokens}; sequence_lengths must sum to the row's length"
+    )
+    columns = (micro_batch.token_ids, micro_batch.position_ids, micro_batch.loss_positions)
+    return policy(*(to_device(column, device) for column in columns), layout, temperature)
+
+
+@torch.no_grad()
+def score(
+    policy: PolicyModel, sequences: Sequence[Sequence[int]], *, loss_masks: Sequence[Sequence[int]], temperature: float, max_tokens: int
+) -> list[list[float]]:
+    """For every sequence the log-prob of each of its tokens, 0.0 where its mask is 0 (the first token's must be).
+
+    Sequences of similar length share a forward pass of at most `max_tokens` tokens; a longer one has its own.
+    """
+    device = next(policy.parameters()).device
+    scores = [[0.0] * len(sequence) for sequence in sequences]
+    for row in _rows([len(sequence) for sequence in sequences], max_tokens):
+        lengths = [len(sequences[index]) for index in row]
+        mask = torch.tensor([bit for index in row for bit in loss_masks[index]], device=device)
+        loss_positions = mask.nonzero().squeeze(1)
+        token_ids = torch.tensor([token for index in row for token in sequences[index]], device=device)
+        position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
+        logprobs, _ = policy(token_ids, position_ids, loss_positions, ContextLayout(lengths, device=device), temperature)
+        dense = torch.zeros(len(token_ids), device=device).index_copy(0, loss_positions, logprobs)
+        for index, part in zip(row, dense.cpu().split(lengths), strict=True):
+            scores[index] = part.tolist()
+    return scores
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """The array as a tensor on `device`. Arrays out of the object store are read-only, so it is copied on the CPU too."""
+    return torch.tensor(values, device=device)
+
+
+def reshard(policy: PolicyModel) -> None:
+    """Drops gathered weights that a forward pass without backward left behind; they would outlive a change of the sharded ones."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def base_model(policy: PolicyModel) -> Iterator[None]:
+    """Inside, the LoRA adapter is off: the policy is the model it started from."""
+    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+    assert layers, "the policy has no adapter to switch off"
+    # Not `enable_adapters`: that toggles requires_grad, which FSDP2 reads once, when it first gathers a parameter.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
+    """Every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight appears once.
+
+    All ranks must call it together; those with `keep` False take part and get an empty dict.
+    """
+    reshard(policy)
+    weights: dict[str, Tensor] = {}
+    for name, parameter in policy.lm.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if keep:
+            weights[name] = whole.detach().to("cpu", copy=True)
+    if keep:
+        _merge_lora(weights, {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)})
+    return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
+    lora: Any = LoraConfig(
+        r=config.lora_rank, lora_alpha=cast(Any, config.lora_alpha), target_modules=list(config.lora_targets), lora_dropout=0.0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # every rank must start from the same adapter
+        try:
+            inject_adapter_in_model(lora, lm, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"model.lora_targets {config.lora_targets} do not fit {lm.config.model_type}: {error}") from error
+
+
+def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
+    """W + scaling * B A under the base layer's name, in place."""
+    for layer, factor in scaling.items():
+        down = weights.pop(f"{layer}.lora_A.{_ADAPTER}.weight")
+        up = weights.pop(f"{layer}.lora_B.{_ADAPTER}.weight")
+        weights[f"{layer}.weight"] = weights.pop(f"{layer}.base_layer.weight") + factor * up @ down
+        bias = weights.pop(f"{layer}.base_layer.bias", None)
+        if bias is not None:
+            weights[f"{layer}.bias"] = bias
+
+
+def _rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of sequences, longest first, in rows of at most `max_tokens` tokens (or one sequence)."""
+    rows: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if lengths[index] > room:
+            rows.append([])
+            room = max_tokens
+        rows[-1].append(index)
+        room -= lengths[index]
+    return rows
