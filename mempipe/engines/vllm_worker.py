@@ -1,0 +1,91 @@
+"""What mempipe adds inside a vLLM worker process: a weight-transfer backend and, on CPU, weights that can be written in place.
+
+vLLM imports this module (`worker_extension_cls`) before it loads the model; nothing else should.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.platforms import current_platform
+
+from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Files need no rendezvous."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where the new weights lie (`WeightHandle`'s fields)."""
+
+    path: str
+    checksum: str
+    version: int
+
+
+class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a published safetensors file into the running model.
+
+    On a GPU this goes through vLLM's layerwise reload, as its own backends do. On CPU that reload leaves a tied output head at
+    its old values, so the parameters are written in place, which `keep_weights_writable` makes exact.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self.device.type != "cpu":
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises ValueError when the file is not the published one or lacks a parameter of the model."""
+        model: Any = self.model
+        loaded = model.load_weights(read_weights(update_info.path, checksum=update_info.checksum).items())
+        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        if missing:
+            raise ValueError(f"weights version {update_info.version} lack {min(missing)} ({len(missing)} parameters are missing)")
+
+    def finish_weight_update(self) -> None:
+        if self.device.type != "cpu":
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class WorkerExtension:
+    """Named in `worker_extension_cls`; adds no method to the worker."""
+
+
+def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
+    """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original: the layer
+    multiplies by its parameter, so that writing the parameter changes the layer (and the layer tied to it)."""
+    layer.cpu_linear = F.linear
+
+
+WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
+if current_platform.is_cpu():
+    layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
+    # vLLM compiles one small sampling function even in eager mode; on CPU that costs more at start than it ever gives back.
+    torch.compiler.set_stance("force_eager")

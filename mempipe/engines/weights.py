@@ -1,0 +1,229 @@
+"""How trained weights reach the engines, and the canary that proves they did (promise 5).
+
+Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through `Generator.load_weights`:
+`mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to shared memory or any folder; `nccl` and
+`ipc` (vLLM's) move GPU memory and are driven from the learner by `GpuWeightSender`. This module imports no vLLM until a GPU
+sender is made, so the learner can use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+
+SHARED_MEMORY_BACKEND = "mempipe_shm"
+NEWEST = "newest.json"
+
+
+class StaleWeights(RuntimeError):
+    """Engine and learner disagree about the probability of the canary sequences: they do not hold the same weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightHandle:
+    """What an engine needs to fetch weights of `version`: small, and made of numbers, strings, lists and dicts.
+
+    `update_info` is the backend's own (for `mempipe_shm`: path, checksum, version)."""
+
+    version: int
+    update_info: dict[str, Any] = field(default_factory=dict)
+
+
+def pack_weights(state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> np.ndarray:
+    """The tensors as one safetensors file in memory, [num_bytes] uint8; floating-point tensors are cast to `dtype`.
+
+    A tensor that is another one's alias (tied embeddings) is written once, under the name that comes first.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, tensor in state_dict.items():
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
+    return np.frombuffer(save(tensors), dtype=np.uint8)
+
+
+def publish(weights: Mapping[str, torch.Tensor] | np.ndarray, folder: str | Path, version: int) -> WeightHandle:
+    """Writes `weights` (named as in the Hugging Face checkpoint, or packed by `pack_weights`) for engines on this machine.
+
+    `folder` is best on /dev/shm. A reader sees a whole file or none, and `newest_weights` finds the last one that was written. The
+    one before stays for an engine that may be reading it; older ones are removed. A resumed run may publish a version again.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    previous = newest_weights(folder)
+    packed = weights if isinstance(weights, np.ndarray) else pack_weights(weights)
+    path = folder / f"weights-{version:08d}.safetensors"
+    _write(path, packed.data)
+    handle = WeightHandle(
+        version=version, update_info={"path": str(path), "checksum": hashlib.sha256(packed.data).hexdigest(), "version": version}
+    )
+    _write(folder / NEWEST, json.dumps(handle.update_info).encode())
+    kept = {path} if previous is None else {path, Path(previous.update_info["path"])}
+    for old in set(folder.glob("weights-*.safetensors")) - kept:
+        old.unlink(missing_ok=True)
+    return handle
+
+
+def newest_weights(folder: str | Path) -> WeightHandle | None:
+    """What `publish` wrote last to `folder`, for engines that start late or again; None when there is nothing."""
+    try:
+        info = json.loads((Path(folder) / NEWEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    return WeightHandle(version=info["version"], update_info=info)
+
+
+def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
+    """The tensors of a published file. Raises ValueError when its bytes are not those that were published."""
+    content = Path(path).read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != checksum:
+        raise ValueError(f"{path} has sha256 {found}, but {checksum} was published; it was changed or damaged since")
+    return load(content)
+
+
+def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> float:
+    """Largest |Δ log-prob| over all tokens of the canary sequences; NaN on either side counts as infinite."""
+    assert len(engine_scores) == len(learner_scores), f"{len(engine_scores)} engine and {len(learner_scores)} learner sequences"
+    largest = 0.0
+    for engine, learner in zip(engine_scores, learner_scores, strict=True):
+        assert len(engine) == len(learner), f"{len(engine)} engine and {len(learner)} learner scores of one canary sequence"
+        for a, b in zip(engine, learner, strict=True):
+            gap = abs(a - b)
+            largest = max(largest, gap if gap == gap else float("inf"))
+    return largest
+
+
+def check_canary(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float) -> float:
+    """The `canary_gap`. Raises StaleWeights when it exceeds `tolerance`, ValueError when there is nothing to compare."""
+    if not any(len(scores) for scores in engine_scores):
+        raise ValueError("the canary has no tokens to compare; give it at least one sequence of two ids")
+    gap = canary_gap(engine_scores, learner_scores)
+    if gap > tolerance:
+        num_tokens = sum(len(scores) for scores in engine_scores)
+        raise StaleWeights(
+            f"engine and learner differ by {gap:.6g} in log-prob on {num_tokens} canary tokens, more than generation.canary_tolerance "
+            f"{tolerance:g}: the engine does not serve the learner's weights"
+        )
+    return gap
+
+
+class EngineControl(Protocol):
+    """The engines as a GPU sender needs them: blocking calls that reach every engine and return when all have finished."""
+
+    def connect(self, init_info: dict[str, Any]) -> None:
+        """`Generator.connect` on every engine, with the `rank_offset` of `replica_init_info`."""
+        ...
+
+    def load(self, handle: WeightHandle) -> None:
+        """`Generator.load_weights` on every engine."""
+        ...
+
+
+def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_parallel: int) -> dict[str, Any]:
+    """What engine number `replica` gets of a sender's `init_info`: with nccl each engine's workers follow the previous engine's."""
+    info = dict(init_info)
+    if "rank_offset" in info:
+        info["rank_offset"] += replica * tensor_parallel
+    return info
+
+
+class GpuWeightSender:
+    """The learner's end of vLLM's `nccl` and `ipc` backends. Make one per learner rank, and call `send` on all ranks together.
+
+    `source` yields the full tensors (vLLM's `ModuleSource` gathers FSDP2 modules); rank 0 transmits and drives the engines.
+    `address` (host, port) and `num_engine_ranks` (replicas x tensor_parallel) are the nccl group's.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        control: EngineControl,
+        backend: Literal["nccl", "ipc"],
+        rank: int,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+        num_engine_ranks: int = 1,
+    ) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        self._client = _Client(control)
+        info = _trainer_init_info(backend, rank=rank, address=address, num_engine_ranks=num_engine_ranks)
+        self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+
+    def send(self, version: int) -> None:
+        """Gives the engines the source's present weights as `version`; returns when every engine serves them."""
+        self._client.version = version
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class _Client:
+    """vLLM's control plane as its trainer engines call it. Start and finish belong to `Generator.load_weights`, which is one call
+    per update, so an update must come in one piece: both backends are used unpacked or (nccl) packed within one call."""
+
+    def __init__(self, control: EngineControl) -> None:
+        self.version = -1
+        self._control = control
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._control.connect(init_info)
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        assert isinstance(update_info, dict), "nccl and ipc describe an update in one dict"
+        self._control.load(WeightHandle(version=self.version, update_info=_plain(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+
+def _trainer_init_info(backend: str, *, rank: int, address: tuple[str, int], num_engine_ranks: int) -> TrainerInitInfo:
+    if backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        host, port = address
+        return NCCLTrainerInitInfo(rank=rank, master_address=host, master_port=port, world_size=1 + num_engine_ranks)
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=rank)
+    raise ValueError(f"backend is {backend!r}; a GPU sender has 'nccl' (learner and engines on different GPUs) and 'ipc' (on the same)")
+
+
+def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
+    """CUDA IPC handles hold Python types that the engine's message format lacks; they travel pickled, as vLLM's HTTP client sends them."""
+    handles = update_info.get("ipc_handles")
+    if handles is None:
+        return {key: value for key, value in update_info.items() if value is not None}
+    import base64
+    import pickle
+
+    rest = {key: value for key, value in update_info.items() if key not in ("ipc_handles", "ipc_handles_pickled") and value is not None}
+    return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

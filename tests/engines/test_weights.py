@@ -1,0 +1,126 @@
+"""Weights travel whole, and what the engine serves is what the learner trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_qwen2 import build_model, model_scores, prompts
+
+from mempipe.config import SamplingConfig
+from mempipe.engines.generation import Generator
+from mempipe.engines.weights import (
+    StaleWeights,
+    canary_gap,
+    check_canary,
+    newest_weights,
+    pack_weights,
+    publish,
+    read_weights,
+    replica_init_info,
+)
+
+CANARY = prompts(3, length=20, seed=99)
+TOLERANCE = 1e-4
+PARAMETER_KINDS = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "model.norm"]
+PARAMETER_KINDS += ["q_proj.weight", "k_proj.bias", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+async def engine_scores(generator: Generator) -> list[list[float]]:
+    return list(await asyncio.gather(*(generator.score(ids) for ids in CANARY)))
+
+
+def test_published_file_holds_the_tensors_and_newest_finds_it(tmp_path):
+    tensors = {"a": torch.randn(3, 4), "steps": torch.tensor([7])}
+    assert newest_weights(tmp_path) is None
+    handle = publish(tensors, tmp_path, 5)
+    assert handle.version == 5
+    assert newest_weights(tmp_path) == handle
+    assert json.loads(json.dumps(handle.update_info)) == handle.update_info
+    found = read_weights(handle.update_info["path"], checksum=handle.update_info["checksum"])
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_packed_weights_are_published_as_they_are(tmp_path):
+    tensors = {"a": torch.randn(3, 4)}
+    assert (
+        publish(pack_weights(tensors), tmp_path / "x", 1).update_info["checksum"]
+        == publish(tensors, tmp_path / "y", 1).update_info["checksum"]
+    )
+
+
+def test_packing_casts_floats_only_and_writes_aliases_once(tmp_path):
+    shared = torch.randn(4, 2)
+    publish(pack_weights({"embed": shared, "ids": torch.arange(3), "head": shared, "t": shared.t()}, dtype=torch.bfloat16), tmp_path, 0)
+    found = load_file(tmp_path / "weights-00000000.safetensors")
+    assert found["embed"].dtype == torch.bfloat16
+    assert found["ids"].dtype == torch.int64
+    assert found.keys() == {"embed", "ids", "t"}
+    assert torch.equal(found["t"], shared.t().to(torch.bfloat16))
+
+
+def test_only_the_last_two_publications_stay_even_when_versions_go_back(tmp_path):
+    for version in (1, 2, 3):
+        publish({"a": torch.tensor([version])}, tmp_path, version)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["newest.json", "weights-00000002.safetensors", "weights-00000003.safetensors"]
+    publish({"a": torch.tensor([2])}, tmp_path, 2)
+    assert newest_weights(tmp_path).version == 2
+    assert sorted(p.name for p in tmp_path.glob("weights-*")) == ["weights-00000002.safetensors", "weights-00000003.safetensors"]
+
+
+def test_changed_bytes_are_refused(tmp_path):
+    handle = publish({"a": torch.zeros(64)}, tmp_path, 1)
+    path = Path(handle.update_info["path"])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="sha256"):
+        read_weights(str(path), checksum=handle.update_info["checksum"])
+
+
+def test_canary_gap_is_the_largest_difference_and_nan_is_infinite():
+    assert canary_gap([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]) == 0.5
+    assert canary_gap([[float("nan")]], [[-1.0]]) == float("inf")
+    assert check_canary([[-1.0, -2.0]], [[-1.0, -2.01]], tolerance=0.05) == pytest.approx(0.01)
+    with pytest.raises(StaleWeights, match=r"by 0\.5 .* 2 canary tokens.* 0\.05"):
+        check_canary([[-1.0, -2.0]], [[-1.0, -2.5]], tolerance=0.05)
+    with pytest.raises(StaleWeights, match="inf"):
+        check_canary([[float("nan")]], [[-1.0]], tolerance=0.05)
+    with pytest.raises(ValueError, match="no tokens"):
+        check_canary([[]], [[]], tolerance=0.05)
+
+
+def test_nccl_ranks_of_the_engines_follow_each_other():
+    info = {"master_port": 1, "rank_offset": 1}
+    assert [replica_init_info(info, replica=i, tensor_parallel=2)["rank_offset"] for i in range(3)] == [1, 3, 5]
+    assert replica_init_info({"packed": False}, replica=1, tensor_parallel=2) == {"packed": False}
+    assert info["rank_offset"] == 1
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("kind", [*PARAMETER_KINDS, ""])
+async def test_promise_5_served_weights_are_the_trained_weights(shared_generator, tmp_path, kind):
+    """After one kind of parameter changed (the embedding is the tied output head as well), and after all did."""
+    model = build_model(seed=0)
+    version = shared_generator.policy_version + 1
+    await shared_generator.load_weights(publish(model.state_dict(), tmp_path, version), version)
+    before = await engine_scores(shared_generator)
+    assert canary_gap(before, [model_scores(model, ids) for ids in CANARY]) < TOLERANCE
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if kind in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    await shared_generator.load_weights(publish(model.state_dict(), tmp_path, version + 1), version + 1)
+    trained = [model_scores(model, ids) for ids in CANARY]
+    assert check_canary(await engine_scores(shared_generator), trained, tolerance=TOLERANCE) < TOLERANCE
+    with pytest.raises(StaleWeights):
+        check_canary(before, trained, tolerance=0.01)
+    assert shared_generator.policy_version == version + 1
+    completion = await shared_generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
+    assert completion.policy_version == version + 1
+    assert completion.logprobs == pytest.approx(model_scores(model, CANARY[0] + completion.token_ids)[-4:], abs=TOLERANCE)

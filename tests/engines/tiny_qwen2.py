@@ -1,0 +1,55 @@
+"""A random tiny Qwen2, what transformers says about it, and a generator that serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mempipe.config import GenerationConfig, ModelConfig
+from mempipe.engines.generation import Generator
+
+VOCAB_SIZE = 300
+MAX_MODEL_LEN = 256
+
+
+def build_model(seed: int) -> Qwen2ForCausalLM:
+    """Weights large enough that every parameter moves the log-probs, biases and norms included."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def model_scores(model: Qwen2ForCausalLM, token_ids: list[int], *, temperature: float = 1.0) -> list[float]:
+    """Log-probs of `token_ids[1:]` by transformers."""
+    logits = model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
+def prompts(num_prompts: int, *, length: int = 24, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB_SIZE, (num_prompts, length), generator=generator).tolist()
+
+
+def make_generator(model_path: Path, **settings: object) -> Generator:
+    config = GenerationConfig(**{"max_num_seqs": 64, "timeout_s": 60.0, **settings})
+    return Generator(ModelConfig(path=str(model_path), dtype="float32"), config, max_model_len=MAX_MODEL_LEN, seed=1)
