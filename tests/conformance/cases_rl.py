@@ -312,14 +312,14 @@ def harmless_tool_response(case: Case) -> list[Any]:
 
 
 def bare_box_first(case: Case) -> bool:
-    """A brace-less box that a box in braces follows, in the last message."""
-    last = (assistant_messages(case["input"]["solution_str"]) or [""])[-1]
-    return re.search(r"\\boxed .*\\boxed\{", last, re.DOTALL) is not None
+    """A brace-less box that another kind of box follows, in the last message."""
+    last = (assistant_messages(case["input"]["solution_str"]) or [""])[-1].strip()
+    return re.search(r"\\boxed .*\\boxed(?! )", last, re.DOTALL) is not None
 
 
 def only_the_last_box(case: Case) -> list[Any]:
-    head, _, tail = case["input"]["solution_str"].rpartition("\\boxed{")
-    text = head.replace("\\boxed ", "") + "\\boxed{" + tail
+    head, box, tail = case["input"]["solution_str"].rpartition("\\boxed")
+    text = head.replace(box, "") + box + tail
     return reward_with_reason({**case, "input": {**case["input"], "solution_str": text}})
 
 
