@@ -2,8 +2,8 @@
 
 Also what an agent needs from the outside, as plain callables: a tokenizer, `generate` and `search`.
 
-The grammar of an assistant message (MemSearcher, arXiv 2511.02805): a thought between `<think>` tags, then either calls of the one
-tool, each a JSON object between `<tool_call>` tags, or an answer in `\\boxed{…}`. A memory message holds the memory between `<memory>` tags.
+The grammar of an assistant message (MemSearcher, arXiv 2511.02805): a thought between `<think>` tags, then calls of the one tool, each a
+JSON object between `<tool_call>` tags, or an answer in `\\boxed{…}`. A memory message holds the memory between `<memory>` tags.
 """
 
 from __future__ import annotations
@@ -117,12 +117,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What an assistant message does: search (`calls`), answer, or neither, and then `end_reason` and `problem` say why."""
+    """What an assistant message does: search (then `end_reason` is None), answer, or neither."""
 
     calls: list[ToolCall] = field(default_factory=list)
     answer: str | None = None
     end_reason: EndReason | None = None
-    problem: str = ""
 
 
 class InvalidCall(ValueError):
@@ -133,13 +132,13 @@ def parse_action(text: str, *, tool: Tool) -> Action:
     """What the assistant message `text` (its pre-filled start included) does. A call beside an answer wins."""
     try:
         calls = [parse_call(call, tool=tool) for call in tool_call_texts(text)]
-    except InvalidCall as error:
-        return Action(end_reason=EndReason.INVALID_CALL, problem=str(error))
+    except InvalidCall:
+        return Action(end_reason=EndReason.INVALID_CALL)
     if calls:
         return Action(calls=calls)
     answer = parse_answer(text)
     if answer is None:
-        return Action(end_reason=EndReason.NO_ACTION, problem="neither a tool call nor an answer")
+        return Action(end_reason=EndReason.NO_ACTION)
     return Action(answer=answer, end_reason=EndReason.ANSWERED)
 
 

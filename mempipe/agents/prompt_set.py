@@ -1,0 +1,71 @@
+"""The words that an agent puts around questions, memories and passages, and the slots in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mempipe.config import ConfigError
+
+BUILT_IN = Path(__file__).parent / "prompts"
+REQUIRED_SLOTS = {"user": {"question", "memory"}, "observation": {"passages"}, "passage": {"text"}}
+OPTIONAL_SLOTS = {"system": {"tools"}, "observation": {"call"}, "passage": {"title", "index"}}
+SLOTS = sorted(set().union(*REQUIRED_SLOTS.values(), *OPTIONAL_SLOTS.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key. Raises ConfigError."""
+
+    system: str
+    user: str
+    action_prefill: str
+    observation: str
+    passage: str
+    passage_separator: str
+    memory_prefill: str
+    empty_memory: str
+
+    def __post_init__(self) -> None:
+        for key in PROMPT_KEYS:
+            text = getattr(self, key)
+            if not isinstance(text, str):
+                raise ConfigError(f"prompts.{key} is {text!r}, expected a text")
+            slots = split_slots(text)[1::2]
+            required, optional = REQUIRED_SLOTS.get(key, set()), OPTIONAL_SLOTS.get(key, set())
+            for slot in sorted(required - set(slots)):
+                raise ConfigError(f"prompts.{key} lacks the slot {{{slot}}}")
+            for slot in slots:
+                if slot not in required | optional:
+                    raise ConfigError(f"prompts.{key} holds the slot {{{slot}}}, which belongs elsewhere")
+                if slots.count(slot) > 1 and key != "passage":
+                    raise ConfigError(f"prompts.{key} holds the slot {{{slot}}} more than once")
+
+
+PROMPT_KEYS = [field.name for field in dataclasses.fields(PromptSet)]
+
+
+def load_prompts(name: str) -> PromptSet:
+    """The built-in prompt set of that name, or the one in the YAML file at that path. Raises ConfigError."""
+    built_in = BUILT_IN / f"{name}.yaml"
+    path = built_in if built_in.is_file() else Path(name)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
+        raise ConfigError(f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or set(values) != set(PROMPT_KEYS):
+        found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {PROMPT_KEYS}")
+    return PromptSet(**values)
+
+
+def split_slots(text: str) -> list[str]:
+    """The text as literal, slot name, literal, …, literal. Only `{name}` with the name of a slot is one; all other braces are text."""
+    return re.split(f"{{({'|'.join(SLOTS)})}}", text)
