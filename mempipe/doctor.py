@@ -133,11 +133,11 @@ def _template(config: RunConfig) -> list[Finding]:
             Finding("note", f"template tokens not counted: the tokenizer of model.path {config.model.path!r} is not on this machine"),
             *_context(config, template_tokens=None),
         ]
-    from mempipe.agents import make_agent
+    from mempipe.agents import make_layout
     from mempipe.engines.tokenizer import load_tokenizer
 
-    agent = make_agent(config, tokenizer=load_tokenizer(config.model.path))
-    return _context(config, template_tokens=agent.template_tokens)
+    layout = make_layout(config, tokenizer=load_tokenizer(config.model.path))
+    return _context(config, template_tokens=layout.template_tokens)
 
 
 def _context(config: RunConfig, *, template_tokens: int | None) -> list[Finding]:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import ray
 import ray.data
-from ray.actor import ActorHandle
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from mempipe.actors.handles import Handle
 from mempipe.actors.pools import GeneratorPool, RetrieverPool, RoleUnavailable
 from mempipe.agents import make_agent
 from mempipe.config import AlgorithmConfig, RunConfig, SamplingConfig
@@ -56,7 +56,7 @@ class DriverSpec:
 class QuestionSource(Datasource):
     """(group id, question) rows, made as they are asked for, one per block."""
 
-    def __init__(self, rows: Callable[[], Iterable[tuple[str, Question]]]) -> None:
+    def __init__(self, rows: Iterable[tuple[str, Question]]) -> None:
         self._rows = rows
 
     def get_name(self) -> str:
@@ -69,7 +69,7 @@ class QuestionSource(Datasource):
         rows = self._rows
 
         def read() -> Iterator[pa.Table]:
-            for group_id, question in rows():
+            for group_id, question in rows:
                 yield pa.Table.from_pylist([{"group_id": group_id, "question": to_row(question)}], schema=QUESTION_ROW)
 
         return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None))]
@@ -105,9 +105,10 @@ class Driver:
 
     async def _finished(self, group_id: str, question: Question) -> Group:
         attempts = self._spec.config.stream.num_attempts
-        for attempt in range(1, attempts + 1):
+        faults: list[Exception] = []
+        while len(faults) < attempts:
             try:
-                return await run_group(
+                group = await run_group(
                     question,
                     self._agent.rollout,
                     group_id=group_id,
@@ -115,14 +116,15 @@ class Driver:
                     reward=self._spec.config.reward,
                     advantage=self._spec.config.algorithm,
                 )
+                return replace(group, num_retries=len(faults))
             except INFRASTRUCTURE_FAULTS as fault:
-                logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, attempt, attempts, fault)
-                last = fault
-                await asyncio.sleep(attempt)
-        raise GroupFailed(f"group {group_id} failed {attempts} times (stream.num_attempts); last: {last}")
+                faults.append(fault)
+                logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault)
+                await asyncio.sleep(len(faults))
+        raise GroupFailed(f"group {group_id} failed {attempts} times (stream.num_attempts); last: {faults[-1]}")
 
 
-def stream_groups(spec: DriverSpec, rows: Callable[[], Iterable[tuple[str, Question]]]) -> Iterator[Group]:
+def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
     """Groups in the order in which they finish (in the order of `rows` when the run is deterministic).
 
     Raises GroupFailed when a group cannot be finished.
@@ -143,8 +145,8 @@ def stream_groups(spec: DriverSpec, rows: Callable[[], Iterable[tuple[str, Quest
             num_cpus=0,
             compute=ActorPoolStrategy(size=stream.num_drivers, max_concurrent_calls_per_actor=stream.groups_in_flight),
         )
-        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield from table_to_groups(table)
+    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        yield from table_to_groups(table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ class StepGroups:
 class Collector:
     """Cuts the stream into steps of exactly `groups_per_step` groups, oldest first, none older than max_off_policy_steps."""
 
-    def __init__(self, groups: Iterator[Group], admission: ActorHandle, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, groups: Iterator[Group], admission: Handle, algorithm: AlgorithmConfig) -> None:
         self._groups = groups
         self._admission = admission
         self._algorithm = algorithm
@@ -179,9 +181,7 @@ class Collector:
                 self._consume([group], policy_version)
             else:
                 self._waiting[group.id] = group
-        return StepGroups(
-            groups=[self._waiting.pop(key) for key in chosen], dropped=dropped, wait_seconds=time.perf_counter() - started
-        )
+        return StepGroups(groups=[self._waiting.pop(key) for key in chosen], dropped=dropped, wait_seconds=time.perf_counter() - started)
 
     def consumed(self, step: StepGroups, *, policy_version: int) -> None:
         """The step was trained and `policy_version` is served: others may start in the place of its groups."""

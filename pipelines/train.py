@@ -16,13 +16,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from mempipe.data.qa import read_questions
+from mempipe.evaluation.report import write_report
 
 from mempipe.actors.launch import Roles, connected, launch
+from mempipe.actors.reference import with_ref_logprobs
+from mempipe.actors.tracker import TrackerFront
 from mempipe.config import RunConfig, SamplingConfig
-from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
+from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.memory_quality import rollout_metrics
-from mempipe.evaluation.report import write_report
 from mempipe.progress import Progress, closing_table
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
@@ -32,78 +39,178 @@ from mempipe.types import Group, Question, TrainingSample
 from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
 
+NUM_CANARIES = 4
+
 
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
-    """Runs the job to its end and returns the run. Raises ConfigError before anything expensive starts, LaunchError and its kin after."""
+    """Runs the job to its end. Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError."""
     run = Run(config, resume=resume)
-    if run.state["finished"]:
-        closing_table(run)
-        return run
-    with run.phase("prepare"):
-        config = prepare(run)
-        train = read_questions(config.data.train)
-        validation = read_questions(config.data.validation)[: config.evaluation.num_questions or None]
-    with connected(config) as namespace:
-        launching = time.perf_counter()
-        with launch(config, namespace, run) as roles:
-            run.add_seconds("launch", time.perf_counter() - launching)
-            position = roles.learners.restore(run.folder / "checkpoints")
-            if position is None:
+    if not run.state["finished"]:
+        with run.phase("prepare"):
+            config = prepare(run)
+        with connected(config) as namespace:
+            if config.warm_start is not None:
                 with run.phase("warm_start"):
-                    warm_start(roles, run)
-                position = roles.learners.save(run.folder / "checkpoints", {"step": 0, "consumed": []})
-            roles.sync(policy_version=position["step"])
-            before = evaluate_once(roles, run, validation, "before")
-            learn(roles, run, train, position)
-            after = evaluate_once(roles, run, validation, "after")
-            with run.phase("export"):
-                roles.learners.export(run.folder / "huggingface")
-    with run.phase("report"):
-        write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
-        write_report(run.folder)
-    run.update(finished=True)
+                    config = warm_start(run, config)
+            tracker = TrackerFront(config)
+            try:
+                _train(run, config, namespace, tracker)
+                with run.phase("report"):
+                    for path in write_report(run.folder):
+                        tracker.log_artifact(path)
+                run.update(finished=True)
+            finally:
+                tracker.finish("FINISHED" if run.state["finished"] else "FAILED")
     closing_table(run)
     return run
 
 
-def evaluate_once(roles: Roles, run: Run, questions: Sequence[Question], label: str) -> list[Group]:
-    """One attempt per held-out question under the served weights; kept in the run's folder, so that a resumed run has it."""
+def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
+    questions = read_questions(config.data.train)
+    validation = read_questions(config.data.validation)[: config.evaluation.num_questions or None] if config.data.validation else []
+    started = time.perf_counter()
+    with launch(config, namespace) as roles:
+        run.add_seconds("launch", time.perf_counter() - started)
+        tokenizer = load_tokenizer(config.model.path)
+        roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
+        position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "consumed": []}
+        roles.sync(position["step"])
+        before = evaluate(run, roles, validation, label="before", tracker=tracker)
+        learn(run, roles, questions, position, tracker)
+        after = evaluate(run, roles, validation, label="after", tracker=tracker)
+        write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
+        with run.phase("export"):
+            roles.learners.export(run.folder / "huggingface", source=config.model.path)
+
+
+def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: str, tracker: TrackerFront) -> list[Group]:
+    """One attempt at every held-out question under the served weights. A finished evaluation is read back instead of repeated."""
     path = run.folder / "evaluation" / f"{label}.parquet"
     if path.exists():
         return read_trajectories(path)
-    sampling = SamplingConfig(temperature=run.config.evaluation.temperature)
-    spec = roles.driver_spec(sampling=sampling, group_size=1)
-    with run.phase("evaluate"), Progress(f"evaluate {label}", total=len(questions)) as progress:
-        groups = []
-        for group in stream_groups(spec, [(f"{label}-{q.id}", q) for q in questions]):
+    groups: list[Group] = []
+    spec = roles.driver_spec(sampling=SamplingConfig(temperature=roles.config.evaluation.temperature), group_size=1)
+    with run.phase(f"evaluate_{label}"), Progress(f"evaluate {label}", total=len(questions)) as progress:
+        for group in stream_groups(spec, [(f"{label}/{question.id}", question) for question in questions]):
             groups.append(group)
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
-    roles.tracker.log_metrics(rollout_metrics(groups, prefix=f"{label}/"), step=0 if label == "before" else run.config.num_steps)
+    tracker.log_metrics({f"{label}/{name}": value for name, value in rollout_metrics(groups).items()}, step=0)
     return groups
 
 
-def learn(roles: Roles, run: Run, questions: Sequence[Question], position: dict) -> None:
-    """The training loop: exactly `groups_per_step` groups a step, `num_steps` steps in all."""
-    config = run.config
+def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[str, Any], tracker: TrackerFront) -> None:
+    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which were consumed."""
+    config = roles.config
     consumed = set(position["consumed"])
     admission_name, admission = roles.new_admission(policy_version=position["step"])
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
-    groups = stream_groups(spec, question_rows(questions, config, consumed))
+    groups = stream_groups(spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position["step"]))
     collector = Collector(groups, admission, config.algorithm)
-    with Progress("train", total=config.num_steps, done=position["step"]) as progress:
+    training = time.perf_counter()
+    with closing(groups), Progress("train", total=config.num_steps, done=position["step"]) as progress:
         for step in range(position["step"], config.num_steps):
             started = time.perf_counter()
             batch = collector.next_step(policy_version=step)
             if batch is None:
-                progress.note(f"the questions are used up after step {step}; data.num_epochs {config.data.num_epochs} gives no more")
+                progress.note(f"the questions are used up after step {step}: data.num_epochs is {config.data.num_epochs}")
                 break
-            metrics, seconds = train_step(roles, config, batch, step=step)
+            metrics = train_step(roles, batch, step=step)
             collector.consumed(batch, policy_version=step + 1)
             consumed.update(group.id for group in [*batch.groups, *batch.dropped])
             if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
-                checkpointing = time.perf_counter()
-                roles.learners.save(run.folder / "checkpoints", {"step": step + 1, "consumed": sorted(consumed)})
-                seconds["checkpoint"] = time.perf_counter() - checkpointing
-            seconds["step"] = time.perf_counter() - started
-            seconds["other"] = seconds["step"] - sum(s for name, s in seconds.items() if name != "step")
+                with Timer() as saving:
+                    roles.learners.save(
+                        run.folder / "checkpoints", {"step": step + 1, "consumed": sorted(consumed)}, keep=config.checkpoint.keep
+                    )
+                metrics["seconds/checkpoint"] = saving.seconds
+            metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
+            tracker.log_metrics(metrics, step=step + 1)
+            tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
+            run.update(num_steps=step + 1)
+            progress.advance(**{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
+    run.add_seconds("train", time.perf_counter() - training)
+
+
+def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:
+    """One learner step and the new weights in every engine; returns what is logged of it."""
+    config = roles.config
+    samples = [[sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups]
+    with Timer() as reference:
+        if roles.reference is not None:
+            samples = _by_group(with_ref_logprobs([sample for group in samples for sample in group], roles.reference))
+    with Timer() as learning:
+        updates = [
+            pack_step(
+                update,
+                num_ranks=config.learner.num_ranks,
+                max_tokens=config.learner.max_tokens_per_micro_batch,
+                aggregation=config.algorithm.aggregation,
+            )
+            for update in split_updates(samples, config.algorithm.updates_per_step)
+        ]
+        reports = roles.learners.step(updates)
+    with Timer() as syncing:
+        canary = roles.sync(step + 1)
+    rollouts = rollout_metrics(batch.groups, policy_version=step)
+    learner = {f"learner/{name}": sum(report[name] for report in reports) / len(reports) for name in reports[0]}
+    seconds = {"seconds/reference": reference.seconds, "seconds/learn": learning.seconds, "seconds/sync": syncing.seconds}
+    return rollouts | learner | seconds | {"canary_max_difference": canary, "num_dropped_groups": len(batch.dropped)}
+
+
+def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:
+    """Where the step's wall time went. Waiting for groups is split by what their trajectories were doing meanwhile."""
+    generating = sum(context.generate_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
+    searching = sum(context.search_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
+    alive = sum(group.seconds * len(group.trajectories) for group in batch.groups)
+    seconds = {
+        "seconds/generate": batch.wait_seconds * generating / alive,
+        "seconds/retrieve": batch.wait_seconds * searching / alive,
+        "seconds/wait": batch.wait_seconds * max(0.0, 1 - (generating + searching) / alive),
+    }
+    known = sum(seconds.values()) + sum(value for name, value in metrics.items() if name.startswith("seconds/"))
+    sampled = metrics["sampled_tokens"]
+    return seconds | {"seconds/other": total - known, "seconds/step": total, "tokens_per_second": sampled / total}
+
+
+class TrainingRows:
+    """(group id, question) in training order: every epoch shuffled by its own seed, without what was consumed already.
+
+    Ends after what `num_steps` steps take, unless groups may be filtered, when nobody knows how many that will be.
+    """
+
+    def __init__(self, questions: Sequence[Question], config: RunConfig, *, skip: set[str], num_steps: int) -> None:
+        self._questions, self._skip = list(questions), skip
+        self._seed, self._num_epochs, self._shuffle = config.seed, config.data.num_epochs, config.data.shuffle
+        self._limit = None if config.algorithm.filter_zero_variance else num_steps * config.algorithm.groups_per_step
+
+    def __iter__(self) -> Iterator[tuple[str, Question]]:
+        return islice(self._all(), self._limit)
+
+    def _all(self) -> Iterator[tuple[str, Question]]:
+        for epoch in range(self._num_epochs):
+            order = list(range(len(self._questions)))
+            if self._shuffle:
+                random.Random(f"{self._seed}:{epoch}").shuffle(order)
+            for i in order:
+                group_id = f"{epoch}/{self._questions[i].id}"
+                if group_id not in self._skip:
+                    yield group_id, self._questions[i]
+
+
+class Timer:
+    """`with Timer() as timer: ...`, then `timer.seconds`."""
+
+    def __enter__(self) -> Timer:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+
+
+def _by_group(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    return list(groups.values())

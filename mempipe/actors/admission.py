@@ -51,7 +51,9 @@ class Admission:
         for key in keys:
             started_at = self._outstanding.pop(key, None)
             assert started_at is not None, f"group {key} was consumed without a ticket"
-            assert self._version - started_at <= self._max_off_policy_steps, f"group {key} of version {started_at} is too old at {self._version}"
+            assert self._version - started_at <= self._max_off_policy_steps, (
+                f"group {key} of version {started_at} is too old at {self._version}"
+            )
             self._num_consumed += 1
         self._version = policy_version
         self._changed.set()

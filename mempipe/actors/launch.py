@@ -9,25 +9,28 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mempipe.actors.admission import Admission
-from mempipe.actors.learner_group import LearnerGroup
+from mempipe.actors.handles import Handle, start_actor
+from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.pools import GeneratorActor, RetrieverActor, WeightStore
 from mempipe.actors.reference import ReferenceActor
 from mempipe.config import RunConfig, SamplingConfig
+from mempipe.engines.weights import check_canary
 from mempipe.stream import DriverSpec
 
 START_TIMEOUT_S = 900.0
+SHUTDOWN_TIMEOUT_S = 20.0
+MAX_CALLS = 10_000  # calls that one async actor holds at once
 WORKER_ENV = {
     # Several processes share the cores: an idle OpenMP thread must sleep, not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -49,12 +52,12 @@ class Roles:
     config: RunConfig
     namespace: str
     learners: LearnerGroup
-    generators: dict[str, ActorHandle]
-    retrievers: dict[str, ActorHandle]
-    reference: ActorHandle | None
-    store: ActorHandle
-    extra: list[ActorHandle] = field(default_factory=list)
-    placement: PlacementGroup | None = None
+    generators: dict[str, Handle]
+    retrievers: dict[str, Handle]
+    reference: Handle | None
+    store: Handle
+    canary: list[list[int]] = field(default_factory=list)
+    """Token sequences that learner and engines score after every sync (promise 5)."""
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, admission: str = "") -> DriverSpec:
         return DriverSpec(
@@ -67,39 +70,34 @@ class Roles:
             admission=admission,
         )
 
-    def new_admission(self, *, policy_version: int) -> tuple[str, ActorHandle]:
+    def new_admission(self, *, policy_version: int) -> tuple[str, Handle]:
         """A fresh gate for one stream, and its name."""
         name = f"admission-{uuid.uuid4().hex[:8]}"
+        options = {"name": name, "num_cpus": 0, "max_concurrency": MAX_CALLS}
         algorithm = self.config.algorithm
-        actor = (
-            ray.remote(Admission)
-            .options(name=name, num_cpus=0, max_concurrency=10_000)
-            .remote(
-                groups_per_step=algorithm.groups_per_step,
-                max_off_policy_steps=algorithm.max_off_policy_steps,
-                policy_version=policy_version,
-            )
+        return name, start_actor(
+            Admission,
+            options,
+            groups_per_step=algorithm.groups_per_step,
+            max_off_policy_steps=algorithm.max_off_policy_steps,
+            policy_version=policy_version,
         )
-        return name, actor
 
     def sync(self, policy_version: int) -> float:
-        """Brings the learner's weights to every engine as `policy_version`; returns the seconds it took.
+        """Brings the learner's weights to every engine as `policy_version`; returns the largest canary difference.
 
-        Raises LaunchError naming the phase when an engine does not take them in time.
+        Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not serve them.
         """
-        started = time.perf_counter()
         weights = self.learners.weights()
         ray.get(self.store.put.remote([weights], policy_version))
         pending = {name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()}
         wait_for(pending, phase=f"loading weights of version {policy_version}", timeout_s=self.config.generation.timeout_s)
-        return time.perf_counter() - started
-
-    def engine_scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        """Per engine, the log-probs of every sequence (promise 5's probe)."""
-        return {name: ray.get([actor.score.remote(list(s)) for s in sequences]) for name, actor in self.generators.items()}
+        scores = {name: [actor.score.remote(sequence) for sequence in self.canary] for name, actor in self.generators.items()}
+        expected = self.learners.score(self.canary)
+        return max(check_canary(ray.get(found), expected, tolerance=self.config.generation.canary_tolerance) for found in scores.values())
 
 
-def wait_for(pending: dict[str, ray.ObjectRef], *, phase: str, timeout_s: float) -> dict[str, Any]:
+def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
     """What every reference holds, by name. Raises LaunchError naming the phase and who failed or was late."""
     deadline = time.monotonic() + timeout_s
     results = {}
@@ -110,6 +108,8 @@ def wait_for(pending: dict[str, ray.ObjectRef], *, phase: str, timeout_s: float)
             raise LaunchError(f"{phase}: {name} did not finish within {timeout_s:g} s") from error
         except RayActorError as error:
             raise LaunchError(f"{phase}: {name} died: {error}") from error
+        except RayTaskError as error:
+            raise LaunchError(f"{phase}: {name}: {error.cause}") from error
     return results
 
 
@@ -136,17 +136,126 @@ def connected(config: RunConfig) -> Iterator[str]:
 
 @contextmanager
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
-    """All roles, started side by side. Leaves no actor and no placement group behind, whatever happens inside."""
-    placement = _placement(config)
-    roles: Roles | None = None
+    """All roles, started side by side. Leaves no actor, process or placement group behind, whatever happens inside."""
+    placement = _Placement(config)
+    actors: list[Handle] = []
+    engines: list[Handle] = []
     try:
-        roles = _start(config, namespace, placement)
-        yield roles
+        yield _start(config, namespace, placement, actors, engines)
     finally:
-        if roles is not None:
-            for actor in [*roles.generators.values(), *roles.retrievers.values(), *roles.learners.ranks, roles.store, *roles.extra]:
-                ray.kill(actor)
-            if roles.reference is not None:
-                ray.kill(roles.reference)
-        if placement is not None:
-            remove_placement_group(placement)
+        with suppress(RayError):  # an engine that is dead already has nothing to shut down
+            ray.get([engine.shutdown.remote() for engine in engines], timeout=SHUTDOWN_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
+        placement.remove()
+
+
+@contextmanager
+def launch_learners(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[LearnerGroup]:
+    """Only the learner ranks, for supervised phases."""
+    placement = _Placement(config, learners_only=True)
+    group = _learner_group(config, placement)
+    try:
+        group.start(settings)
+        yield group
+    finally:
+        for rank in group.ranks:
+            ray.kill(rank)
+        placement.remove()
+
+
+def learner_settings(config: RunConfig) -> dict[str, Any]:
+    """The arguments of `Learner` that all ranks share."""
+    return {
+        "model": config.model,
+        "optimizer": config.optimizer,
+        "learner": config.learner,
+        "algorithm": config.algorithm,
+        "temperature": config.sampling.temperature,
+        "num_updates": config.num_steps * config.algorithm.updates_per_step,
+        "seed": config.seed,
+    }
+
+
+class _Placement:
+    """Where roles go: on a cluster with GPUs one placement group, reserved as a whole before anything starts; otherwise anywhere."""
+
+    def __init__(self, config: RunConfig, *, learners_only: bool = False) -> None:
+        self.group: PlacementGroup | None = None
+        self._next = 0
+        available = int(ray.cluster_resources().get("GPU", 0))
+        if not available:
+            return
+        sizes = [1] * config.learner.num_ranks
+        if not learners_only:
+            sizes += [config.generation.tensor_parallel] * config.generation.num_replicas + [1] * needs_reference(config)
+        if sum(sizes) > available:
+            raise LaunchError(f"the roles need {sum(sizes)} GPUs (mempipe doctor lists them), but the cluster has {available}")
+        self.group = placement_group([{"GPU": size, "CPU": 1} for size in sizes], strategy="PACK")
+        if not self.group.wait(timeout_seconds=START_TIMEOUT_S):
+            self.remove()
+            raise LaunchError(f"the cluster did not free {sum(sizes)} GPUs within {START_TIMEOUT_S:g} s")
+
+    def options(self, num_gpus: int) -> dict[str, Any]:
+        """Actor options of the next role in the group."""
+        if self.group is None:
+            return {"num_cpus": 0}
+        index, self._next = self._next, self._next + 1
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+        return {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+
+    def remove(self) -> None:
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
+    return config.algorithm.kl_coef > 0 and not config.model.lora_rank
+
+
+def _learner_group(config: RunConfig, placement: _Placement) -> LearnerGroup:
+    ranks = [start_actor(LearnerActor, placement.options(1)) for _ in range(config.learner.num_ranks)]
+    return LearnerGroup(ranks, timeout_s=config.learner.timeout_s)
+
+
+def _start(config: RunConfig, namespace: str, placement: _Placement, actors: list[Handle], engines: list[Handle]) -> Roles:
+    """Fills `actors` and `engines` as it goes, so that the caller can clean up after a half-finished start."""
+    store = start_actor(WeightStore, {"num_cpus": 0})
+    learners = _learner_group(config, placement)
+    actors += [store, *learners.ranks]
+    restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
+    generators = {}
+    for i in range(config.generation.num_replicas):
+        generators[f"generator-{i}"] = start_actor(
+            GeneratorActor,
+            {"name": f"generator-{i}", **restartable, **placement.options(config.generation.tensor_parallel)},
+            model=config.model,
+            config=config.generation,
+            context_tokens=config.budget.context_tokens,
+            seed=config.seed + i,
+            store=store,
+        )
+    engines += generators.values()
+    actors += engines
+    reference = start_actor(ReferenceActor, placement.options(1), config) if needs_reference(config) else None
+    actors += [reference] if reference else []
+    retrievers = {
+        f"retriever-{i}": start_actor(RetrieverActor, {"name": f"retriever-{i}", **restartable, "num_cpus": 0}, config.retrieval)
+        for i in range(config.retrieval.num_replicas)
+    }
+    actors += retrievers.values()
+    pending = {name: actor.ready.remote() for name, actor in [*generators.items(), *retrievers.items()]}
+    if reference:
+        pending["reference"] = reference.ready.remote()
+    learners.start(learner_settings(config))
+    wait_for(pending, phase="start", timeout_s=START_TIMEOUT_S)
+    return Roles(
+        config=config,
+        namespace=namespace,
+        learners=learners,
+        generators=generators,
+        retrievers=retrievers,
+        reference=reference,
+        store=store,
+    )

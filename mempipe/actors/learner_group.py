@@ -3,52 +3,110 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from mempipe.config import RunConfig
+from mempipe.actors.handles import Handle
+from mempipe.engines.checkpoint import export_hf, latest
 from mempipe.engines.learner import Learner
+from mempipe.engines.weights import pack_weights
 from mempipe.rl.packing import MicroBatch
-from mempipe.types import TrainingSample
 
 
 class LearnerFailed(RuntimeError):
-    """A rank died or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
+    """A rank failed, died, or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
 
 
-class LearnerActor(Learner):
-    """One rank. Learner has no Ray in it; this adds what only an actor knows, its address."""
+class LearnerActor:
+    """One rank; its Learner is made once all ranks know where to meet."""
 
-    @staticmethod
-    def free_address() -> tuple[str, int]:
-        """Where rank 0 can be met: this node's address and a port that is free on it."""
+    def address(self) -> tuple[str, int]:
+        """This node's address, and a port that is free on it."""
+        address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        self._learner = Learner(**settings)
+
+    def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
+        return self._learner.step(updates)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._learner.score(sequences)
+
+    def weights(self) -> np.ndarray | None:
+        """The full weights as bytes on rank 0, None elsewhere."""
+        state_dict = self._learner.full_state_dict()
+        return pack_weights(state_dict) if state_dict else None
+
+    def save(self, folder: Path, position: Mapping[str, Any], keep: int) -> None:
+        self._learner.save(folder, position, keep=keep)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        return self._learner.load(path)
+
+    def export(self, folder: Path, source: str) -> None:
+        state_dict = self._learner.full_state_dict()
+        if state_dict:
+            export_hf(folder, state_dict, source=source)
 
 
 class LearnerGroup:
-    """All ranks as one learner."""
+    """All ranks as one learner. Every method is one phase with the deadline `learner.timeout_s`."""
 
-    def __init__(self, ranks: Sequence[ActorHandle], config: RunConfig) -> None:
+    def __init__(self, ranks: Sequence[Handle], *, timeout_s: float) -> None:
         self.ranks = list(ranks)
-        self._timeout_s = config.learner.timeout_s
+        self._timeout_s = timeout_s
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Makes a `Learner(**settings)` on every rank; rank 0's node is where they meet."""
+        master_address, master_port = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
+        shared = {**settings, "world_size": len(self.ranks), "master_address": master_address, "master_port": master_port}
+        self._all("start", lambda rank, i: rank.start.remote({**shared, "rank": i}))
 
     def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
-        """One optimiser update after another; `updates[u][rank]` are the micro-batches of that rank. Returns the metrics of each update."""
-        shares = [ray.put([update[rank] for update in updates]) for rank in range(len(self.ranks))]
-        return self._all("optimiser step", [rank.step.remote(share) for rank, share in zip(self.ranks, shares, strict=True)])[0]
+        """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the metrics of each update."""
+        return self._all("optimiser step", lambda rank, i: rank.step.remote([update[i] for update in updates]))[0]
 
-    def _all(self, phase: str, references: list[ray.ObjectRef]) -> list[Any]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of every sequence's tokens but the first, under the current weights."""
+        return self._all("score", lambda rank, _: rank.score.remote(sequences))[0]
+
+    def weights(self) -> Any:
+        """A reference to the full weights as bytes (`mempipe.engines.weights.pack_weights`)."""
+        references = [rank.weights.remote() for rank in self.ranks]
+        self._get("gathering weights", references[1:])
+        return references[0]
+
+    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int) -> None:
+        """Writes a checkpoint under `folder` with the run's own `position` in it."""
+        self._all("checkpoint", lambda rank, _: rank.save.remote(folder.absolute(), position, keep))
+
+    def restore(self, folder: Path) -> dict[str, Any] | None:
+        """Continues from the newest checkpoint under `folder`; returns its position, None when there is none."""
+        path = latest(folder.absolute())
+        return None if path is None else self._all("restore", lambda rank, _: rank.load.remote(path))[0]
+
+    def export(self, folder: Path, *, source: str) -> None:
+        """Writes a Hugging Face folder; tokenizer and config come from `source`."""
+        self._all("export", lambda rank, _: rank.export.remote(folder.absolute(), source))
+
+    def _all(self, phase: str, submit: Callable[[Handle, int], Any]) -> list[Any]:
+        return self._get(phase, [submit(rank, i) for i, rank in enumerate(self.ranks)])
+
+    def _get(self, phase: str, references: Sequence[Any]) -> list[Any]:
         try:
-            return ray.get(references, timeout=self._timeout_s)
+            return ray.get(list(references), timeout=self._timeout_s)
         except GetTimeoutError as error:
             raise LearnerFailed(f"{phase}: not all ranks finished within learner.timeout_s {self._timeout_s:g} s") from error
         except RayActorError as error:
-            raise LearnerFailed(f"{phase}: a rank died: {error}") from error
+            raise LearnerFailed(f"{phase}: a learner rank died: {error}") from error
+        except RayTaskError as error:
+            raise LearnerFailed(f"{phase}: {error.cause}") from error

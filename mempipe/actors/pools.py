@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from mempipe.actors.handles import Handle
 from mempipe.config import GenerationConfig, ModelConfig, RetrievalConfig, SamplingConfig
 from mempipe.engines.generation import EngineDead, Generator
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
@@ -47,8 +47,8 @@ class WeightStore:
 class GeneratorActor:
     """One vLLM engine. When the engine's process dies the actor exits, so that Ray starts both anew."""
 
-    def __init__(self, *, model: ModelConfig, config: GenerationConfig, context_tokens: int, seed: int, store: ActorHandle) -> None:
-        self._engine = Generator(model=model, config=config, max_model_len=context_tokens, seed=seed)
+    def __init__(self, *, model: ModelConfig, config: GenerationConfig, context_tokens: int, seed: int, store: Handle) -> None:
+        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed)
         self._store = store
         self._started = asyncio.Lock()
         self._ready = False
@@ -65,7 +65,9 @@ class GeneratorActor:
                 self._ready = True
         return self._engine.policy_version
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+    ) -> Completion:
         if not self._ready:
             await self.ready()
         try:
@@ -77,6 +79,10 @@ class GeneratorActor:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
         return await self._engine.score(token_ids)
+
+    async def shutdown(self) -> None:
+        """Ends the engine's processes; the actor itself is killed afterwards."""
+        await self._engine.shutdown()
 
     async def load_weights(self, weights: np.ndarray, policy_version: int) -> float:
         """Takes version `policy_version` between two completions; returns the seconds it took."""
@@ -102,14 +108,14 @@ class RetrieverActor:
 class Pool:
     """Replicas of one role: each call goes to the one with the fewest calls under way."""
 
-    def __init__(self, replicas: Sequence[ActorHandle], *, role: str, timeout_s: float) -> None:
+    def __init__(self, replicas: Sequence[Handle], *, role: str, timeout_s: float) -> None:
         self.replicas = list(replicas)
         self.num_retries = 0
         self._role = role
         self._timeout_s = timeout_s
         self._under_way = [0] * len(self.replicas)
 
-    async def call(self, submit: Callable[[ActorHandle], Awaitable[T]]) -> T:
+    async def call(self, submit: Callable[[Handle], Awaitable[T]]) -> T:
         """The answer of one replica. A replica that died is given time to come back; other errors pass through.
 
         Raises RoleUnavailable after the deadline.
@@ -138,7 +144,9 @@ async def _awaited(reference: Awaitable[T]) -> T:
 class GeneratorPool(Pool):
     """The engines as the agents' `generate` (mempipe.agents.protocol.GenerateFn)."""
 
-    def __init__(self, replicas: Sequence[ActorHandle], *, config: GenerationConfig, sampling: SamplingConfig, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, replicas: Sequence[Handle], *, config: GenerationConfig, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+    ) -> None:
         super().__init__(replicas, role="generator", timeout_s=config.timeout_s)
         self._sampling = sampling
         self._stop_token_ids = list(stop_token_ids)
@@ -150,7 +158,7 @@ class GeneratorPool(Pool):
 class RetrieverPool(Pool):
     """The retrievers as the agents' `search` (mempipe.agents.protocol.SearchFn)."""
 
-    def __init__(self, replicas: Sequence[ActorHandle], *, config: RetrievalConfig) -> None:
+    def __init__(self, replicas: Sequence[Handle], *, config: RetrievalConfig) -> None:
         super().__init__(replicas, role="retriever", timeout_s=config.timeout_s)
 
     async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:

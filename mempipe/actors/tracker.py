@@ -4,38 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 
-from mempipe.config import TrackingConfig
-from mempipe.tracking import Tracker
+from mempipe.actors.handles import start_actor
+from mempipe.config import RunConfig
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.tracking import Tracker, TrackingSummary, last_run_id
 from mempipe.types import Group
 
 FINISH_TIMEOUT_S = 120.0
 
 
-class TrackerFront:
-    """Typed front of the tracker actor. Only `start` and `finish` wait."""
-
-    def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, run_config: Mapping[str, Any], resume_run_id: str | None) -> None:
-        self.actor = ray.remote(Tracker).options(num_cpus=0).remote(
-            config, folder.absolute(), run_name=run_name, run_config=run_config, resume_run_id=resume_run_id
+class TrackerActor(Tracker):
+    def __init__(self, config: RunConfig, *, resume_run_id: str | None) -> None:
+        super().__init__(
+            config.tracking,
+            folder=config.folder,
+            run_name=config.name,
+            run_config=config.model_dump(mode="json"),
+            resume_run_id=resume_run_id,
+            decode=load_tokenizer(config.model.path).decode,
         )
 
-    def start(self) -> str | None:
-        """The MLflow run's id; None when tracking is off."""
-        return ray.get(self.actor.run_id.remote())
+
+class TrackerFront:
+    """Typed front of the tracker actor. Only `finish` waits."""
+
+    def __init__(self, config: RunConfig) -> None:
+        config = config.model_copy(update={"output": str(Path(config.output).absolute())})
+        self._actor = start_actor(TrackerActor, {"num_cpus": 0}, config, resume_run_id=last_run_id(config.folder))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        self.actor.log_metrics.remote(metrics, step)
+        self._actor.log_metrics.remote(metrics, step)
 
     def log_trajectories(self, groups: Sequence[Group], *, step: int) -> None:
-        self.actor.log_trajectories.remote(groups, step)
+        self._actor.log_trajectories.remote(groups, step)
 
     def log_artifact(self, path: Path) -> None:
-        self.actor.log_artifact.remote(path.absolute())
+        self._actor.log_artifact.remote(path.absolute())
 
-    def finish(self, status: str) -> None:
-        """Writes what is left. `status` is MLflow's: FINISHED, FAILED or KILLED."""
-        ray.get(self.actor.finish.remote(status), timeout=FINISH_TIMEOUT_S)
+    def finish(self, status: str) -> TrackingSummary:
+        """Writes what is left and says what became of it. `status` is MLflow's: FINISHED, FAILED or KILLED."""
+        return ray.get(self._actor.finish.remote(status), timeout=FINISH_TIMEOUT_S)
