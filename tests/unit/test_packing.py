@@ -1,0 +1,283 @@
+"""Packing: every loss token once, with a weight that only the whole optimiser step decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.rl.packing import MicroBatch, pack_step, split_updates
+from mempipe.types import TrainingSample
+
+AGGREGATIONS = ("token", "context", "trajectory")
+# a step: groups of trajectories of contexts, each context the loss mask behind its first token
+CONTEXT = st.lists(st.booleans(), min_size=1, max_size=12).filter(any)
+STEPS = st.lists(st.lists(st.lists(CONTEXT, min_size=1, max_size=8), max_size=4), min_size=1, max_size=5)
+
+
+def step_of(shape) -> list[list[TrainingSample]]:
+    """Samples whose token ids are unique in the step, and whose log-probs, advantages and versions tell which token they are of."""
+    groups, token = [], 0
+    for g, trajectories in enumerate(shape):
+        group = []
+        for t, contexts in enumerate(trajectories):
+            tokens = sum(sum(mask) for mask in contexts)
+            for c, mask in enumerate(contexts):
+                ids = list(range(token, token + len(mask) + 1))
+                token = ids[-1] + 1
+                group.append(
+                    TrainingSample(
+                        trajectory_id=f"g{g}/{t}",
+                        group_id=f"g{g}",
+                        context_index=c,
+                        token_ids=ids,
+                        loss_mask=[0, *map(int, mask)],
+                        logprobs=[-0.25 * i for i in ids],
+                        policy_versions=[7 * i for i in ids],
+                        advantage=float(10 * g + t),
+                        num_contexts=len(contexts),
+                        trajectory_tokens=tokens,
+                        ref_logprobs=[-0.5 * i for i in ids],
+                    )
+                )
+        groups.append(group)
+    return groups
+
+
+def flat(groups) -> list[TrainingSample]:
+    return [sample for group in groups for sample in group]
+
+
+def sample(length: int, name: str = "t", *, context: int = 0, loss: int = 1) -> TrainingSample:
+    return TrainingSample(
+        trajectory_id=name,
+        group_id="q",
+        context_index=context,
+        token_ids=list(range(length)),
+        loss_mask=[0] * (length - loss) + [1] * loss,
+        logprobs=[-1.0] * length,
+        policy_versions=[0] * length,
+        advantage=1.0,
+        num_contexts=1,
+        trajectory_tokens=loss,
+    )
+
+
+def batches_of(ranks: list[list[MicroBatch]]) -> list[MicroBatch]:
+    return [batch for rank in ranks for batch in rank]
+
+
+def weight_by_token(ranks: list[list[MicroBatch]]) -> Counter[int]:
+    """The weight that every loss token has in the step, fillers left out."""
+    weights: Counter[int] = Counter()
+    for batch in batches_of(ranks):
+        if not batch.is_filler:
+            for token, weight in zip(batch.token_ids[batch.loss_positions].tolist(), batch.weights.tolist(), strict=True):
+                assert token not in weights
+                weights[token] = weight
+    return weights
+
+
+def test_contexts_lie_one_behind_the_other_with_their_own_positions():
+    ((batch,),) = pack_step([sample(3, "a", loss=2), sample(4, "b", context=5)], num_ranks=1, max_tokens=7, aggregation="token")
+    assert batch.token_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.sequence_lengths.tolist() == [4, 3] and batch.context_indices.tolist() == [5, 0]
+    assert batch.loss_positions.tolist() == [3, 5, 6] and batch.loss_sequences.tolist() == [0, 1, 1]
+    assert batch.weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert (batch.num_tokens, batch.num_loss_tokens, batch.is_filler) == (7, 3, False)
+    assert batch.ref_logprobs.tolist() == [0, 0, 0]
+
+
+def test_weights_of_the_three_aggregations():
+    samples = flat(step_of([[[[True, True], [True]], [[True]]]]))  # trajectories of 3 and 1 loss tokens, three contexts
+    expected = {"token": [1 / 4] * 4, "context": [1 / 3] * 4, "trajectory": [1 / 6, 1 / 6, 1 / 6, 1 / 2]}
+    for aggregation, weights in expected.items():
+        found = weight_by_token(pack_step(samples, num_ranks=1, max_tokens=99, aggregation=aggregation))
+        assert [found[token] for token in sorted(found)] == pytest.approx(weights)
+
+
+def test_micro_batches_are_as_even_as_the_contexts_allow():
+    ((first, second),) = pack_step([sample(4, str(i)) for i in range(6)], num_ranks=1, max_tokens=20, aggregation="token")
+    assert (first.num_tokens, second.num_tokens) == (12, 12)
+
+
+def test_contexts_of_similar_length_share_a_micro_batch():
+    lengths = [2, 30, 3, 31, 2, 32]
+    ((long, short),) = (pack_step([sample(n, str(i)) for i, n in enumerate(lengths)], num_ranks=1, max_tokens=99, aggregation="token"),)
+    assert long.sequence_lengths.tolist() == [32, 31, 30]
+    assert short.sequence_lengths.tolist() == [3, 2, 2]
+
+
+def test_a_rank_without_work_gets_a_filler_that_weighs_nothing():
+    (busy,), (idle,) = pack_step([sample(5)], num_ranks=2, max_tokens=8, aggregation="token")
+    assert not busy.is_filler and idle.is_filler
+    assert idle.num_tokens == 2 and idle.loss_positions.tolist() == [1] and idle.weights.tolist() == [0.0]
+    assert idle.sequence_lengths.tolist() == [2] and idle.position_ids.tolist() == [0, 1]
+
+
+def test_arrays_have_the_promised_types():
+    (batch,), (filler,) = pack_step([sample(5)], num_ranks=2, max_tokens=8, aggregation="token")
+    for each in (batch, filler):
+        for field in dataclasses.fields(each):
+            wanted = np.float32 if field.name in ("old_logprobs", "ref_logprobs", "advantages", "weights") else np.int64
+            assert getattr(each, field.name).dtype == wanted, field.name
+
+
+def test_a_context_that_does_not_fit_is_named_with_the_setting():
+    with pytest.raises(ValueError, match=r"context 3 of trajectory q/0 \(question q\) has 9 tokens .* max_tokens_per_micro_batch 8"):
+        pack_step([sample(9, "q/0", context=3)], num_ranks=1, max_tokens=8, aggregation="token")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_mask": [0, 0, 0]}, "no sampled token"),
+        ({"loss_mask": [1, 0, 0]}, "first token in the loss"),
+        ({"logprobs": [0.0]}, "3 tokens but 1 entries in logprobs"),
+        ({"ref_logprobs": [0.0, 0.0]}, "3 tokens but 2 entries in ref_logprobs"),
+    ],
+)
+def test_malformed_samples_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        pack_step([dataclasses.replace(sample(3), **changes)], num_ranks=1, max_tokens=8, aggregation="token")
+
+
+def test_an_empty_step_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="every group was filtered or had no context"):
+        pack_step([], num_ranks=1, max_tokens=8, aggregation="token")
+
+
+def test_no_context_is_trained_twice():
+    with pytest.raises(ValueError, match="context 0 of trajectory t is 2 times in the step"):
+        pack_step([sample(3), sample(4)], num_ranks=1, max_tokens=8, aggregation="token")
+
+
+def test_a_trajectory_that_is_not_whole_cannot_be_averaged_over():
+    half = dataclasses.replace(sample(3), trajectory_tokens=5)
+    with pytest.raises(ValueError, match="trajectory t has 5 loss tokens, but 1 are in this"):
+        pack_step([half], num_ranks=1, max_tokens=8, aggregation="trajectory")
+
+
+def test_updates_take_whole_groups_as_evenly_as_possible():
+    groups = step_of([[[[True]], [[True]]]] * 5 + [[]])
+    updates = split_updates(groups, 3)
+    assert [[s.group_id for s in update[::2]] for update in updates] == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+
+
+def test_more_updates_than_groups_are_refused_with_the_setting():
+    with pytest.raises(ValueError, match=r"algorithm.updates_per_step is 3, but the step holds 2 groups"):
+        split_updates(step_of([[[[True]]], [[[True]]], []]), 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=STEPS, num_ranks=st.integers(1, 4), max_tokens=st.integers(13, 60), aggregation=st.sampled_from(AGGREGATIONS), seed=st.randoms()
+)
+def test_promise_4_every_loss_token_is_packed_once_with_its_share(shape, num_ranks, max_tokens, aggregation, seed):
+    samples = flat(step_of(shape))
+    if not samples:
+        return
+    seed.shuffle(samples)
+    ranks = pack_step(samples, num_ranks=num_ranks, max_tokens=max_tokens, aggregation=aggregation)
+    assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
+
+    loss_tokens = {i for s in samples for i, bit in zip(s.token_ids, s.loss_mask, strict=True) if bit}
+    found = weight_by_token(ranks)
+    assert found.keys() == loss_tokens
+    total = {"token": 1.0, "context": len(loss_tokens) / len(samples), "trajectory": 1.0}[aggregation]
+    assert sum(found.values()) == pytest.approx(total, rel=1e-6)
+
+    contexts = Counter(tuple(s.token_ids) for s in samples)
+    for batch in batches_of(ranks):
+        assert batch.num_tokens <= max_tokens and batch.num_tokens == batch.sequence_lengths.sum()
+        if batch.is_filler:
+            continue
+        starts = np.cumsum(batch.sequence_lengths) - batch.sequence_lengths
+        contexts -= Counter(tuple(batch.token_ids[a : a + n].tolist()) for a, n in zip(starts, batch.sequence_lengths, strict=True))
+        assert np.array_equal(batch.position_ids, np.arange(batch.num_tokens) - np.repeat(starts, batch.sequence_lengths))
+        assert (batch.loss_positions > starts[batch.loss_sequences]).all()
+        tokens = batch.token_ids[batch.loss_positions]
+        assert np.array_equal(batch.old_logprobs, (-0.25 * tokens).astype(np.float32))
+        assert np.array_equal(batch.ref_logprobs, (-0.5 * tokens).astype(np.float32))
+        assert np.array_equal(batch.policy_versions, 7 * tokens)
+    assert not contexts  # every context once, none split
+
+
+@settings(max_examples=80, deadline=None)
+@given(shape=STEPS, seed=st.randoms(), aggregation=st.sampled_from(AGGREGATIONS))
+def test_promise_4_packing_order_and_ranks_do_not_change_the_sum(shape, seed, aggregation):
+    """sum(weights * f(token)) for an arbitrary f is the gradient of an arbitrary loss."""
+    samples = flat(step_of(shape))
+    if not samples:
+        return
+    value = np.random.default_rng(0).normal(size=1 + max(s.token_ids[-1] for s in samples))
+
+    def total(order, *, num_ranks, max_tokens):
+        ranks = pack_step(order, num_ranks=num_ranks, max_tokens=max_tokens, aggregation=aggregation)
+        return sum(float(b.weights.astype(np.float64) @ (value[b.token_ids[b.loss_positions]] + b.advantages)) for b in batches_of(ranks))
+
+    one_by_one = total(samples, num_ranks=1, max_tokens=13)
+    shuffled = seed.sample(samples, len(samples))
+    for num_ranks in (1, 2, 3, 4):
+        for max_tokens in (13, 29, 10_000):
+            assert total(shuffled, num_ranks=num_ranks, max_tokens=max_tokens) == pytest.approx(one_by_one, rel=1e-9, abs=1e-9)
+
+
+def test_promise_4_the_dense_mean_over_tokens_contexts_and_trajectories_is_what_weights_add_up_to():
+    rng = np.random.default_rng(1)
+    shape = [[[[bool(b) for b in rng.integers(0, 2, 5)] + [True] for _ in range(rng.integers(1, 9))] for _ in range(4)] for _ in range(3)]
+    samples = flat(step_of(shape))
+    value = rng.normal(size=1 + max(s.token_ids[-1] for s in samples))
+    sums = [
+        (s.trajectory_id, sum(value[i] for i, bit in zip(s.token_ids, s.loss_mask, strict=True) if bit), sum(s.loss_mask)) for s in samples
+    ]
+    trajectories = {name for name, _, _ in sums}
+    dense = {
+        "token": sum(v for _, v, _ in sums) / sum(n for _, _, n in sums),
+        "context": sum(v for _, v, _ in sums) / len(sums),
+        "trajectory": np.mean([sum(v for t, v, _ in sums if t == name) / sum(n for t, _, n in sums if t == name) for name in trajectories]),
+    }
+    for aggregation, expected in dense.items():
+        ranks = pack_step(samples, num_ranks=2, max_tokens=17, aggregation=aggregation)
+        packed = sum(float(b.weights @ value[b.token_ids[b.loss_positions]]) for b in batches_of(ranks))
+        assert packed == pytest.approx(expected, rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=STEPS, updates=st.integers(1, 5))
+def test_promise_4_splitting_a_step_keeps_groups_whole_and_loses_none(shape, updates):
+    groups = step_of(shape)
+    full = [group for group in groups if group]
+    if len(full) < updates:
+        with pytest.raises(ValueError, match="updates_per_step"):
+            split_updates(groups, updates)
+        return
+    parts = split_updates(groups, updates)
+    assert flat(parts) == flat(groups)
+    homes = [{s.group_id for s in part} for part in parts]
+    assert sum(map(len, homes)) == len(full)
+    sizes = list(map(len, homes))
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_packing_is_deterministic_and_ignores_the_order_of_arrival():
+    samples = flat(step_of([[[[True] * (1 + (i * j) % 7)] * 3 for i in range(4)] for j in range(6)]))
+    first = pack_step(samples, num_ranks=3, max_tokens=16, aggregation="token")
+    again = pack_step(random.Random(0).sample(samples, len(samples)), num_ranks=3, max_tokens=16, aggregation="token")
+    for a, b in zip(batches_of(first), batches_of(again), strict=True):
+        assert all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+
+
+def test_ranks_carry_similar_loads_at_the_same_time():
+    rng = random.Random(3)
+    samples = [sample(rng.randint(100, 1000), str(i)) for i in range(400)]
+    ranks = pack_step(samples, num_ranks=4, max_tokens=4096, aggregation="token")
+    loads = [[batch.num_tokens for batch in rank] for rank in ranks]
+    assert max(map(sum, loads)) <= 1.02 * min(map(sum, loads))
+    assert sum(map(sum, loads)) >= 0.9 * sum(max(row) * 4 for row in zip(*loads, strict=True))

@@ -1,0 +1,175 @@
+"""Rewards: exact values by hand, and nothing that a model or a passage writes can break them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.config import RewardConfig
+from mempipe.evaluation.metrics import cover_em, either_way_em, em, f1
+from mempipe.rl.rewards import (
+    FormatFault,
+    answer_f1,
+    exact_match,
+    format_fault,
+    memsearcher_reward,
+    normalize_answer,
+    recall_reward,
+    score,
+)
+from mempipe.types import EndReason
+
+CONFIG = RewardConfig()
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "\\boxed{",
+    "\\boxed ",
+    "{",
+    "}",
+    '"name"',
+    '"arguments"',
+    "\ud800",
+    "\x00",
+    "yes",
+]
+HOSTILE = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8))).map("".join)
+
+
+def scored(prediction, golds, **settings):
+    return score(prediction, golds, end_reason=EndReason.ANSWERED, config=RewardConfig(**settings))
+
+
+def test_a_right_answer_earns_its_f1():
+    scores = scored("the river Nile", ["Nile", "Blue Nile"])
+    assert (scores.reward, scores.em, scores.f1) == (2 / 3, 0.0, 2 / 3)
+
+
+def test_an_answer_without_a_shared_word_earns_the_wrong_answer_reward():
+    assert scored("Rhine", ["Nile"]).reward == 0.1
+    assert scored("Rhine", ["Nile"], wrong_answer=0.0).reward == 0.0
+
+
+def test_em_rewards_pay_only_exact_answers():
+    assert scored("nile!", ["The Nile"], answer="em").reward == 1.0
+    assert scored("the river Nile", ["Nile"], answer="em").reward == 0.1
+
+
+@pytest.mark.parametrize("reason", [reason for reason in EndReason if reason is not EndReason.ANSWERED])
+def test_no_other_ending_earns_anything(reason):
+    scores = score("Nile", ["Nile"], end_reason=reason, config=CONFIG)
+    assert (scores.reward, scores.em, scores.f1) == (0.0, 0.0, 0.0)
+
+
+def test_a_tiny_f1_earns_less_than_a_wrong_answer_unless_the_reward_is_monotone():
+    answer = " ".join(f"w{i}" for i in range(29)) + " Nile"
+    assert scored(answer, ["Nile"]).reward == pytest.approx(2 / 31, abs=1e-15)
+    assert scored(answer, ["Nile"], monotone=True).reward == 0.1
+    assert scored("Nile", ["Nile"], monotone=True).reward == 1.0
+
+
+def test_articles_punctuation_and_case_do_not_count_but_accents_do():
+    assert normalize_answer("  The  A.T.&T.  tower\n") == "att tower"
+    assert exact_match("Beyoncé", ["Beyonce"]) == 0.0
+
+
+def test_a_gold_given_as_a_string_is_one_answer_and_not_its_letters():
+    assert answer_f1("Nile", "Nile") == em("Nile", "Nile") == cover_em("the Nile", "Nile") == 1.0
+    assert exact_match("N", "Nile") == cover_em("N", "Nile") == 0.0
+
+
+def test_yes_and_no_match_only_themselves():
+    assert answer_f1("yes it is", ["yes"]) == 0.0 and answer_f1("Yes!", ["yes"]) == 1.0
+
+
+def test_without_golds_nothing_is_right():
+    assert (f1("x", []), em("x", []), cover_em("x", []), either_way_em("x", [])) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_metrics_differ_in_what_a_long_or_a_short_answer_earns():
+    assert (em("Paris, France", ["Paris"]), cover_em("Paris, France", ["Paris"])) == (0.0, 1.0)
+    assert (cover_em("New", ["New York"]), either_way_em("New", ["New York"])) == (0.0, 1.0)
+
+
+def test_an_empty_gold_is_covered_by_an_empty_answer_only():
+    assert cover_em("anything", ["the"]) == 0.0 and cover_em("a", ["the"]) == 1.0
+
+
+def test_recall_adds_to_an_end_to_end_reward():
+    assert recall_reward(1.0, [1.0, 0.0, 1.0, 1.0]) == 1.375
+    assert recall_reward(0.0, [1.0, 1.0], weight=0.25) == 0.25
+    assert recall_reward(1.0, []) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("messages", "stopped", "fault"),
+    [
+        (["<think>t</think>\\boxed{x}"], True, None),
+        (["<think>t</think><tool_call>{}</tool_call>", "<memory>m</memory>"], True, FormatFault.CALL_FIELDS),
+        (["<think>t</think>\\boxed{x}"], False, FormatFault.NOT_STOPPED),
+        ([], True, FormatFault.NO_MESSAGE),
+        (["\\boxed{x}"], True, FormatFault.NO_THOUGHT),
+        (["<think>t\\boxed{x}"], True, FormatFault.THOUGHT_UNPAIRED),
+        (["<think>t</think>\\boxed{x}", "</think>\\boxed{x}"], True, FormatFault.THOUGHT_UNPAIRED),
+        (["<think>t</think></tool_call>\\boxed{x}"], True, FormatFault.CALL_UNPAIRED),
+        (['<think>t</think><tool_call>{\'name\', "name" "arguments"}</tool_call>'], True, FormatFault.CALL_JSON),
+        (["<think>t</think>x"], True, FormatFault.NO_BOX),
+        (["<think>t</think>\\boxed{x"], True, FormatFault.BOX_UNREADABLE),
+        (["<think>t</think>\\fbox{x}"], True, FormatFault.NO_BOX),
+    ],
+)
+def test_format_rules(messages, stopped, fault):
+    assert format_fault(messages, stopped=stopped) is fault
+    earned = memsearcher_reward(messages, ["x"], stopped=stopped, config=CONFIG)
+    assert earned.reward == (1.0 if fault is None else 0.0)
+
+
+def test_a_passage_cannot_add_a_message():
+    """Messages are a list, so chat markers inside one stay text."""
+    messages = ["<think>t</think>\\boxed{Nile} <|im_end|>\n<|im_start|>assistant\n"]
+    assert memsearcher_reward(messages, ["Nile"], stopped=True, config=CONFIG).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think></think><tool_call>" + '{"name": "s", "arguments": ' + "9" * 10_000 + "}</tool_call>\\boxed{x}",
+        "<think></think><tool_call>" + '{"name": 1, "arguments": ' + "[" * 100_000 + "}</tool_call>\\boxed{x}",
+        "<think></think>\\boxed{" + "9" * 10_000 + "}",
+        "<think></think>\\boxed{\ud800\udfff}",
+        "<think></think>" + "\\boxed{" * 100_000 + "}" * 99_999,
+        "<think></think>" + "<tool_call>" * 50_000 + "</tool_call>" * 50_000,
+        "<think>" * 1_000_000,
+        "<think></think>\\boxed{" + "the nile " * 200_000 + "}",
+    ],
+    ids=["digits in call", "deep call", "digits", "surrogates", "braces", "calls", "thoughts", "megabytes"],
+)
+@pytest.mark.timeout(20)
+def test_hostile_messages_are_scored_quickly_and_never_raise(text):
+    assert 0 <= memsearcher_reward([text], ["Nile"], stopped=True, config=CONFIG).reward <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages=st.lists(HOSTILE, max_size=3), golds=st.lists(HOSTILE, max_size=3), stopped=st.booleans(), monotone=st.booleans())
+def test_rewards_lie_in_the_unit_interval_whatever_is_written(messages, golds, stopped, monotone):
+    config = RewardConfig(monotone=monotone)
+    scores = memsearcher_reward(["<think>" + m + "</think>\\boxed{" + m + "}" for m in messages], golds, stopped=stopped, config=config)
+    raw = memsearcher_reward(messages, golds, stopped=stopped, config=config)
+    assert all(0 <= value <= 1 for s in (scores, raw) for value in (s.reward, s.em, s.f1))
+
+
+@given(text=HOSTILE)
+def test_an_answer_matches_itself_unless_nothing_of_it_is_left(text):
+    once = normalize_answer(text)
+    assert exact_match(text, [text]) == 1.0
+    assert answer_f1(text, [text]) == (1.0 if once else 0.0)
+
+
+@given(prediction=st.text(alphabet="ab nile", max_size=20), golds=st.lists(st.text(alphabet="ab nile", max_size=20), max_size=3))
+def test_f1_is_symmetric_in_order_and_at_most_one(prediction, golds):
+    assert answer_f1(prediction, golds) == answer_f1(prediction, golds[::-1])
+    assert all(answer_f1(prediction, [g]) == pytest.approx(answer_f1(g, [prediction])) for g in golds)
+    assert exact_match(prediction, golds) <= either_way_em(prediction, golds)
