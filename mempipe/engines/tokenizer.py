@@ -1,0 +1,102 @@
+"""A model's own tokenizer, as the agents need it (`mempipe.agents.protocol.Tokenizer`).
+
+Trusted text goes through the tokenizer as it is. Untrusted text goes through a copy that knows neither special nor added tokens, so
+none of them can arise from it, whether it is flagged as special or not (`<tool_call>` of Qwen2.5 is not).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from mempipe.agents.protocol import ChatTemplateError, replace_surrogates
+from mempipe.config import ConfigError
+
+CACHED_TEXTS = 16384
+CACHED_CHARS = 4096  # longer texts hardly ever come twice
+
+
+def load_tokenizer(path: str) -> HFTokenizer:
+    """The tokenizer of the model at `path`, a Hugging Face folder or name. Code that comes with the model is never run.
+
+    Raises ConfigError when there is none, when it is not a fast one, or when it lacks a chat template or a stop token.
+    """
+    if not path or (path.startswith(("/", ".")) and not Path(path).is_dir()):
+        raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"model.path is {path!r}, from which no tokenizer can be loaded: {reason}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        kind = type(tokenizer).__name__
+        raise ConfigError(f"model.path is {path!r}, whose tokenizer {kind} is a slow one; save it with a tokenizer.json")
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        eos = None
+    return HFTokenizer(tokenizer, stop_token_ids=[eos] if isinstance(eos, int) else eos or [])
+
+
+class HFTokenizer:
+    """A fast Hugging Face tokenizer. `stop_token_ids` are the model's own, beside the tokenizer's end-of-sequence token.
+
+    Raises ConfigError when there is no chat template or no stop token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, stop_token_ids: Sequence[int] = ()) -> None:
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids = frozenset(stop_token_ids) | ({eos} if isinstance(eos, int) else set())
+        if not tokenizer.chat_template:
+            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; agents need a chat model's")
+        if not self.stop_token_ids:
+            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token and the model no generation_config.json")
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special or _is_word(token.content)}
+        self.special_token_ids = frozenset(added)
+        self.special_tokens = tuple(token.content for token in added.values())
+        self._tokenizer = tokenizer
+        self._trusted = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._trusted.no_truncation()
+        self._trusted.no_padding()
+        self._untrusted = _without_tokens(self._trusted, self.special_tokens)
+        self._encode_cached = functools.lru_cache(maxsize=CACHED_TEXTS)(self._encode_untrusted)
+
+    def encode_template(self, text: str) -> list[int]:
+        return self._trusted.encode(text, add_special_tokens=False).ids
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self._encode_cached(text) if len(text) <= CACHED_CHARS else self._encode_untrusted(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._trusted.decode(list(token_ids), skip_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+        assert isinstance(text, str), "one conversation renders to one text"
+        return text
+
+    def _encode_untrusted(self, text: str) -> tuple[int, ...]:
+        token_ids = self._untrusted.encode(replace_surrogates(text), add_special_tokens=False).ids
+        # Where a special token is also a word of the vocabulary (an unknown-token, say), it is left out.
+        return tuple(i for i in token_ids if i not in self.special_token_ids)
+
+
+def _is_word(token: str) -> bool:
+    """False for added tokens that are mere white space (Gemma has some): they are ordinary text."""
+    return bool(token.strip(" \t\r\n\u2581"))
+
+
+def _without_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in tokens]
+    state["post_processor"] = None
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
