@@ -78,7 +78,7 @@ def test_promise_4_a_group_must_hold_exactly_its_members():
 def test_promise_4_a_group_must_hold_one_question():
     mixed = group(0, 1)
     mixed.trajectories[1] = dataclasses.replace(mixed.trajectories[1], group_id="r")
-    with pytest.raises(ValueError, match="group q .* holds trajectories of group r"):
+    with pytest.raises(ValueError, match=r"group q .* holds trajectories of group r"):
         check_group(mixed, group_size=2)
 
 
