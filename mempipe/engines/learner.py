@@ -24,7 +24,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.checkpoint import load_tensors, read_state, save_checkpoint
-from mempipe.engines.model import base_model, full_state_dict, load_policy, loss_token_logprobs, reshard, score, shard, to_device
+from mempipe.engines.model import (
+    accumulate_locally,
+    base_model,
+    full_state_dict,
+    load_policy,
+    loss_token_logprobs,
+    reshard,
+    score,
+    shard,
+    to_device,
+)
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
 
@@ -200,7 +210,12 @@ class Learner:
 
     def _update(self, update: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None]) -> dict[str, Any]:
         start = time.perf_counter()
-        sums = merge_metrics(self.forward_backward(batch, old_logprobs=old) for batch, old in zip(update, old_logprobs, strict=True))
+        parts = []
+        for index, (batch, old) in enumerate(zip(update, old_logprobs, strict=True)):
+            # On CPU ranks communication costs more than memory.
+            accumulate_locally(self.policy, self._device.type == "cpu" and index + 1 < len(update))
+            parts.append(self.forward_backward(batch, old_logprobs=old))
+        sums = merge_metrics(parts)
         real = [batch for batch in update if not batch.is_filler]
         counts = {"num_tokens": sum(b.num_tokens for b in real), "num_contexts": sum(len(b.sequence_lengths) for b in real)}
         lr = self.lr

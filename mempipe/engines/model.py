@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import nll_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from mempipe.config import ConfigError, ModelConfig
 from mempipe.engines.attention import ContextLayout, packed_attention
@@ -72,7 +74,7 @@ class PolicyModel(nn.Module):
         all_logprobs = logits.log_softmax(-1)
         with torch.no_grad():
             entropy = -torch.linalg.vecdot(all_logprobs.exp(), all_logprobs)
-        return all_logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+        return -nll_loss(all_logprobs, targets, reduction="none"), entropy
 
 
 def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
@@ -80,6 +82,7 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
 
     Raises ConfigError when there is no such model or its architecture needs a head that log-probs here would not match.
     """
+    disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     if not (Path(config.path) / "config.json").is_file() and (not config.path or Path(config.path).is_absolute()):
         raise ConfigError(f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name")
@@ -155,6 +158,16 @@ def score(
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on `device`. Arrays out of the object store are read-only, so it is copied on the CPU too."""
     return torch.tensor(values, device=device)
+
+
+def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
+    """While on, backward passes neither reduce gradients nor free gathered weights; the first one after it reduces the sum of all.
+
+    It saves communication at the cost of a whole copy of the gradients on every rank.
+    """
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(not enabled)
+        policy.set_reshard_after_backward(not enabled)
 
 
 def reshard(policy: PolicyModel) -> None:

@@ -1,0 +1,119 @@
+"""Tiny random models and hand-made samples for the tests of model, learner and checkpoint."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.learner import Learner
+from mempipe.rl.packing import MicroBatch, pack_step
+from mempipe.types import TrainingSample
+
+VOCAB = 97
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2_untied": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=6),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16),
+}
+
+
+def save_model(folder: Path, architecture: str = "qwen2") -> Path:
+    """A random model, saved as a Hugging Face folder."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[architecture]).save_pretrained(folder / architecture)
+    return folder / architecture
+
+
+def load_plain(folder: Path) -> PreTrainedModel:
+    """The same model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def sample(
+    rng: np.random.Generator, *, length: int, trajectory: str = "t0", group: str = "g0", index: int = 0, advantage: float | None = None
+) -> TrainingSample:
+    """A context of random ids whose loss tokens are about a third (at least one, never the first)."""
+    mask = (rng.random(length) < 0.35).astype(int)
+    mask[0], mask[-1] = 0, 1
+    return TrainingSample(
+        trajectory_id=trajectory,
+        group_id=group,
+        context_index=index,
+        token_ids=rng.integers(0, VOCAB, length).tolist(),
+        loss_mask=mask.tolist(),
+        logprobs=np.where(mask, rng.normal(-4.6, 0.3, length), 0.0).tolist(),
+        policy_versions=np.where(mask, 0, -1).tolist(),
+        advantage=float(rng.normal()) if advantage is None else advantage,
+        num_contexts=1,
+        trajectory_tokens=int(mask.sum()),
+        ref_logprobs=np.where(mask, rng.normal(-4.6, 0.3, length), 0.0).tolist(),
+    )
+
+
+def samples(seed: int, lengths: Sequence[int] = (5, 23, 9, 14, 8, 2, 17, 11)) -> list[TrainingSample]:
+    """One trajectory of several contexts per pair of lengths."""
+    rng = np.random.default_rng(seed)
+    return [sample(rng, length=length, trajectory=f"t{i // 2}", index=i % 2) for i, length in enumerate(lengths)]
+
+
+def pack(step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int = 1000) -> list[list[MicroBatch]]:
+    return pack_step(step, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token")
+
+
+def make_learner(folder: Path, **changes: Any) -> Learner:
+    """A learner of the model in `folder`; `changes` are settings of any section or arguments of Learner."""
+    sections = {"model": ModelConfig, "optimizer": OptimizerConfig, "learner": LearnerConfig, "algorithm": AlgorithmConfig}
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "optimizer": {"lr": 1e-3},
+        "learner": {"timeout_s": 60},
+        "algorithm": {},
+    }
+    arguments: dict[str, Any] = {"temperature": 1.0, "num_updates": 10}
+    for name, value in changes.items():
+        owner = next((section for section, cls in sections.items() if name in cls.model_fields), None)
+        (settings[owner] if owner else arguments)[name] = value
+    return Learner(**{name: cls(**settings[name]) for name, cls in sections.items()}, **arguments)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, tolerance: float = 1e-5) -> None:
+    """Every tensor differs by at most `tolerance` of the expected one's largest entry."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        error = (found[name] - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"

@@ -1,0 +1,187 @@
+"""Packed scoring is what transformers computes context by context, for every architecture and head size."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_setup import VOCAB, assert_close, load_plain, pack, sample, samples, save_model
+from transformers import AutoModelForCausalLM
+
+from mempipe.config import ConfigError, ModelConfig
+from mempipe.engines import model as model_module
+from mempipe.engines.attention import ContextLayout
+from mempipe.engines.model import PolicyModel, base_model, full_state_dict, load_policy, loss_token_logprobs, score
+from mempipe.rl.packing import MicroBatch
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models"))
+
+
+def policy_of(folder: Path, **settings) -> PolicyModel:
+    return load_policy(ModelConfig(path=str(folder), dtype="float32", **settings))
+
+
+def one_by_one(folder: Path, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the loss tokens, each context alone through plain transformers."""
+    plain = load_plain(folder)
+    logprobs, entropies, start = [], [], 0
+    for length in batch.sequence_lengths.tolist():
+        ids = torch.tensor(batch.token_ids[start : start + length])
+        with torch.no_grad():
+            table = (plain(ids.unsqueeze(0)).logits[0] / temperature).log_softmax(-1)
+        here = batch.loss_positions[(batch.loss_positions >= start) & (batch.loss_positions < start + length)] - start
+        logprobs.append(table[here - 1, ids[here]])
+        entropies.append(-(table.exp() * table).sum(-1)[here - 1])
+        start += length
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_packed_row_scores_as_its_contexts_do_alone(tmp_path, architecture, temperature):
+    folder = save_model(tmp_path, architecture)
+    ((batch,),) = pack(samples(0))
+    logprobs, entropy = loss_token_logprobs(policy_of(folder), batch, temperature=temperature)
+    expected_logprobs, expected_entropy = one_by_one(folder, batch, temperature)
+    torch.testing.assert_close(logprobs.detach(), expected_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_editing_one_context_changes_no_logprob_in_another(qwen2):
+    policy = policy_of(qwen2)
+    ((batch,),) = pack(samples(1))
+    ends = batch.sequence_lengths.cumsum()
+    before = loss_token_logprobs(policy, batch, temperature=1.0)[0].detach()
+    for edited in range(len(ends)):
+        first = ends[edited] - batch.sequence_lengths[edited]
+        token_ids = batch.token_ids.copy()
+        token_ids[first : ends[edited]] = (token_ids[first : ends[edited]] + 1) % VOCAB
+        after = loss_token_logprobs(policy, dataclasses.replace(batch, token_ids=token_ids), temperature=1.0)[0].detach()
+        elsewhere = torch.tensor(batch.loss_sequences != edited)
+        assert torch.equal(after[elsewhere], before[elsewhere])
+        assert not torch.equal(after[~elsewhere], before[~elsewhere])
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_padding_and_unpadding_gives_the_row_back(lengths):
+    layout = ContextLayout(lengths, device=torch.device("cpu"))
+    row = torch.arange(sum(lengths) * 6.0).view(-1, 2, 3)
+    padded = layout.pad(row)
+    assert torch.equal(layout.unpad(padded), row)
+    assert sum(len(part) for part in padded) == len(lengths)
+
+
+@given(lengths=st.lists(st.integers(8, 4000), min_size=1, max_size=64))
+def test_at_most_an_eighth_of_a_bucket_is_padding(lengths):
+    layout = ContextLayout(lengths, device=torch.device("cpu"))
+    slots = sum(count * length for count, length in layout.buckets)
+    assert sum(count for count, _ in layout.buckets) == len(lengths)
+    assert slots <= sum(length + max(4, length // 7) for length in lengths)
+
+
+def test_a_head_in_chunks_gives_the_same_logprobs_and_gradients(qwen2, monkeypatch):
+    policy = policy_of(qwen2)
+    ((batch,),) = pack(samples(2))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        policy.zero_grad()
+        logprobs, entropy = loss_token_logprobs(policy, batch, temperature=0.8)
+        logprobs.square().sum().backward()
+        return logprobs.detach(), entropy, {name: p.grad.clone() for name, p in policy.named_parameters()}
+
+    whole = run()
+    monkeypatch.setattr(model_module, "MAX_LOGITS", 4 * VOCAB)
+    rows = []
+    score_rows = PolicyModel._score
+    monkeypatch.setattr(PolicyModel, "_score", lambda self, states, *rest: rows.append(len(states)) or score_rows(self, states, *rest))
+    chunked = run()
+    assert max(rows) == 4
+    torch.testing.assert_close(chunked[0], whole[0])
+    torch.testing.assert_close(chunked[1], whole[1])
+    assert_close(chunked[2], whole[2])
+
+
+def test_gradient_checkpointing_changes_no_gradient(qwen2):
+    ((batch,),) = pack(samples(3))
+    gradients = []
+    for enabled in (False, True):
+        policy = policy_of(qwen2, gradient_checkpointing=enabled).train()
+        loss_token_logprobs(policy, batch, temperature=1.0)[0].sum().backward()
+        gradients.append({name: p.grad for name, p in policy.named_parameters()})
+    assert_close(gradients[1], gradients[0])
+
+
+def test_sequences_are_scored_alike_alone_and_packed(qwen2):
+    policy = policy_of(qwen2)
+    step = samples(4)
+    ids, masks = [s.token_ids for s in step], [s.loss_mask for s in step]
+    alone = score(policy, ids, loss_masks=masks, temperature=0.7, max_tokens=1)
+    packed = score(policy, ids, loss_masks=masks, temperature=0.7, max_tokens=40)
+    for one, other, mask in zip(alone, packed, masks, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert [value != 0.0 for value in one] == [bool(bit) for bit in mask]
+
+
+def test_tied_weights_appear_once_and_load_again(tmp_path):
+    for architecture, tied in (("qwen2", True), ("qwen2_untied", False)):
+        folder = save_model(tmp_path, architecture)
+        weights = full_state_dict(policy_of(folder), dtype=torch.float32)
+        assert ("lm_head.weight" not in weights) == tied
+        plain = load_plain(folder)
+        missing, unexpected = plain.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert missing == (["lm_head.weight"] if tied else [])
+
+
+def test_merged_lora_weights_are_the_adapted_model(qwen2):
+    policy = policy_of(qwen2, lora_rank=4, lora_alpha=6.0)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    ((batch,),) = pack(samples(5))
+    adapted = loss_token_logprobs(policy, batch, temperature=1.0)[0].detach()
+    with base_model(policy):
+        base = loss_token_logprobs(policy, batch, temperature=1.0)[0].detach()
+    merged = policy_of(qwen2)
+    merged.lm.load_state_dict(full_state_dict(policy, dtype=torch.float32), strict=False)
+    assert (adapted - base).abs().max() > 0.01
+    torch.testing.assert_close(loss_token_logprobs(merged, batch, temperature=1.0)[0].detach(), adapted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(base, one_by_one(qwen2, batch, 1.0)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_adapter_is_trained_with_lora(qwen2):
+    policy = policy_of(qwen2, lora_rank=2)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+
+
+def test_a_wrong_model_is_refused_with_its_setting(tmp_path, qwen2):
+    with pytest.raises(ConfigError, match=r"model\.path is .*no config\.json"):
+        policy_of(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"model\.path .*gemma2.*final_logit_softcapping"):
+        policy_of(save_model(tmp_path, "gemma2"))
+    with pytest.raises(ConfigError, match=r"model\.lora_targets \['nonsense'\]"):
+        policy_of(qwen2, lora_rank=2, lora_targets=["nonsense"])
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((qwen2 / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"model\.path .*broken' cannot be loaded"):
+        policy_of(broken)
+
+
+def test_soft_capped_attention_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "gemma2"), final_logit_softcapping=None)
+    model.save_pretrained(tmp_path / "uncapped_head")
+    ((batch,),) = pack([sample(np.random.default_rng(0), length=8)])
+    with pytest.raises(ValueError, match="soft-capped"):
+        loss_token_logprobs(policy_of(tmp_path / "uncapped_head"), batch, temperature=1.0)
