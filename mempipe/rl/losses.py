@@ -159,10 +159,14 @@ def _truncated(behaviour: Tensor, newer: Tensor, config: AlgorithmConfig) -> Ten
 
 def _sequence_means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
     """[N] -> [N]: every value replaced by the mean of its sequence."""
-    zeros = values.new_zeros(num_sequences)
-    totals = zeros.index_add(0, sequences, values)
-    counts = zeros.index_add(0, sequences, torch.ones_like(values))
+    totals = _sums_by(values, sequences, num_sequences)
+    counts = _sums_by(torch.ones_like(values), sequences, num_sequences)
     return (totals / counts.clamp(min=1))[sequences]
+
+
+def _sums_by(values: Tensor, keys: Tensor, num_keys: int) -> Tensor:
+    """[N] -> [num_keys]. `index_add` has a deterministic form on every device; `bincount` with weights has not."""
+    return values.new_zeros(num_keys).index_add(0, keys, values)
 
 
 def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str, float]:
@@ -172,8 +176,8 @@ def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str
         return {}
     d = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = torch.expm1(d) - d
-    counts = torch.bincount(contexts)
-    by_context = [counts, torch.bincount(contexts, weights=d.abs()), torch.bincount(contexts, weights=k3)]
+    num_contexts = int(contexts.max()) + 1
+    by_context = [_sums_by(values, contexts, num_contexts) for values in (torch.ones_like(d), d.abs(), k3)]
     names = ("tokens", "abs_logprob_diff", "mismatch_kl")
     metrics = _floats({"abs_logprob_diff": d.abs().sum(), "mismatch_kl": k3.sum(), "importance_ratio_max": d.exp().max()})
     for index, row in enumerate(zip(*(column.tolist() for column in by_context), strict=True)):
