@@ -1,0 +1,168 @@
+"""The trajectory stream over a real Ray Data pipeline and a real retriever; the engine is the world's script, so that faults can be chosen."""
+
+import os
+import time
+from collections import Counter
+from contextlib import closing
+
+import pytest
+import ray
+
+from mempipe.actors.admission import Admission
+from mempipe.actors.handles import start_actor
+from mempipe.actors.pools import RetrieverActor
+from mempipe.config import RunConfig, SamplingConfig
+from mempipe.data.qa import read_questions
+from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.stream import Collector, DriverSpec, GroupFailed, stream_groups
+from mempipe.types import Completion, EndReason, FinishReason
+
+pytestmark = pytest.mark.ray
+
+
+class ScriptedGenerator:
+    """Answers as the script would. `die_at` calls end the process; `slow_every` makes some calls stragglers."""
+
+    def __init__(self, config: RunConfig, *, noise: Noise = NO_NOISE, die_at: int = 0, slow_every: int = 0, marker: str = ""):
+        self._tokenizer = load_tokenizer(config.model.path)
+        self._noise, self._die_at, self._slow_every, self._marker = noise, die_at, slow_every, marker
+        self._max_turns = config.budget.max_turns
+        self._num_calls = 0
+        self.policy_version = 0
+
+    async def set_version(self, version: int) -> None:
+        self.policy_version = version
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def generate(self, token_ids, max_tokens, sampling, stop_token_ids) -> Completion:
+        self._num_calls += 1
+        if self._num_calls == self._die_at and not os.path.exists(self._marker):
+            open(self._marker, "w").close()
+            os._exit(1)
+        if self._slow_every and self._num_calls % self._slow_every == 0:
+            import asyncio
+
+            await asyncio.sleep(0.5)
+        prompt = self._tokenizer.decode(token_ids)
+        question = prompt.split("user\n", 1)[1].split("\n<memory>", 1)[0].strip()
+        policy = ScriptedPolicy(question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls)
+        reply = [*self._tokenizer.encode_template(policy.reply(prompt)), *stop_token_ids]
+        version = self.policy_version
+        return Completion(token_ids=reply, logprobs=[-0.1] * len(reply), finish_reason=FinishReason.STOP, policy_version=version)
+
+
+@pytest.fixture
+def engines(cluster, world):
+    """Starts named engines and a retriever; returns their specification."""
+    actors = []
+
+    def start(*, admission: str = "", group_size: int = 2, config: RunConfig = world, **faults) -> DriverSpec:
+        name = f"engine-{time.monotonic_ns()}"
+        restartable = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000}
+        actors.append(start_actor(ScriptedGenerator, {"name": name, **restartable}, config, **faults))
+        actors.append(start_actor(RetrieverActor, {"name": f"retriever-{name}", **restartable}, config.retrieval))
+        return DriverSpec(
+            config=config,
+            sampling=SamplingConfig(),
+            group_size=group_size,
+            namespace=cluster,
+            generators=[name],
+            retrievers=[f"retriever-{name}"],
+            admission=admission,
+        )
+
+    start.actors = actors
+    yield start
+    for actor in actors:
+        ray.kill(actor)
+
+
+def rows(config: RunConfig, count: int):
+    return [(f"0/{q.id}", q) for q in read_questions(config.data.train)[:count]]
+
+
+def test_every_question_comes_back_once_as_a_whole_scored_group(world, engines):
+    questions = rows(world, 12)
+    groups = list(stream_groups(engines(), questions))
+    assert sorted(g.id for g in groups) == sorted(i for i, _ in questions)
+    for group in groups:
+        assert [t.member for t in group.trajectories] == [0, 1]
+        assert {t.end_reason for t in group.trajectories} == {EndReason.ANSWERED}
+        assert all(t.em == 1.0 and t.reward == 1.0 for t in group.trajectories), group.question
+        assert len(group.trajectories[0].contexts) == group.question.num_hops + 1
+
+
+def test_promise_8_an_engine_that_dies_is_not_data(world, engines, tmp_path):
+    """The engine's process ends in the middle; its calls are repeated, and no trajectory shows a trace of it."""
+    spec = engines(die_at=10, marker=str(tmp_path / "died"))
+    groups = list(stream_groups(spec, rows(world, 8)))
+    assert (tmp_path / "died").exists()
+    assert len(groups) == 8
+    assert all(t.em == 1.0 for g in groups for t in g.trajectories)
+
+
+def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines):
+    config = world.model_copy(
+        update={
+            "generation": world.generation.model_copy(update={"timeout_s": 1.0}),
+            "stream": world.stream.model_copy(update={"num_attempts": 2}),
+        }
+    )
+    spec = engines(config=config)
+    ray.kill(engines.actors[0], no_restart=True)
+    with pytest.raises(Exception, match=r"group 0/\S+ failed 2 times \(stream.num_attempts\)"):
+        list(stream_groups(spec, rows(world, 2)))
+
+
+def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, engines):
+    spec = engines(slow_every=3)
+    questions = rows(world, 30)
+    seen: Counter[str] = Counter()
+    killed = False
+    for group in stream_groups(spec, questions):
+        seen[group.id] += 1
+        if len(seen) == 5 and not killed:
+            killed = True
+            drivers = [a for a in ray.util.state.list_actors() if "MapWorker" in a.class_name and a.state == "ALIVE"]
+            os.kill(drivers[0].pid, 9)
+    assert killed
+    assert seen == Counter(i for i, _ in questions)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag):
+    name = f"admission-{time.monotonic_ns()}"
+    size = 3
+    admission = start_actor(
+        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=size, max_off_policy_steps=lag
+    )
+    algorithm = world.algorithm.model_copy(update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": lag})
+    groups = stream_groups(engines(admission=name, slow_every=7), rows(world, 30))
+    engine = engines.actors[0]
+    collector = Collector(groups, admission, algorithm)
+    trained: list[str] = []
+    with closing(groups):
+        for version in range(6):
+            step = collector.next_step(version)
+            assert step is not None and len(step.groups) == size
+            versions = [v for g in step.groups for t in g.trajectories for c in t.contexts for v in c.policy_versions if v >= 0]
+            assert version - min(versions) <= lag
+            assert lag or set(versions) == {version}  # strictly on-policy
+            trained += [group.id for group in step.groups]
+            ray.get(engine.set_version.remote(version + 1))
+            collector.consumed(step, policy_version=version + 1)
+    assert len(trained) == len(set(trained)) == 6 * size
+    ray.kill(admission)
+
+
+def test_groups_without_signal_are_replaced(world, engines):
+    """Every scripted answer is right, so no group has signal: all are dropped, and the stream runs dry without a step."""
+    name = f"admission-{time.monotonic_ns()}"
+    admission = start_actor(Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=2, max_off_policy_steps=0)
+    algorithm = world.algorithm.model_copy(update={"groups_per_step": 2, "group_size": 2, "filter_zero_variance": True})
+    with closing(stream_groups(engines(admission=name), rows(world, 8))) as groups:
+        assert Collector(groups, admission, algorithm).next_step(0) is None
+    ray.kill(admission)

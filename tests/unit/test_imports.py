@@ -1,0 +1,117 @@
+"""Promise 10: no surprise at import; and who may import whom (docs/architecture.md)."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "mlflow")
+
+# module -> heavy libraries that importing it may bring in
+ALLOWED = {
+    "mempipe.types": (),
+    "mempipe.config": (),
+    "mempipe.cli": (),
+    "mempipe.doctor": (),
+    "mempipe.runs": (),
+    "mempipe.agents": (),
+    "mempipe.agents.memsearcher": (),
+    "mempipe.agents.protocol": (),
+    "mempipe.rl.rewards": (),
+    "mempipe.rl.advantages": (),
+    "mempipe.rl.samples": (),
+    "mempipe.rl.packing": (),
+    "mempipe.rl.losses": ("torch",),
+    "mempipe.rollout": (),
+    "mempipe.data.world": (),
+    "mempipe.data.qa": (),
+    "mempipe.data.corpus": (),
+    "mempipe.data.trajectories": (),
+    "mempipe.evaluation.memory_quality": (),
+    "mempipe.evaluation.metrics": (),
+    "mempipe.evaluation.statistics": (),
+    "mempipe.evaluation.report": (),
+    "mempipe.actors.admission": (),
+    "mempipe.tracking": ("mlflow",),
+    "mempipe.engines.tokenizer": ("transformers", "torch"),
+    "mempipe.engines.retrieval": ("faiss",),
+    "mempipe.engines.weights": ("torch",),
+    "mempipe.engines.model": ("torch", "transformers"),
+    "mempipe.engines.learner": ("torch", "transformers"),
+    "mempipe.engines.generation": ("torch",),
+}
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_a_module_brings_in_only_the_heavy_libraries_it_may(module):
+    code = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert set(found) <= set(ALLOWED[module])
+
+
+def imports(path: Path) -> set[str]:
+    """The top modules (and mempipe subpackages) that a file names anywhere, functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources("mempipe"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_ray_appears_only_in_the_files_that_are_for_it(path):
+    place = path.relative_to(ROOT / "mempipe").as_posix()
+    allowed = place.startswith(("actors/", "serve/")) or place == "stream.py"
+    text = path.read_text()
+    assert allowed or ("ray" not in {name.split(".")[0] for name in imports(path)} and ".remote(" not in text)
+
+
+LAYERS = [
+    {"types", "config"},
+    {"agents", "rl", "data"},
+    {"engines", "rollout", "evaluation", "tracing", "tracking", "runs", "doctor", "progress"},
+    {"actors", "stream", "serve"},
+    {"cli"},
+]
+
+
+@pytest.mark.parametrize("path", sources("mempipe"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_a_layer_above_its_own(path):
+    def layer(part: str) -> int:
+        return next(i for i, names in enumerate(LAYERS) if part in names)
+
+    own = path.relative_to(ROOT / "mempipe").parts[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    for name in imports(path):
+        if name.startswith("mempipe."):
+            assert layer(name.split(".")[1]) <= layer(own), f"{path.name} imports {name}"
+        assert own == "cli" or not name.startswith(("pipelines", "jobs")), f"{path.name} imports {name}"
+
+
+def test_promise_10_help_answers_in_under_a_second():
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "mempipe.cli", "--help"], capture_output=True, text=True, cwd=ROOT)
+        times.append(time.perf_counter() - started)
+        assert done.returncode == 0 and "train" in done.stdout
+    assert min(times) < 1.0
+
+
+def test_promise_10_a_config_that_cannot_work_is_refused_with_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "mempipe.cli", "train", str(ROOT / "jobs/configs/quickstart.yaml"), f"output={tmp_path}"]
+    done = subprocess.run([*command, "budget.context_tokens=64"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "budget.context_tokens is 64" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
