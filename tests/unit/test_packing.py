@@ -280,3 +280,9 @@ def test_ranks_carry_similar_loads_at_the_same_time():
     loads = [[batch.num_tokens for batch in rank] for rank in ranks]
     assert max(map(sum, loads)) <= 1.02 * min(map(sum, loads))
     assert sum(map(sum, loads)) >= 0.9 * sum(max(row) * 4 for row in zip(*loads, strict=True))
+
+
+def test_the_rank_that_did_least_so_far_takes_the_largest_micro_batch():
+    samples = [sample(length, str(length)) for length in (10, 9, 7, 6)]  # each fills a micro-batch
+    ranks = pack_step(samples, num_ranks=2, max_tokens=10, aggregation="token")
+    assert [[batch.num_tokens for batch in rank] for rank in ranks] == [[10, 6], [9, 7]]
