@@ -37,8 +37,8 @@ def policy_loss(
 
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
     `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own go into
-    `sampler_logprobs`, and with staleness each token is weighed by their ratio, truncated at `max_importance_ratio`
-    (arXiv 2505.24298). Without `sampler_logprobs` the ratio is the importance weight itself, and `max_importance_ratio` bounds it
+    `sampler_logprobs`, and with staleness each token is weighed by their ratio (arXiv 2505.24298), truncated at
+    `max_importance_ratio`. Without `sampler_logprobs` the ratio is the importance weight itself, and `max_importance_ratio` bounds it
     where only the dual clip does: for negative advantages.
 
     - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip (arXiv 1912.09729).

@@ -398,7 +398,7 @@ DIFFERENCES: list[Difference] = [
         function=POLICY_LOSS,
         applies=dual_clip_acts,
         ours=true_dual_clip_fraction,
-        reason="the dual-clip metric counts the tokens that it clips; published, it compares values after the clip and is always 0",
+        reason="the dual-clip metric counts the tokens that it clips; code that compares values after the clip always reports 0",
     ),
     Difference(
         function=AGG_LOSS,
