@@ -96,7 +96,10 @@ def _is_word(token: str) -> bool:
 
 
 def _without_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """A copy that reads the text of these tokens as it reads any other text."""
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in tokens]
-    state["post_processor"] = None
-    return tokenizers.Tokenizer.from_str(json.dumps(state))
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] in tokens
+    copy = tokenizers.Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    return copy

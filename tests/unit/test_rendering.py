@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agent_builders import BOS, FAMILIES, TOOL, build_layout, build_prompts, build_question, build_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.agents.prompt_set import PROMPT_KEYS, PromptSet, load_prompts, split_slots
+from mempipe.agents.protocol import ToolCall
+from mempipe.agents.rendering import Layout, Observation
+from mempipe.config import AgentConfig, Budget, ConfigError, RetrievalConfig
+from mempipe.types import Passage
+
+NO_SYSTEM_ROLE = {"gemma"}
+OPENS_THOUGHT = {"deepseekv3"}
+CALL = ToolCall(text='{"name": "f"}', query="q", num_passages=5)
+TOKENIZER = build_tokenizer()
+
+
+def prompt_text(layout: Layout, question: str = "Who?", memory: str = "notes") -> str:
+    return layout.tokenizer.decode(layout.prompt(question=layout.encode(question), memory=layout.encode(memory)))
+
+
+def filled_user(prompts: PromptSet, question: str, memory: str) -> str:
+    return prompts.user.replace("{question}", question).replace("{memory}", memory)
+
+
+# Chat templates
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_what_the_chat_template_makes_of_the_same_messages(family):
+    tokenizer, prompts = build_tokenizer(family), build_prompts()
+    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
+    system = prompts.system.replace("{tools}", TOOL.schema())
+    user = filled_user(prompts, "Who?", "notes")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    if family in NO_SYSTEM_ROLE:
+        messages = [{"role": "user", "content": f"{system}\n\n{user}"}]
+    rendered = tokenizer.render_chat(messages, add_generation_prompt=True)
+    assert prompt_text(layout) == rendered + ("" if family in OPENS_THOUGHT else "<think>")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_observation_continues_the_conversation_as_the_chat_template_does(family):
+    tokenizer, prompts = build_tokenizer(family), build_prompts(system="")
+    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
+    stop = layout._closing_id
+    observation = layout.observation([CALL], [[Passage(id="1", title="T", text="body")]], last_id=stop)
+    conversation = [
+        {"role": "user", "content": filled_user(prompts, "Who?", "notes")},
+        {"role": "assistant", "content": "said"},
+        {"role": "user", "content": prompts.observation.replace("{call}", CALL.text).replace("{passages}", "[1] T\nbody")},
+    ]
+    rendered = tokenizer.render_chat(conversation, add_generation_prompt=True)
+    assert rendered.endswith("said" + tokenizer.decode([stop, *observation.token_ids]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_starts_with_one_bos_at_most(family):
+    tokenizer = build_tokenizer(family)
+    prompt = build_layout(tokenizer).prompt(question=[], memory=[])
+    if family in BOS:
+        (bos,) = tokenizer.encode_template(BOS[family])
+        assert prompt[0] == bos and prompt.count(bos) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "gemma"])
+def test_a_system_message_is_left_out_when_its_text_is_empty(family):
+    tokenizer = build_tokenizer(family)
+    layout = build_layout(tokenizer, prompts=build_prompts(system=""))
+    user = {"role": "user", "content": filled_user(build_prompts(), "Who?", "notes")}
+    assert prompt_text(layout) == tokenizer.render_chat([user], add_generation_prompt=True) + "<think>"
+
+
+def test_a_system_message_that_the_template_ignores_goes_into_the_user_message():
+    template = (
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    layout = build_layout(build_tokenizer(chat_template=template), prompts=build_prompts(system="Be brief."))
+    assert prompt_text(layout).startswith("<|im_start|>user\nBe brief.\n\n<question>\nWho?\n")
+
+
+def test_the_thought_that_the_template_opens_is_not_opened_twice_and_counts_as_written():
+    layout = build_layout(build_tokenizer("deepseekv3"))
+    assert prompt_text(layout).endswith("<｜Assistant｜><think>\n") and layout.action_start == "<think>\n"
+    assert build_layout(build_tokenizer("qwen3")).action_start == "<think>"
+    assert build_layout(prompts=build_prompts(action_prefill="")).action_start == ""
+
+
+def test_a_template_that_closes_a_message_without_a_stop_token_is_refused():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    with pytest.raises(ConfigError, match=r"'user: .*does not start with a stop token \['<\|im_end\|>'\].*generation_config"):
+        build_layout(build_tokenizer(chat_template=template))
+
+
+def test_a_template_that_closes_a_message_with_nothing_is_refused():
+    with pytest.raises(ConfigError, match="does not start with a stop token"):
+        build_layout(
+            build_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"),
+            prompts=build_prompts(observation="{passages}"),
+        )
+
+
+@pytest.mark.parametrize("body", ["{{ messages[0].content }}", "{{ raise_exception('no users here') }}"])
+def test_a_template_that_drops_or_refuses_messages_is_refused(body):
+    with pytest.raises(ConfigError, match=r"leaves out a message|no users here"):
+        build_layout(build_tokenizer(chat_template=body))
+
+
+# Prompt sets
+
+
+def test_only_known_names_in_braces_are_slots():
+    pieces = split_slots("A{question}B\\boxed{}C\\boxed{20C}D{memory}E{answer}")
+    assert pieces == ["A", "question", "B\\boxed{}C\\boxed{20C}D", "memory", "E{answer}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"user": "{question}"}, r"prompts.user lacks the slot \{memory\}"),
+        ({"observation": "{call}"}, r"prompts.observation lacks the slot \{passages\}"),
+        ({"passage": "{title}"}, r"prompts.passage lacks the slot \{text\}"),
+        ({"system": "{memory}"}, r"prompts.system holds the slot \{memory\}, which belongs elsewhere"),
+        ({"user": "{question}{question}{memory}"}, r"prompts.user holds the slot \{question\} more than once"),
+        ({"empty_memory": None}, "prompts.empty_memory is None, expected a text"),
+    ],
+)
+def test_a_wrong_slot_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_prompts(**changes)
+
+
+def test_a_prompt_file_with_wrong_keys_is_refused(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("system: x\nuser: '{question} {memory}'\n")
+    with pytest.raises(ConfigError, match=r"holds \['system', 'user'\], expected the keys"):
+        load_prompts(str(path))
+    path.write_text("- x\n")
+    with pytest.raises(ConfigError, match="holds list"):
+        load_prompts(str(path))
+    path.write_text("a: [\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_prompts(str(path))
+
+
+def test_an_unknown_prompt_set_is_refused_with_the_names_of_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'nope'.*memsearcher"):
+        load_prompts("nope")
+
+
+def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
+    path = tmp_path / "published.yaml"
+    path.write_text(
+        'system: "S"\nuser: "<question> {question} </question>\\n\\n<memory> {memory} </memory>"\naction_prefill: "<think>"\n'
+        'observation: "<tool_response>{call}\\n{passages}\\n</tool_response>\\nI"\npassage: "{title}\\n{text}\\n\\n"\n'
+        'passage_separator: ""\nmemory_prefill: ""\nempty_memory: ""\n'
+    )
+    layout = build_layout(prompts=load_prompts(str(path)))
+    user = "<|im_start|>user\n<question> q0 </question>\n\n<memory>  </memory><|im_end|>\n<|im_start|>assistant\n<think>"
+    assert prompt_text(layout, "q0", "").endswith(user)
+    observation = layout.observation([CALL, CALL], [[Passage(id="1", title='"T"', text="body")]] * 2, last_id=layout._closing_id)
+    one = '<tool_response>{"name": "f"}\n"T"\nbody\n\n\n</tool_response>\nI'
+    assert layout.tokenizer.decode(observation.token_ids) == f"\n<|im_start|>user\n{one}{one}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_prompt_set_from_a_file_has_every_key():
+    prompts = load_prompts("memsearcher")
+    assert all(isinstance(getattr(prompts, key), str) for key in PROMPT_KEYS) and "{tools}" in prompts.system
+
+
+def test_the_tool_schema_names_the_default_and_the_most_passages():
+    tool = TOOL.from_config(AgentConfig(tool_name="look_up"), RetrievalConfig(num_passages=3, max_passages=7, max_query_chars=50))
+    text = prompt_text(build_layout(prompts=build_prompts(), tool=tool))
+    assert '"name": "look_up"' in text and '"default": 3, "minimum": 1, "maximum": 7' in text and '"maxLength": 50' in text
+
+
+def test_a_tag_in_the_words_around_passages_is_refused():
+    with pytest.raises(ConfigError, match=r"prompts.passage_separator"):
+        build_layout(prompts=build_prompts(passage_separator="<memory>"))
+
+
+# Budget
+
+
+def test_template_tokens_are_all_of_a_context_that_is_nobodys_budget():
+    layout = build_layout()
+    observation = layout.observation([CALL], [[]], last_id=-1)  # the template's closing token is injected too
+    prompt = layout.prompt(question=[], memory=[])
+    assert layout.template_tokens == len(prompt) + len(observation.token_ids) - observation.num_tokens
+
+
+def test_a_template_that_does_not_fit_the_context_is_refused_with_the_numbers():
+    template = build_layout().template_tokens
+    fits = 200 + 64 + 400 + 300 + 500 + template
+    assert build_layout(context_tokens=fits).template_tokens == template
+    message = f"context_tokens is {fits - 1}, but template {template} \\+ question 200 \\+ memory 64 .* need {fits}; raise"
+    with pytest.raises(ConfigError, match=message):
+        build_layout(context_tokens=fits - 1)
+
+
+def test_a_first_memory_longer_than_the_budget_is_refused():
+    with pytest.raises(ConfigError, match=r"prompts.empty_memory has 7 tokens, more than budget.memory_tokens 3"):
+        build_layout(prompts=build_prompts(empty_memory="ZXZXZXZ"), memory_tokens=3)
+
+
+def test_a_question_longer_than_the_budget_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"question q-1 has 9 tokens, more than budget.question_tokens 8"):
+        build_layout(question_tokens=8).question(build_question("ZXZXZXZXZ"))
+
+
+def words(layout: Layout, observation: Observation) -> str:
+    return layout.tokenizer.decode(observation.token_ids)
+
+
+def test_whole_passages_come_first_and_the_last_one_is_cut_at_a_token():
+    prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}")
+    layout = build_layout(prompts=prompts, observation_tokens=9)
+    passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(["ZZZZ", "XXXX", "YYYY"])]
+    observation = layout.observation([CALL], [passages], last_id=layout._closing_id)
+    assert "<tool_response>ZZZZ\n\nXXX</tool_response>" in words(layout, observation) and observation.num_tokens == 9
+
+
+def test_several_calls_share_the_budget_best_passages_first():
+    prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}", passage_separator=" ")
+    layout = build_layout(prompts=prompts)
+    between = len(layout.tokenizer.encode_template("</tool_response><tool_response>"))
+    layout = build_layout(prompts=prompts, observation_tokens=between + 10)
+    results = [[Passage(id="", title="", text=text * 4) for text in texts] for texts in ("AB", "CD")]
+    observation = layout.observation([CALL, CALL], results, last_id=layout._closing_id)
+    assert "<tool_response>AAAA B</tool_response><tool_response>CCCC</tool_response>" in words(layout, observation)
+    assert observation.num_tokens == between + 10
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    texts=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=3),
+    room=st.integers(1, 120),
+    call=st.sampled_from(["", '{"name": "f"}']),
+)
+def test_an_observation_never_exceeds_its_budget_and_is_always_closed(texts, room, call):
+    calls = [ToolCall(text=call, query="q", num_passages=5)] * len(texts)
+    roomy = build_layout(TOKENIZER, prompts=build_prompts())
+    spent = roomy.budget.observation_tokens - roomy.observation_room(calls)
+    layout = build_layout(TOKENIZER, prompts=build_prompts(), observation_tokens=spent + room)
+    assert layout.observation_room(calls) == room
+    results = [[Passage(id="", title="t", text=text) for text in passages] for passages in texts]
+    observation = layout.observation(calls, results, last_id=layout._closing_id)
+    assert observation.num_tokens <= spent + room
+    assert len(observation.token_ids) + 1 <= layout.template_tokens + observation.num_tokens
+    assert words(layout, observation).count("</tool_response>") == len(texts)
