@@ -12,13 +12,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
@@ -50,12 +53,14 @@ def save_checkpoint(folder: str | Path, step: int, *, tensors: Mapping[str, Tens
     `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises CheckpointError, on all
     ranks, and leaves nothing half-written.
     """
+    text = json.dumps(state)
     target = Path(folder) / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
     try:
         _on_rank_zero(lambda: _start(partial))
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
-        _on_rank_zero(lambda: _finish(partial, target, state, keep))
+        with _quiet():
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
+        _on_rank_zero(lambda: _finish(partial, target, text, keep))
     except (OSError, CheckpointException) as error:
         if _rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -79,7 +84,8 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """Fills `tensors` in place with those of the same names, however they were sharded. Raises CheckpointError when one is missing
     or has another shape. The files are not checked: call `read_state` first."""
     try:
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+        with _quiet():
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this model and optimiser: {_reason(error)}") from error
 
@@ -109,7 +115,7 @@ def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: s
             if file is not None:
                 shutil.copyfile(file, partial / name)
         _replace(partial, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"cannot export a model to {target}: {_reason(error)}") from error
     return target
@@ -121,8 +127,8 @@ def _start(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _finish(partial: Path, target: Path, state: Mapping[str, Any], keep: int) -> None:
-    (partial / STATE).write_text(json.dumps(state))
+def _finish(partial: Path, target: Path, state: str, keep: int) -> None:
+    (partial / STATE).write_text(state)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(partial.iterdir())}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     _replace(partial, target)
@@ -177,6 +183,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that a single process is one, which `no_dist` has said already."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _rank() -> int:

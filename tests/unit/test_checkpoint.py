@@ -1,0 +1,264 @@
+"""A checkpoint is whole or absent, damage is noticed, and a resumed run is the undisturbed one bit by bit (promise 7)."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from learner_setup import free_port, load_plain, make_learner, pack, samples, save_model
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from mempipe.engines import checkpoint
+from mempipe.engines.checkpoint import CheckpointError, export_hf, latest, load_tensors, read_state, save_checkpoint
+from mempipe.engines.learner import Learner
+
+SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "num_updates": 5}
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models"))
+
+
+def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"model/a": torch.full((3, 4), value), "optimizer/a/step": torch.tensor(value)}
+
+
+def save(folder: Path, step: int = 1, *, value: float = 1.0, keep: int = 2) -> Path:
+    return save_checkpoint(folder, step, tensors=tensors(value), state={"step": step}, keep=keep)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def everything(learner: Learner) -> dict[str, torch.Tensor]:
+    """All that makes up a learner's next step, whole and copied. All ranks must call it together."""
+    held = {**learner._tensors(), **learner._rng_states(), "lr": torch.tensor(learner.lr), "random": torch.rand(3)}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in held.items()}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in one.keys() | other.keys() if name not in one or name not in other or not torch.equal(one[name], other[name])]
+
+
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
+    path = save(tmp_path, 7, value=3.0)
+    assert path == latest(tmp_path) == tmp_path / "step-00000007"
+    assert read_state(path) == {"step": 7}
+    loaded = tensors(0.0)
+    load_tensors(path, loaded)
+    assert not differing(loaded, tensors(3.0))
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    assert latest(tmp_path) is None
+    for step in (8, 9, 10, 100):
+        save(tmp_path, step)
+    assert files(tmp_path) == ["step-00000010", "step-00000100"]
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+
+
+def test_a_step_can_be_saved_again(tmp_path):
+    save(tmp_path, 3, value=1.0)
+    path = save(tmp_path, 3, value=2.0)
+    loaded = tensors(0.0)
+    load_tensors(path, loaded)
+    assert not differing(loaded, tensors(2.0))
+    assert files(tmp_path) == ["step-00000003"]
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint_and_is_in_nobodys_way(tmp_path):
+    partial = tmp_path / ".step-00000002.partial"
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    assert latest(tmp_path) is None
+    read_state(save(tmp_path, 2))
+    assert files(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "removed"])
+def test_damage_to_any_file_is_noticed(tmp_path, name, damage):
+    path = save(tmp_path)
+    file = path / name
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[:-3])
+    elif damage == "changed":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=rf"(checkpoint {path} is damaged|cannot read checkpoint {path}): .+"):
+        read_state(path)
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Inside, writing more than that to one file fails, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [10, 1500])
+def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_path, limit):
+    save(tmp_path, 1)
+    with file_size_limit(limit), pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: \S") as caught:
+        save(tmp_path, 2)
+    assert "\n" not in str(caught.value)
+    assert files(tmp_path) == ["step-00000001"]
+    read_state(tmp_path / "step-00000001")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*runs/step-00000001: Not a directory"):
+        save(tmp_path / "runs")
+
+
+def test_a_full_disk_while_syncing_leaves_nothing(tmp_path, monkeypatch):
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", no_space)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    path = save(tmp_path)
+    with pytest.raises(CheckpointError, match="does not fit this model and optimiser"):
+        load_tensors(path, {"model/a": torch.zeros(5, 4)})
+    with pytest.raises(CheckpointError, match="does not fit this model and optimiser"):
+        load_tensors(path, {"model/b": torch.zeros(3, 4)})
+    with pytest.raises(CheckpointError, match="cannot read checkpoint"):
+        read_state(tmp_path / "step-00000099")
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}, {"objective": "sft"}])
+def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(qwen2, tmp_path, settings):
+    updates = [pack(samples(seed), max_tokens=40)[0] for seed in range(4)]
+    undisturbed = make_learner(qwen2, **SCHEDULE, **settings)
+    undisturbed.step(updates[:2])
+    path = undisturbed.save(tmp_path, {"consumed": ["q1", "q2"]}, keep=2)
+    undisturbed.step(updates[2:])
+    expected = everything(undisturbed)
+
+    resumed = make_learner(qwen2, seed=99, **SCHEDULE, **settings)
+    resumed.logprobs(updates[0][0])
+    assert resumed.load(path) == {"consumed": ["q1", "q2"]}
+    assert resumed.num_updates_done == 2
+    resumed.step(updates[2:])
+    assert not differing(everything(resumed), expected)
+
+
+def test_a_lora_checkpoint_holds_the_adapter_only(qwen2, tmp_path):
+    small = make_learner(qwen2, lora_rank=2).save(tmp_path / "lora", {}, keep=1)
+    large = make_learner(qwen2).save(tmp_path / "full", {}, keep=1)
+    assert sum(f.stat().st_size for f in small.iterdir()) < 0.5 * sum(f.stat().st_size for f in large.iterdir())
+
+
+def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
+    """Two ranks: an undisturbed run, a resumed one, and a write that fails on rank 0 only."""
+
+    def learner(**changes: Any) -> Learner:
+        return make_learner(folder, rank=rank, world_size=2, master_port=port, **SCHEDULE, **changes)
+
+    updates = [pack(samples(seed), num_ranks=2, max_tokens=40)[rank] for seed in range(3)]
+    found: dict[str, Any] = {}
+    undisturbed = learner()
+    undisturbed.step(updates[:2])
+    undisturbed.save(out / "checkpoints", {"consumed": 2}, keep=1)
+    found["at_save"] = undisturbed.full_state_dict()
+    undisturbed.step(updates[2:])
+    found["undisturbed"] = everything(undisturbed)
+
+    resumed = learner(seed=99)
+    resumed.logprobs(updates[0][0])
+    found["position"] = resumed.load(out / "checkpoints" / "step-00000002")
+    found["loaded"] = resumed.full_state_dict()
+    resumed.step(updates[2:])
+    found["resumed"] = everything(resumed)
+
+    with file_size_limit(10 if rank == 0 else -1):
+        try:
+            resumed.save(out / "failing", {}, keep=1)
+        except CheckpointError as error:
+            found["error"] = str(error)
+    torch.save(found, out / f"rank{rank}.pt")
+    undisturbed.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(qwen2, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    out = tmp_path_factory.mktemp("two_ranks")
+    mp.spawn(two_rank_scenarios, args=(free_port(), qwen2, out), nprocs=2)
+    return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
+    _, ranks = two_ranks
+    for found in ranks:
+        assert found["position"] == {"consumed": 2}
+        assert not differing(found["resumed"], found["undisturbed"])
+    assert not differing(ranks[0]["loaded"], ranks[0]["at_save"])
+
+
+def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
+    out, ranks = two_ranks
+    learner = make_learner(qwen2, **SCHEDULE)
+    assert learner.load(out / "checkpoints" / "step-00000002") == {"consumed": 2}
+    assert not differing(learner.full_state_dict(), ranks[0]["at_save"])
+    (update,) = pack(samples(2), max_tokens=40)
+    learner.step([update])
+    for name, held in everything(learner).items():
+        if name.startswith("model/"):
+            torch.testing.assert_close(held, ranks[0]["undisturbed"][name], rtol=0, atol=1e-5)
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all(two_ranks):
+    out, ranks = two_ranks
+    assert all("cannot write checkpoint" in found["error"] for found in ranks)
+    assert files(out / "failing") == []
+
+
+@pytest.mark.parametrize(("architecture", "settings"), [("qwen2", {}), ("qwen2_untied", {}), ("llama", {}), ("qwen2", {"lora_rank": 4})])
+def test_an_exported_model_is_the_learners(tmp_path, architecture, settings):
+    folder = save_model(tmp_path, architecture)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (update,) = pack(samples(0))
+    learner = make_learner(folder, lr=1e-2, **settings)
+    learner.step([update, update])
+    exported = export_hf(tmp_path / "export", learner.full_state_dict(), source=folder)
+    assert {"config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"} <= set(files(exported))
+    loaded, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tied = load_plain(folder).config.tie_word_embeddings
+    assert (loaded.lm_head.weight.data_ptr() == loaded.get_input_embeddings().weight.data_ptr()) == tied
+    assert make_learner(exported).score([[1, 2, 3, 4]])[0] == pytest.approx(learner.score([[1, 2, 3, 4]])[0], abs=1e-5)
+    assert make_learner(folder).score([[1, 2, 3, 4]])[0] != pytest.approx(learner.score([[1, 2, 3, 4]])[0], abs=1e-3)
+
+
+def test_an_export_that_fails_leaves_the_older_one(qwen2, tmp_path):
+    weights = make_learner(qwen2).full_state_dict()
+    exported = export_hf(tmp_path / "export", weights, source=qwen2)
+    before = {path.name: path.read_bytes() for path in exported.iterdir()}
+    with file_size_limit(2000), pytest.raises(CheckpointError, match=r"cannot export a model to .*export"):
+        export_hf(tmp_path / "export", weights, source=qwen2)
+    assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
+    assert files(tmp_path) == ["export"]
