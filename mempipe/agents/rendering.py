@@ -52,7 +52,7 @@ class Layout:
         self._prompt = _pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
         self._reply = _pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
         self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
-        self._closing_id = self._take_closing_id(chat.after_action)
+        self.closing_id = self._taken_closing_id(chat.after_action)
         self._role_marks = _role_marks(tokenizer, chat.skeleton)
         self._passage, self._separator = self._checked_passage(prompts)
         self.template_tokens = sum(map(len, self._prompt.literals)) + sum(map(len, self._reply.literals)) + 1  # the closing id
@@ -85,7 +85,7 @@ class Layout:
         room = self.observation_room(calls)
         shown = _fit([self._passage_pieces(passages) for passages in results], room=room)
         # The policy may end a message with a stop token that is not the template's; then the template's follows it.
-        token_ids = [] if last_id == self._closing_id else [self._closing_id]
+        token_ids = [] if last_id == self.closing_id else [self.closing_id]
         first, *inner, last = self._reply.literals
         for number, (call, passages) in enumerate(zip(calls, shown, strict=True)):
             slots = {"call": self._echo(call), "passages": passages}
@@ -109,7 +109,7 @@ class Layout:
             pieces.append(self.encode(text if index == 1 else self._separator + text))
         return pieces
 
-    def _take_closing_id(self, after_action: str) -> int:
+    def _taken_closing_id(self, after_action: str) -> int:
         """Takes the token that ends an assistant message off the reply: the policy samples it."""
         closing, self._reply.literals[0] = self._reply.literals[0][:1], self._reply.literals[0][1:]
         stops = self.tokenizer.stop_token_ids

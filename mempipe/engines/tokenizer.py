@@ -68,7 +68,7 @@ class HFTokenizer:
         self._encode_cached = functools.lru_cache(maxsize=CACHED_TEXTS)(self._encode_untrusted)
 
     def encode_template(self, text: str) -> list[int]:
-        return self._trusted.encode(text, add_special_tokens=False).ids
+        return self._trusted.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._encode_cached(text) if len(text) <= CACHED_CHARS else self._encode_untrusted(text))

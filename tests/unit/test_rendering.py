@@ -47,7 +47,7 @@ def test_a_prompt_is_what_the_chat_template_makes_of_the_same_messages(family):
 def test_an_observation_continues_the_conversation_as_the_chat_template_does(family):
     tokenizer, prompts = build_tokenizer(family), build_prompts(system="")
     layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
-    stop = layout._closing_id
+    stop = layout.closing_id
     observation = layout.observation([CALL], [[Passage(id="1", title="T", text="body")]], last_id=stop)
     conversation = [
         {"role": "user", "content": filled_user(prompts, "Who?", "notes")},
@@ -163,7 +163,7 @@ def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
     layout = build_layout(prompts=load_prompts(str(path)))
     user = "<|im_start|>user\n<question> q0 </question>\n\n<memory>  </memory><|im_end|>\n<|im_start|>assistant\n<think>"
     assert prompt_text(layout, "q0", "").endswith(user)
-    observation = layout.observation([CALL, CALL], [[Passage(id="1", title='"T"', text="body")]] * 2, last_id=layout._closing_id)
+    observation = layout.observation([CALL, CALL], [[Passage(id="1", title='"T"', text="body")]] * 2, last_id=layout.closing_id)
     one = '<tool_response>{"name": "f"}\n"T"\nbody\n\n\n</tool_response>\nI'
     assert layout.tokenizer.decode(observation.token_ids) == f"\n<|im_start|>user\n{one}{one}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -221,7 +221,7 @@ def test_whole_passages_come_first_and_the_last_one_is_cut_at_a_token():
     prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}")
     layout = build_layout(prompts=prompts, observation_tokens=9)
     passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(["ZZZZ", "XXXX", "YYYY"])]
-    observation = layout.observation([CALL], [passages], last_id=layout._closing_id)
+    observation = layout.observation([CALL], [passages], last_id=layout.closing_id)
     assert "<tool_response>ZZZZ\n\nXXX</tool_response>" in words(layout, observation) and observation.num_tokens == 9
 
 
@@ -231,7 +231,7 @@ def test_several_calls_share_the_budget_best_passages_first():
     between = len(layout.tokenizer.encode_template("</tool_response><tool_response>"))
     layout = build_layout(prompts=prompts, observation_tokens=between + 10)
     results = [[Passage(id="", title="", text=text * 4) for text in texts] for texts in ("AB", "CD")]
-    observation = layout.observation([CALL, CALL], results, last_id=layout._closing_id)
+    observation = layout.observation([CALL, CALL], results, last_id=layout.closing_id)
     assert "<tool_response>AAAA B</tool_response><tool_response>CCCC</tool_response>" in words(layout, observation)
     assert observation.num_tokens == between + 10
 
@@ -249,7 +249,7 @@ def test_an_observation_never_exceeds_its_budget_and_is_always_closed(texts, roo
     layout = build_layout(TOKENIZER, prompts=build_prompts(), observation_tokens=spent + room)
     assert layout.observation_room(calls) == room
     results = [[Passage(id="", title="t", text=text) for text in passages] for passages in texts]
-    observation = layout.observation(calls, results, last_id=layout._closing_id)
+    observation = layout.observation(calls, results, last_id=layout.closing_id)
     assert observation.num_tokens <= spent + room
     assert len(observation.token_ids) + 1 <= layout.template_tokens + observation.num_tokens
     assert words(layout, observation).count("</tool_response>") == len(texts)
