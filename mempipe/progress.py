@@ -26,7 +26,9 @@ class Progress:
         self._bar: Bar | None = None
         if sys.stdout.isatty():
             columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-            self._bar = Bar(TextColumn("[bold]{task.description:16}"), *columns, TextColumn("{task.fields[numbers]}"), console=self._console)
+            self._bar = Bar(
+                TextColumn("[bold]{task.description:16}"), *columns, TextColumn("{task.fields[numbers]}"), console=self._console
+            )
 
     def __enter__(self) -> Progress:
         if self._bar:

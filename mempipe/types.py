@@ -68,12 +68,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A retrieved text. `score` is the index's own similarity."""
+    """A text of the corpus. `score` is the index's similarity to the query that found it; `partition` is what `Question.partition` names."""
 
     id: str
     title: str
     text: str
     score: float = 0.0
+    partition: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
