@@ -1,8 +1,9 @@
-"""The synthetic world: entities, facts, one passage per entity, 1- to 3-hop questions, and a script that answers them imperfectly.
+"""The synthetic world: entities, facts, one passage per entity, 1- to 3-hop questions, and a script that answers them, well or badly.
 
-A world is drawn from a seed. All worlds share their name pools, so a tokenizer knows every name, but no fact of a held-out world is true in a training world.
-The language is small on purpose. A question walks its chain from left to right ("What is Velmora's mayor's employer?"), a passage puts every value right
-after the name of its relation ("... is led by mayor Osvin ..."), and a memory is a list of facts ("known Velmora mayor Osvin;").
+A world is drawn from a seed. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a held-out world
+is true in a training world. The language is small on purpose. A question walks its chain from left to right ("What is Velmora's
+mayor's employer?"), a passage puts every value right behind the name of its relation ("... is led by mayor Osvin ..."), and a memory is
+a list of facts ("known Velmora mayor Osvin;").
 """
 
 from __future__ import annotations
@@ -62,23 +63,29 @@ COUNTS = {"person": 30, "film": 14, "book": 12, "company": 16, "city": 24, "coun
 OPENINGS = ("What is", "Name", "Find", "Look up")
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def _blend(heads: str, tails: str) -> tuple[str, ...]:
     return tuple(head + tail for head in heads.split() for tail in tails.split())
 
 
 NAME_POOLS: dict[str, tuple[str, ...]] = {
-    "person": tuple(
-        "Adela Anselm Astrid Balint Beatrix Benno Carmen Casimir Cosima Dagmar Dario Edith Edgar Eleni Enzo Farid Fiona Florian Gerda Giles Gudrun Hakon Hedda "
-        "Hugo Ilsa Imre Ingrid Jarek Joanna Jorge Kasper Katya Keiko Laszlo Leonie Lucian Magda Marius Milena Nestor Noemi Norbert Odette Orson Osvin Paloma "
-        "Pavel Petra Rafael Ramona Rupert Sabine Selma Stefan Tamar Tobias Ursula Valerie Viktor Wanda Wilhelm Yvonne Zelda Zoltan".split()
+    "person": _words(
+        "Adela Anselm Astrid Balint Beatrix Benno Carmen Casimir Cosima Dagmar Dario Edith Edgar Eleni Enzo Farid Fiona Florian "
+        "Gerda Giles Gudrun Hakon Hedda Hugo Ilsa Imre Ingrid Jarek Joanna Jorge Kasper Katya Keiko Laszlo Leonie Lucian Magda "
+        "Marius Milena Nestor Noemi Norbert Odette Orson Osvin Paloma Pavel Petra Rafael Ramona Rupert Sabine Selma Stefan "
+        "Tamar Tobias Ursula Valerie Viktor Wanda Wilhelm Yvonne Zelda Zoltan"
     ),
-    "film": tuple(
-        "Avalanche Backlight Carousel Daybreak Eclipse Firefly Gaslight Headwind Icebound Jackpot Keystone Landslide Masquerade Nightfall Outback Pendulum "
-        "Quicksand Rainmaker Sandstorm Tightrope Undertow Vertigo Waterfall Whirlpool Windmill Wildfire".split()
+    "film": _words(
+        "Avalanche Backlight Carousel Daybreak Eclipse Firefly Gaslight Headwind Icebound Jackpot Keystone Landslide Masquerade "
+        "Nightfall Outback Pendulum Quicksand Rainmaker Sandstorm Tightrope Undertow Vertigo Waterfall Whirlpool Windmill "
+        "Wildfire"
     ),
-    "book": tuple(
-        "Almanac Bestiary Codex Compendium Digest Epistle Fragments Glossary Herbarium Idylls Jottings Lexicon Meditations Novella Odyssey Parables "
-        "Quartet Reflections Soliloquy Testament Treatise Vignettes".split()
+    "book": _words(
+        "Almanac Bestiary Codex Compendium Digest Epistle Fragments Glossary Herbarium Idylls Jottings Lexicon Meditations "
+        "Novella Odyssey Parables Quartet Reflections Soliloquy Testament Treatise Vignettes"
     ),
     "company": _blend("Arvo Brix Cypher Dento Fluxo Gravi", "corp dyne nex tron works"),
     "city": _blend("Ald Bren Cor Dun Hel Kar Lun Vel", "bridge ford gate mora vik"),
@@ -118,10 +125,6 @@ class World:
                 self._facts[name, relation.name] = rng.choice(values)
         self.passages = [self._passage(name, rng) for name in self._kind]
         self._chains: dict[int, list[Chain]] = {}
-
-    def fact(self, entity: str, relation: str) -> str:
-        """The value of a relation of an entity. Raises KeyError when the entity has no such relation."""
-        return self._facts[entity, relation]
 
     def facts_about(self, entity: str) -> list[tuple[str, str, str]]:
         """The facts of one entity as (entity, relation, value)."""
@@ -327,7 +330,7 @@ class Drill:
 
 
 def drills(worlds: Sequence[World], *, seed: int, reading_share: float = 0.5) -> Iterator[Drill]:
-    """Endless exercises without mistakes: reading (two passages to all their facts) and planning (question and memory to the next action)."""
+    """Endless exercises without mistakes: reading (two passages to all their facts), planning (question and memory to the next action)."""
     rng = random.Random(seed)
     while True:
         world = rng.choice(worlds)
@@ -348,7 +351,7 @@ def planning_drill(world: World, rng: random.Random, *, hops: Sequence[int] = (1
     chain = rng.choice(world.chains(rng.choice(hops)))
     known = rng.randint(0, len(chain.relations))
     facts = list(zip(chain.entities, chain.relations[:known], chain.entities[1:], strict=False))
-    memory = memory_message(facts) if facts else "<memory></memory>"
+    memory = memory_message(facts)
     missing = chain.relations[known:]
     reply = search_action(missing[0], chain.entities[known]) if missing else answer_action(chain.entities[known])
     return Drill(user=f"{question_text(chain, rng.choice(OPENINGS))}\n{memory}", opening="<think>", reply=reply)

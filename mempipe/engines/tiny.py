@@ -33,12 +33,21 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONTEXT_TOKENS = 1024
+ROPE_THETA = 10_000.0
+WEIGHT_STD = 0.05
+EMBEDDING_STD = 0.1
+RESIDUAL_SCALE = 0.2  # of what attention and feed-forward layers write at first, so that tokens stay readable below
+PREVIOUS_BIAS = 8.0
+MATCH_SCALE = 2.0
+WRITE_SCALE = 0.3
+SLOW_ANGLE = 0.02  # radians per position
 
 
 def build_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer, saved to `folder`.
 
-    Byte-level, so it encodes any text and gives it back unchanged. Every word of the world is one token with a space before it and one without; every other word falls into bytes.
+    Byte-level, so it encodes any text and gives it back unchanged. Every word of the world is one token with a space before it and one
+    without; every other word falls into bytes.
     """
     words = ["system", "user", "assistant", *world.vocabulary()]
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(_byte_level(space + word) for word in words for space in ("", " "))]
@@ -60,7 +69,7 @@ def build_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
-    """The untrained model, saved to `folder` (in which `build_tokenizer` has been)."""
+    """The untrained model, saved to `folder`, where `build_tokenizer` has been. All weights but those of `_plant_copying` are random."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -70,8 +79,9 @@ def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         intermediate_size=384,
         max_position_embeddings=CONTEXT_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
-        initializer_range=0.05,
+        initializer_range=WEIGHT_STD,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -80,8 +90,47 @@ def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
+        _plant_copying(model)
     model.save_pretrained(folder)
     return model
+
+
+@torch.no_grad()
+def _plant_copying(model: Qwen2ForCausalLM) -> None:
+    """Starts the first head group of the first two layers as an induction circuit (arXiv 2209.11895): "what followed this token earlier?".
+
+    A model this small finds copying by itself only after hundreds of steps, or never, depending on the seed; from here it takes tens.
+    Layer 0 attends to the previous token and notes it in the residual stream, turned by `frame` so that it is not taken for the token
+    itself. Layer 1 looks for notes of the current token and copies the token they stand at. Both are ordinary weights, trained on.
+    """
+    config = model.config
+    size, dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+    assert config.num_key_value_heads, "build_model sets it"
+    group = config.num_attention_heads // config.num_key_value_heads
+    angles = ROPE_THETA ** (-torch.arange(0, dim, 2) / dim)  # a position turns each pair of dimensions by this
+    frame, shared, copied = (torch.linalg.qr(torch.randn(size, size))[0] for _ in range(3))
+    shared, copied = shared[:dim], copied[:dim]
+    # Tokens are compared where the rotary embedding hardly turns over the length of a context.
+    compared = MATCH_SCALE * shared * (angles < SLOW_ANGLE).float().repeat(2).unsqueeze(1)
+
+    model.model.embed_tokens.weight *= EMBEDDING_STD / WEIGHT_STD
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight *= RESIDUAL_SCALE
+        layer.mlp.down_proj.weight *= RESIDUAL_SCALE
+
+    previous, match = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    queries, keys = slice(0, group * dim), slice(0, dim)
+    # The same constant key everywhere, and a query turned back by one position: they fit where the key is one position behind.
+    previous.k_proj.weight[keys] = 0.0
+    previous.q_proj.weight[queries] = 0.0
+    previous.k_proj.bias[keys] = PREVIOUS_BIAS * torch.cat([torch.ones_like(angles), torch.zeros_like(angles)])
+    previous.q_proj.bias[queries] = PREVIOUS_BIAS * torch.cat([angles.cos(), -angles.sin()]).repeat(group)
+    previous.v_proj.weight[keys] = shared
+    previous.o_proj.weight[:, queries] = WRITE_SCALE / group * (frame @ shared.T).repeat(1, group)
+    match.q_proj.weight[queries] = compared.repeat(group, 1)
+    match.k_proj.weight[keys] = compared @ frame.T
+    match.v_proj.weight[keys] = copied
+    match.o_proj.weight[:, queries] = WRITE_SCALE / group * copied.T.repeat(1, group)
 
 
 def _byte_level(text: str) -> str:
