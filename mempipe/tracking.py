@@ -68,7 +68,7 @@ class Tracker:
         self._file = _MetricsFile(folder / "metrics.jsonl")
         self._writer: _Writer | None = None
         if config.enabled:
-            run_config = _without_credentials(run_config)
+            run_config = without_credentials(run_config)
             store = _Store(config, folder=folder, run_name=run_name, run_config=run_config, resume_run_id=resume_run_id)
             self._writer = _Writer(store)
 
@@ -137,6 +137,15 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
     """`tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs beside this run's folder."""
     return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
+
+
+def without_credentials(value: Any) -> Any:
+    """Nested plain values, with user and password taken out of every URI."""
+    if isinstance(value, Mapping):
+        return {name: without_credentials(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(item) for item in value]
+    return _public(value) if isinstance(value, str) else value
 
 
 def _local_uri(folder: str | Path) -> str:
@@ -393,14 +402,6 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif len(text := str(value)) < _MAX_PARAM_CHARS and len(key) <= 250:
             flat[key] = text
     return flat
-
-
-def _without_credentials(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_credentials(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_credentials(item) for item in value]
-    return _public(value) if isinstance(value, str) else value
 
 
 def _public(uri: str) -> str:

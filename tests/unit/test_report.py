@@ -1,0 +1,305 @@
+"""The report of a run: its numbers, and a page in which hostile text is text."""
+
+import dataclasses
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from mempipe.config import RunConfig, TrackingConfig, WorldConfig
+from mempipe.data.trajectories import write_trajectories
+from mempipe.evaluation.charts import Bar, BarGroup, Series, bar_chart, line_chart, number, percent, share_bar, whole_percent
+from mempipe.evaluation.markup import Markup, element, fragment
+from mempipe.evaluation.report import ReportData, em_interval, read_report_data, summarise, write_report
+from mempipe.evaluation.report_examples import choose_examples, memory_diff
+from mempipe.evaluation.statistics import wilson_interval
+from mempipe.tracking import Tracker
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
+
+HOSTILE = """</style></script><script>alert(1)</script><img src=x onerror="alert(2)"><svg/onload=alert(3)>'"&lt;]]><!-- \x00\x1b \u202e"""
+
+
+def make_group(label: str, index: int, *, em: float, hops: int = 1, text: str = "", num_members: int = 1) -> Group:
+    question = Question(
+        id=f"q{index}",
+        text=text or f"Question {index}?",
+        golden_answers=[text or "Oslo"],
+        num_hops=hops,
+        evidence=[Evidence(passage_id="p", value="Oslo")],
+    )
+    search = Search(
+        query="x", num_passages=1, passages=[Passage(id="p", title=text or "T", text=text or "Ann lives in Oslo.")], snapshot="s"
+    )
+    turns = [
+        Context(
+            index=0,
+            token_ids=[0] * 30,
+            loss_mask=[0] * 10 + [1] * 5 + [0] * 10 + [1] * 5,
+            logprobs=[0.0] * 30,
+            policy_versions=[-1] * 30,
+            num_prompt_tokens=10,
+            num_question_tokens=3,
+            num_memory_tokens=0,
+            num_observation_tokens=8,
+            action=text or "search",
+            searches=[search],
+            memory_after=text or "Ann Oslo",
+            num_new_memory_tokens=2,
+        ),
+        Context(
+            index=1,
+            token_ids=[0] * 14,
+            loss_mask=[0] * 12 + [1] * 2,
+            logprobs=[0.0] * 14,
+            policy_versions=[-1] * 14,
+            num_prompt_tokens=12,
+            num_question_tokens=3,
+            num_memory_tokens=2,
+            action=text or "answer",
+            memory_before=text or "Ann Oslo",
+        ),
+    ]
+    group_id = f"{label}/q{index}"
+    trajectories = [
+        Trajectory(
+            id=f"{group_id}/{member}",
+            group_id=group_id,
+            member=member,
+            contexts=turns,
+            end_reason=EndReason.ANSWERED,
+            answer=text or "Oslo",
+            reward=em,
+            em=em,
+            f1=em,
+        )
+        for member in range(num_members)
+    ]
+    return Group(id=group_id, question=question, trajectories=trajectories)
+
+
+def make_groups(label: str, scores: list[float], **changes) -> list[Group]:
+    return [make_group(label, index, em=em, hops=1 + index % 2, **changes) for index, em in enumerate(scores)]
+
+
+def make_data(**changes) -> ReportData:
+    rows = [{"step": step, "time": 0.0, "reward": step / 10, "em": step / 20, "seconds/learn": 2.0, "seconds/step": 3.0} for step in (1, 2)]
+    settings = RunConfig(name="tiny", seed=7).model_dump(mode="json")
+    data = ReportData(
+        settings=settings,
+        metrics=rows,
+        before=make_groups("before", [0, 0, 1, 0]),
+        after=make_groups("after", [1, 1, 0, 1]),
+        seconds={"prepare": 1.5, "train": 6.0},
+        num_steps=2,
+    )
+    return dataclasses.replace(data, **changes)
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page, as a browser would take them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def handle_comment(self, data):
+        raise AssertionError(f"comment {data!r}")
+
+
+def test_numbers_of_the_report():
+    numbers = summarise(make_data())
+    assert (numbers["em_start"], numbers["em_end"], numbers["num_questions"]) == (0.25, 0.75, 4)
+    assert numbers["em_end_low"] == wilson_interval(3, 4).low and numbers["em_end_high"] == wilson_interval(3, 4).high
+    assert numbers["em_difference"] == 0.5
+    assert (numbers["questions_gained"], numbers["questions_lost"], numbers["mcnemar_p"]) == (3, 1, 2 * (1 + 4) / 2**4)
+    assert (numbers["em_1_hops_end"], numbers["em_2_hops_end"], numbers["num_questions_1_hops"]) == (0.5, 1.0, 2)
+    assert (numbers["kept_rate_end"], numbers["found_rate_start"], numbers["early_answer_rate_end"]) == (1.0, 1.0, 0.0)
+    assert (numbers["context_tokens_per_turn"], numbers["full_history_tokens_per_turn"]) == (11.0, (10 + 23) / 2)
+    assert (numbers["seconds_prepare"], numbers["seconds_train"], numbers["seconds_total"]) == (1.5, 6.0, 7.5)
+    assert numbers["seconds_train_learn"] == 4.0 and "seconds_train_step" not in numbers
+    assert (numbers["num_steps"], numbers["seed"], numbers["name"]) == (2, 7, "tiny")
+    assert all(value is None or isinstance(value, int | float | str) for value in numbers.values())
+
+
+def test_questions_asked_several_times_get_a_bootstrap_interval():
+    groups = make_groups("after", [1.0, 0.5, 0.0, 0.5], num_members=2)
+    interval = em_interval(groups)
+    assert interval.value == 0.5 and 0.0 <= interval.low < 0.5 < interval.high <= 1.0
+    assert "mcnemar_p" not in summarise(make_data(after=groups))
+
+
+def test_only_the_same_questions_are_compared():
+    data = make_data(after=[make_group("after", 2, em=0.0), make_group("after", 99, em=1.0)])
+    numbers = summarise(data)
+    assert numbers["em_difference"] == -1.0 and numbers["questions_lost"] == 1
+    assert "em_difference" not in summarise(make_data(after=[make_group("after", 99, em=1.0)]))
+
+
+def test_a_report_is_made_from_what_a_run_saved(tmp_path):
+    data = make_data(folder=str(tmp_path))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dict(data.settings)))
+    (tmp_path / "state.json").write_text(json.dumps({"seconds": dict(data.seconds), "num_steps": 2, "finished": False}))
+    tracker = Tracker(TrackingConfig(enabled=False), folder=tmp_path, run_name="tiny", run_config={})
+    for row in data.metrics:
+        tracker.log_metrics({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
+    tracker.finish()
+    write_trajectories(tmp_path / "evaluation" / "before.parquet", data.before)
+    write_trajectories(tmp_path / "evaluation" / "after.parquet", data.after)
+
+    read = read_report_data(tmp_path)
+    assert (read.settings, read.before, read.after, read.seconds) == (data.settings, data.before, data.after, data.seconds)
+    paths = write_report(tmp_path)
+    assert [path.name for path in paths] == ["report.html", "report.json"]
+    assert json.loads(paths[1].read_text()) == summarise(data)
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"before": []},
+        {"after": []},
+        {"before": [], "after": []},
+        {"metrics": []},
+        {"seconds": {}},
+        {"settings": {}},
+        {"settings": {}, "before": [], "after": [], "metrics": [], "seconds": {}, "num_steps": 0},
+    ],
+)
+def test_a_report_leaves_out_what_it_cannot_know(tmp_path, missing):
+    page, table = write_report(tmp_path, make_data(**missing))
+    numbers = json.loads(table.read_text())
+    assert ("em_start" in numbers) == bool(missing.get("before", True)) and ("em_end" in numbers) == bool(missing.get("after", True))
+    parsed = Page(page.read_text())
+    assert not parsed.open and "How to go on" in parsed.text
+
+
+def test_report_json_is_strict_json(tmp_path):
+    rows = [{"step": 1, "em": math.nan, "reward": math.nan, "seconds/learn": math.nan, "kl_ref": math.inf}]
+    _, table = write_report(tmp_path, make_data(metrics=rows, seconds={"train": math.nan}))
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(table.read_text(), parse_constant=refuse)["seconds_train"] is None
+
+
+def test_hostile_text_stays_text(tmp_path):
+    settings = RunConfig(name=HOSTILE, world=WorldConfig()).model_dump(mode="json") | {HOSTILE: HOSTILE}
+    hostile = {"before": make_groups("before", [0, 0], text=HOSTILE), "after": make_groups("after", [1, 0], text=HOSTILE)}
+    page, _ = write_report(tmp_path / "hostile", make_data(settings=settings, seconds={HOSTILE: 1.0}, folder=HOSTILE, **hostile))
+    plain, _ = write_report(tmp_path / "plain", make_data())
+    parsed = Page(page.read_text(encoding="utf-8"))
+    assert parsed.tags <= Page(plain.read_text(encoding="utf-8")).tags | {"title"}
+    assert not parsed.tags & {"script", "img", "iframe", "object", "link", "a"}
+    assert not [name for name in parsed.attributes if name.startswith("on")] and not parsed.attributes & {"src", "href", "style"}
+    seen = HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd")
+    assert parsed.text.count(seen) > 20
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path):
+    page, _ = write_report(tmp_path, make_data())
+    text = page.read_text()
+    assert "default-src 'none'" in html.unescape(text)
+    assert not re.search(r"url\(|@import|https?://|src=|href=", text)
+
+
+def test_passwords_in_settings_are_not_shown(tmp_path):
+    settings = RunConfig(tracking=TrackingConfig(uri="https://me:secret@host/x")).model_dump(mode="json")
+    page, table = write_report(tmp_path, make_data(settings=settings))
+    assert "secret" not in page.read_text() + table.read_text() and "https://***@host/x" in page.read_text()
+
+
+def test_lone_surrogates_do_not_stop_a_report(tmp_path):
+    page, _ = write_report(tmp_path, make_data(after=make_groups("after", [1, 1], text="a\ud800b")))
+    assert "a\ufffdb" in page.read_text(encoding="utf-8")
+
+
+def test_examples_show_repairs_with_different_hops_and_one_failure():
+    scores = [(0, 1, 3), (0, 1, 3), (0, 1, 2), (0, 0, 1), (1, 1, 3)]
+    before = [make_group("before", i, em=first, hops=hops) for i, (first, _, hops) in enumerate(scores)]
+    after = [make_group("after", i, em=last, hops=hops) for i, (_, last, hops) in enumerate(scores)]
+    assert [pair[1].question.id for pair in choose_examples(before, after)] == ["q0", "q2", "q3"]
+    assert [pair[1].question.id for pair in choose_examples(before[4:], after[4:])] == ["q4"]
+    assert choose_examples(before, []) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "", '<span class="nothing">empty</span>'),
+        ("a b", "a b", "a b "),
+        ("", "a b", "<ins>a b</ins> "),
+        ("a b", "", "<del>a b</del> "),
+        ("a b c", "a x c", "a <del>b</del> <ins>x</ins> c "),
+        ("<b>", "<i>", "<del>&lt;b&gt;</del> <ins>&lt;i&gt;</ins> "),
+    ],
+)
+def test_memory_diff_marks_added_and_dropped_words(before, after, expected):
+    assert memory_diff(before, after) == expected
+
+
+def test_elements_escape_strings_and_keep_markup():
+    inner = element("b", "<&>")
+    assert inner == "<b>&lt;&amp;&gt;</b>"
+    assert element("p", inner, None, "\"'", class_='x"y', hidden=None) == '<p class="x&quot;y"><b>&lt;&amp;&gt;</b>&quot;&#x27;</p>'
+    assert element("line", x1=1.0, stroke_width=0.333) == '<line x1="1" stroke-width="0.33"/>'
+    assert fragment("<", Markup("<")) == "&lt;<" and isinstance(fragment(), Markup)
+
+
+def test_a_gap_in_the_numbers_is_a_gap_in_the_line():
+    points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0), (4, 5.0), (5, math.inf), (6, 1.0)]
+    chart = line_chart([Series(label="x", style="after", points=points)], title="t", x_label="step")
+    assert chart.count("<polyline") == 2 and chart.count("<circle") == 1 and "nan" not in chart
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, -3.0, 7.0, 1e12])
+def test_a_constant_line_can_be_drawn(value):
+    chart = line_chart([Series(label="x", style="after", points=[(5, value)])], title="t", x_label="step")
+    assert "<circle" in chart and "nan" not in chart and "inf" not in chart
+
+
+def test_bars_are_as_high_as_their_values():
+    chart = bar_chart(
+        [BarGroup(label="a", bars=[Bar(value=0.5, style="x"), Bar(value=1.0, style="x", low=0.9, high=1.0)])], title="t", y_max=1.0
+    )
+    half, full = (float(height) for height in re.findall(r'height="([\d.]+)"', chart))
+    assert math.isclose(2 * half, full) and chart.count('class="interval"') == 1
+
+
+def test_shares_fill_the_bar():
+    widths = [
+        float(width) for width in re.findall(r'<rect x="[\d.]+" y="0" width="([\d.]+)"', share_bar([("a", 3.0), ("b", 1.0)], title="t"))
+    ]
+    assert widths == [1120 * 0.75 - 2, 1120 * 0.25 - 2]
+
+
+def test_numbers_are_short():
+    assert [percent(v) for v in (0.625, 1.0, 0.0)] == ["62.5 %", "100 %", "0 %"]
+    assert [whole_percent(v) for v in (0.625, 0.001, 0.0)] == ["62 %", "<1 %", "0 %"]
+    assert [number(v) for v in (0, 3.14159, 12345.6, 0.00012, 2.0)] == ["0", "3.14", "12,346", "1.2e-04", "2"]
