@@ -305,22 +305,35 @@ MESSAGES = [CALL, THINK_AND_CALL, NOTE, ANSWER, f"<memory>{HOSTILE}</memory>", f
 JSON = ['{"name": "wikipedia_search", "arguments": {"query": "', '"top_n": ' + "9" * 300, "[" * 200, "\\ud800"]
 TEXTS = st.lists(st.one_of(st.sampled_from([*FRAGMENTS, *MESSAGES, *JSON]), st.text(max_size=5)), max_size=6).map("".join)
 SAMPLES = st.one_of(st.lists(IDS, max_size=40), st.one_of(TEXTS, st.sampled_from(MESSAGES)).map(TOKENIZER.encode_template))
-STEPS = st.tuples(SAMPLES, st.sampled_from([[], [min(TOKENIZER.stop_token_ids)], [0]])).map(lambda step: [*step[0], *step[1]])
+STOPS = st.sampled_from([[LAYOUT.closing_id]] * 8 + [[], [0]])
+
+
+def between(opening: str, closing: str) -> st.SearchStrategy[list[int]]:
+    return SAMPLES.map(lambda ids: [*TOKENIZER.encode_template(opening), *ids, *TOKENIZER.encode_template(closing)])
+
+
+def exactly(*texts: str) -> st.SearchStrategy[list[int]]:
+    return st.sampled_from([TOKENIZER.encode_template(text) for text in texts])
+
+
+ACTIONS = st.one_of(exactly(THINK_AND_CALL, CALL * 2, ANSWER), SAMPLES, between("", CALL), between("t</think><tool_call>", "</tool_call>"))
+MEMORIES = st.one_of(exactly(NOTE, f"<memory>{'ZX' * 50}</memory>"), SAMPLES, between("<memory>", "</memory>"), between(NOTE, ""))
+TURNS = st.lists(st.tuples(ACTIONS, STOPS, MEMORIES, STOPS), min_size=5, max_size=5)
 UNTRUSTED = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    steps=st.lists(STEPS, min_size=1, max_size=4),
+    turns=TURNS,
     question=st.text(max_size=40),
     passages=st.lists(UNTRUSTED, max_size=3),
     memory_tokens=st.integers(1, 40),
-    observation_tokens=st.integers(1, 200),
+    observation_tokens=st.integers(80, 600),
     on_overflow=st.sampled_from(["cut", "end"]),
 )
-def test_promise_3_budget_is_law_whatever_is_sampled_and_found(steps, question, passages, memory_tokens, observation_tokens, on_overflow):
+def test_promise_3_budget_is_law_whatever_is_sampled_and_found(turns, question, passages, memory_tokens, observation_tokens, on_overflow):
     layout = build_layout(TOKENIZER, memory_tokens=memory_tokens, observation_tokens=observation_tokens, on_overflow=on_overflow)
-    script = [step for pair in zip(steps * 5, [TOKENIZER.encode_template(NOTE), *steps] * 5, strict=False) for step in pair]
+    script = [step for action, stop, memory, last_stop in turns for step in (action + stop, memory + last_stop)]
     library = Library(*(Passage(id=str(i), title=text, text=text) for i, text in enumerate(passages)))
     trajectory = run(layout, script, question=build_question(question), search=library)
     assert_within_budget(layout, trajectory)
