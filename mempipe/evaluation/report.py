@@ -22,7 +22,8 @@ from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.memory_quality import rollout_metrics
 from mempipe.evaluation.report_page import render_page
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
-from mempipe.tracking import read_metrics, without_credentials
+from mempipe.mlflow_writer import without_credentials
+from mempipe.tracking import read_metrics
 from mempipe.types import Group
 
 Number = float | int | str | None
