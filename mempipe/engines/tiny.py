@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import AddedToken, pre_tokenizers, trainers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from mempipe.data import world
 
@@ -43,34 +44,37 @@ WRITE_SCALE = 0.3
 SLOW_ANGLE = 0.02  # radians per position
 
 
-def build_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     """The tokenizer, saved to `folder`.
 
     Byte-level, so it encodes any text and gives it back unchanged. Every word of the world is one token with a space before it and one
-    without; every other word falls into bytes.
+    without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows nothing else.
     """
     words = ["system", "user", "assistant", *world.vocabulary()]
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(_byte_level(space + word) for word in words for space in ("", " "))]
-    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    bpe = Qwen2Tokenizer().backend_tokenizer  # Qwen2's way of cutting text into words
+    trainer = trainers.BpeTrainer(
+        vocab_size=1_000_000, min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([space + word for word in words for space in ("", " ")], trainer)
+    learned = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(learned["vocab"]) if token not in SPECIAL_TOKENS},
+        merges=[tuple(pair) for pair in learned["merges"]],
+        unk_token=None,
         eos_token=MESSAGE_END,
         pad_token=END_OF_TEXT,
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(folder)
-    return wrapped
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
     """The untrained model, saved to `folder`, where `build_tokenizer` has been. All weights but those of `_plant_copying` are random."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -131,8 +135,3 @@ def _plant_copying(model: Qwen2ForCausalLM) -> None:
     match.k_proj.weight[keys] = compared @ frame.T
     match.v_proj.weight[keys] = copied
     match.o_proj.weight[:, queries] = WRITE_SCALE / group * copied.T.repeat(1, group)
-
-
-def _byte_level(text: str) -> str:
-    """The text in the byte-level alphabet, in which vocabularies are written."""
-    return "".join(piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text))
