@@ -21,10 +21,11 @@ Questions without evidence count for memory tokens, truncation, copying and comp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -98,12 +99,11 @@ def contains_value(text: str, value: str) -> bool:
 
     A value of articles only is matched as words, one of punctuation only as it is; an empty one is in no text.
     """
-    wanted, words = _words(value), _words(text)
-    if not wanted:  # nothing but articles or punctuation
-        wanted, words = _all_words(value), _all_words(text)
-    if not wanted:
-        return bool(value.strip()) and value.strip() in text
-    return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))
+    if _words(value):
+        return _spaced(_words(value)) in _spaced(_words(text))
+    if _all_words(value):  # nothing but articles
+        return _spaced(_all_words(value)) in _spaced(_all_words(text))
+    return bool(value.strip()) and value.strip() in text
 
 
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
@@ -189,13 +189,18 @@ def _memory_counts(context: Context) -> MemoryQuality:
     )
 
 
-def _num_copied(words: list[str], sources: list[list[str]]) -> int:
-    runs = {tuple(source[i : i + _COPY_WORDS]) for source in sources for i in range(len(source) - _COPY_WORDS + 1)}
+def _num_copied(words: Sequence[str], sources: Sequence[Sequence[str]]) -> int:
+    known = {run for source in sources for run in _runs(source)}
     copied: set[int] = set()
-    for start in range(len(words) - _COPY_WORDS + 1):
-        if tuple(words[start : start + _COPY_WORDS]) in runs:
+    for start, run in enumerate(_runs(words)):
+        if run in known:
             copied.update(range(start, start + _COPY_WORDS))
     return len(copied)
+
+
+def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every run of `_COPY_WORDS` consecutive words."""
+    return zip(*(words[offset:] for offset in range(_COPY_WORDS)), strict=False)
 
 
 def _is_memory_turn(trajectory: Trajectory, index: int) -> bool:
@@ -210,15 +215,24 @@ def _num_action_tokens(context: Context) -> int:
 
 
 def _staleness(contexts: Sequence[Context], policy_version: int) -> dict[str, float]:
-    lags = Counter(policy_version - version for context in contexts for version in context.policy_versions if version >= 0)
+    versions: Counter[int] = Counter()
+    for context in contexts:
+        versions.update(context.policy_versions)
+    lags = Counter({policy_version - version: count for version, count in versions.items() if version >= 0})
     if not lags:
         return {}
     mean = sum(lag * count for lag, count in lags.items()) / lags.total()
     return {"staleness_mean": mean, "staleness_max": float(max(lags))}
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in _all_words(text) if word not in _ARTICLES]
+def _spaced(words: Sequence[str]) -> str:
+    """The words with a space before and after each, so that looking up a text finds whole words only."""
+    return f" {' '.join(words)} "
+
+
+@functools.lru_cache(maxsize=4096)  # the memory that a turn leaves is the one that the next turn starts from
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in _all_words(text) if word not in _ARTICLES)
 
 
 def _all_words(text: str) -> list[str]:
