@@ -232,7 +232,7 @@ def _spaced(words: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the memory that a turn leaves is the one that the next turn starts from
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in _all_words(text) if word not in _ARTICLES)
+    return tuple([word for word in _all_words(text) if word not in _ARTICLES])
 
 
 def _all_words(text: str) -> list[str]:
