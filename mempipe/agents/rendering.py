@@ -52,7 +52,7 @@ class Layout:
         self._prompt = _pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
         self._reply = _pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
         self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
-        self.closing_id = self._taken_closing_id(chat.after_action)
+        self.closing_id = self._take_closing_id(chat.after_action)
         self._role_marks = _role_marks(tokenizer, chat.skeleton)
         self._passage, self._separator = self._checked_passage(prompts)
         self.template_tokens = sum(map(len, self._prompt.literals)) + sum(map(len, self._reply.literals)) + 1  # the closing id
@@ -109,7 +109,7 @@ class Layout:
             pieces.append(self.encode(text if index == 1 else self._separator + text))
         return pieces
 
-    def _taken_closing_id(self, after_action: str) -> int:
+    def _take_closing_id(self, after_action: str) -> int:
         """Takes the token that ends an assistant message off the reply: the policy samples it."""
         closing, self._reply.literals[0] = self._reply.literals[0][:1], self._reply.literals[0][1:]
         stops = self.tokenizer.stop_token_ids
@@ -236,5 +236,6 @@ def _split_at(mark: str, text: str) -> tuple[str, str]:
 
 def _role_marks(tokenizer: Tokenizer, skeleton: str) -> frozenset[int]:
     """Special tokens of the template that are no protocol tags."""
+    template = skeleton.translate({ord(mark): None for mark in (SYSTEM, USER, ACTION, OBSERVATION)})
     tags = {i for tag in TAGS for i in tokenizer.encode_template(f"<{tag}></{tag}>")}
-    return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(skeleton)) - tags)
+    return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(template)) - tags)

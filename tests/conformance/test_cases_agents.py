@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from conformance.cases_agents import ADAPTERS, BOXES, DIFFERENCES, FORMAT_CALL, LAST_ANSWER, ROLLOUT, SEARCH, CharTokenizer
+from conformance.cases_agents import ADAPTERS, BOXES, DIFFERENCES, FORMAT_CALL, LAST_ANSWER, POST, ROLLOUT, SEARCH, CharTokenizer
 from conformance.run_cases import run_cases
 
 QUERY = json.dumps({"name": "wikipedia_search", "arguments": {"query": "q"}})
 THREE = json.dumps({"name": "wikipedia_search", "arguments": {"query": "q", "top_n": 3}})
-OBSERVED = {
-    "observation": '"A"\na\\n\\n',
-    "post": {"url": "http://127.0.0.1:8000/search", "json": {"query": "q", "top_n": 3}, "timeout": 10},
-}
+OBSERVED = {"observation": '"A"\na\\n\\n', "post": {**POST, "json": {"query": "q", "top_n": 3}}}
+CALLED = f"t</think><tool_call>{THREE}</tool_call>"
 PROMPT = "<|im_start|>user\n<question> {} </question>\n\n<memory> {} </memory><|im_end|>\n<|im_start|>assistant\n<think>"
 ANSWER = [[1, "t</think>\\boxed{x}<|im_end|>"]]
 
