@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from types import TracebackType
@@ -42,7 +43,7 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def advance(self, by: int = 1, **numbers: float) -> None:
+    def advance(self, by: int = 1, /, **numbers: float) -> None:
         self._done += by
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._bar:
@@ -56,8 +57,9 @@ class Progress:
         (self._bar.console if self._bar else self._console).print(text)
 
 
-def closing_table(run: Run, report: dict[str, float]) -> None:
+def closing_table(run: Run) -> None:
     """What came out, where it lies, and what to type next."""
+    report = json.loads((run.folder / "report.json").read_text())
     console = Console()
     table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
     for column in ("", "before", "after"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
-from mempipe.data.qa import write_questions
-from mempipe.engines.retrieval import HashingEncoder, build_index
-
 from mempipe.config import ConfigError, RunConfig
+from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions, make_worlds
+from mempipe.engines.retrieval import HashingEncoder, build_index
 from mempipe.runs import Run
 
 NUM_HELD_OUT_WORLDS = 8
@@ -19,11 +18,8 @@ def prepare(run: Run) -> RunConfig:
     """The config with every path filled in; what is already in the run's folder is kept."""
     config = run.config
     if config.world is None:
-        for setting, value in (
-            ("model.path", config.model.path),
-            ("data.train", config.data.train),
-            ("retrieval.index", config.retrieval.index),
-        ):
+        paths = {"model.path": config.model.path, "data.train": config.data.train, "retrieval.index": config.retrieval.index}
+        for setting, value in paths.items():
             if not value:
                 raise ConfigError(f"{setting} is empty; a run without a `world` needs it")
         return config
@@ -31,12 +27,11 @@ def prepare(run: Run) -> RunConfig:
     index, model = run.folder / "index", run.folder / "model"
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
     if not validation.exists():
-        write_questions(train, make_questions(train_worlds, config.world.num_train_questions, seed=config.seed, hops=config.world.hops))
-        write_questions(
-            validation, make_questions(held_out, config.world.num_validation_questions, seed=config.seed, hops=config.world.hops)
-        )
+        wanted, seed, hops = config.world, config.seed, config.world.hops
+        write_questions(train, make_questions(train_worlds, wanted.num_train_questions, seed=seed, hops=hops))
+        write_questions(validation, make_questions(held_out, wanted.num_validation_questions, seed=seed, hops=hops))
     if not index.exists():
-        passages = (dataclasses.replace(p, partition=world.id) for world in [*train_worlds, *held_out] for p in world.passages)
+        passages = (replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages)
         build_index(passages, index, encoder=HashingEncoder())
     if not model.exists():
         _make_model(model, seed=config.seed)

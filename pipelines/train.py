@@ -20,16 +20,15 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
-from mempipe.data.qa import read_questions
-from mempipe.evaluation.report import write_report
-
 from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
 from mempipe.config import RunConfig, SamplingConfig
+from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.memory_quality import rollout_metrics
+from mempipe.evaluation.report import write_report
 from mempipe.progress import Progress, closing_table
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
@@ -128,7 +127,7 @@ def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[
             tracker.log_metrics(metrics, step=step + 1)
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
-            progress.advance(**{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
+            progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
     run.add_seconds("train", time.perf_counter() - training)
 
 

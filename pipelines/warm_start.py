@@ -18,6 +18,7 @@ from mempipe.actors.learner_group import LearnerGroup
 from mempipe.agents import make_agent
 from mempipe.agents.protocol import Tokenizer
 from mempipe.config import OptimizerConfig, RunConfig, WarmStartConfig
+from mempipe.data.qa import read_questions
 from mempipe.data.world import Drill, ScriptedPolicy, drills, make_questions
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
 from mempipe.engines.tokenizer import load_tokenizer
@@ -56,6 +57,7 @@ def drill(learners: LearnerGroup, tokenizer: Tokenizer, config: RunConfig, setti
         drill_sample(d, tokenizer, i) for i, d in enumerate(islice(drills(train_worlds, seed=config.seed), settings.max_drill_samples))
     )
     recent: deque[float] = deque(maxlen=GATE_WINDOW)
+    mean = float("inf")
     with Progress("drill", total=settings.max_drill_samples) as progress:
         for call in _calls(samples, config, settings.tokens_per_step):
             reports = learners.step(call.updates)
@@ -70,7 +72,8 @@ def drill(learners: LearnerGroup, tokenizer: Tokenizer, config: RunConfig, setti
 def imitate(learners: LearnerGroup, tokenizer: Tokenizer, config: RunConfig, settings: WarmStartConfig) -> None:
     """One pass over the scripted trajectories."""
     train_worlds, _ = worlds(config)
-    questions = make_questions(train_worlds, settings.num_trajectories, seed=config.seed + 1, hops=config.world.hops)
+    hops = sorted({question.num_hops for question in read_questions(config.data.train)})
+    questions = make_questions(train_worlds, settings.num_trajectories, seed=config.seed + 1, hops=hops)
     trajectories = asyncio.run(scripted_trajectories(questions, tokenizer, config))
     samples = [sample for trajectory in trajectories for sample in to_samples(replace(trajectory, advantage=1.0))]
     random.Random(config.seed).shuffle(samples)

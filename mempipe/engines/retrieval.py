@@ -83,6 +83,7 @@ class HashingEncoder:
 
     def _counts(self, texts: Sequence[str]) -> Any:
         counts = self._words.transform([text.encode("utf-8", "replace").decode() for text in texts])
+        counts.eliminate_zeros()  # two words that hash to opposite signs of one place
         counts.data = np.sign(counts.data) * (1 + np.log(np.abs(counts.data)))
         return counts
 
