@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish
+from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, WeightHandle, publish
 from mempipe.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -70,12 +70,15 @@ class Generator:
         self._device = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self._transfer = transfer
         self._engine: AsyncLLM | None = None
+        self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
         self._vocab_size = 0
         self._ids = itertools.count()
         self._connected = False
         self._update = asyncio.Lock()
         self._open = asyncio.Event()  # cleared while weights are replaced
         self._idle = asyncio.Event()  # set while no completion is under way
+        self._idle.set()
+        self._open.set()
         self._under_way = 0
         self._transfer_failure: str | None = None
 
@@ -90,10 +93,9 @@ class Generator:
                 self._model, self._config, max_model_len=self.max_model_len, seed=self._seed, device=self._device, transfer=self._transfer
             )
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._death = self._engine.output_handler
         self._vocab_size = self._engine.model_config.get_vocab_size()
         await self._call("weight version", self._engine.update_weight_version(str(self.policy_version)))
-        self._idle.set()
-        self._open.set()
 
     async def generate(
         self,
@@ -153,6 +155,7 @@ class Generator:
             self._open.clear()
             try:
                 await self._idle.wait()
+                self._live()
                 self._transfer_failure = f"the engine holds no whole set of weights: loading version {policy_version} failed"
                 with self._as_handle(weights, policy_version) as handle:
                     await self._replace(handle, policy_version)
@@ -167,8 +170,8 @@ class Generator:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine, self._engine = self._engine, None
-        if engine.output_handler is not None:
-            engine.output_handler.cancel()
+        if self._death is not None:
+            self._death.cancel()
         engine.output_processor.propagate_error(EngineDeadError())
         await asyncio.to_thread(engine.shutdown)
 
@@ -213,12 +216,10 @@ class Generator:
     @contextlib.asynccontextmanager
     async def _entered(self) -> AsyncIterator[AsyncLLM]:
         """Counts one completion as under way, once no weights are being replaced."""
-        while not self._open.is_set():
-            self._live()
-            await self._open.wait()
+        await self._open.wait()
+        engine = self._live()
         if self._transfer_failure is not None:
             raise WeightTransferFailed(self._transfer_failure)
-        engine = self._live()
         self._under_way += 1
         self._idle.clear()
         try:
@@ -234,6 +235,7 @@ class Generator:
         return self._engine
 
     def _check(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        self._live()
         if not len(token_ids) or max_tokens < 1:
             raise ValueError(f"{len(token_ids)} prompt ids and max_tokens {max_tokens}; both must be at least 1")
         if len(token_ids) + max_tokens > self.max_model_len:
@@ -243,16 +245,20 @@ class Generator:
 
     async def _call(self, phase: str, call: Awaitable[T]) -> T:
         """The result of one control call. vLLM leaves such calls waiting for ever when the engine dies, so death is watched for."""
-        assert self._engine is not None and self._engine.output_handler is not None
-        death = self._engine.output_handler
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert self._death is not None, "vLLM reads outputs from the moment it is built inside an event loop"
         task = asyncio.ensure_future(call)
-        await asyncio.wait({task, death}, timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, self._death}, timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            if death.done():
+            if self._death.done():
                 raise EngineDead(f"the engine's process ended during {phase!r}")
             raise WeightTransferFailed(f"{phase!r} did not finish within generation.timeout_s {self._config.timeout_s:g} s")
-        if (error := task.exception()) is not None:
+        error = task.exception()
+        if isinstance(error, EngineDeadError):
+            raise EngineDead(f"the engine's process ended before {phase!r}") from error
+        if error is not None:
             raise WeightTransferFailed(f"{phase!r} failed: {error}") from error
         return task.result()
 
@@ -262,14 +268,12 @@ async def _final_output(engine: AsyncLLM, request_id: str, token_ids: Sequence[i
     from vllm.inputs.engine import tokens_input
     from vllm.outputs import PoolingRequestOutput
 
-    queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params)
     try:
+        queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params)
         output = queue.get_nowait() or await queue.get()
     except asyncio.CancelledError:
-        await engine.abort(queue.request_id, internal=True)
+        await engine.abort(request_id)
         raise
-    finally:
-        queue.close()
     assert not isinstance(output, PoolingRequestOutput), "a text model answers with text"
     return output
 
@@ -335,13 +339,18 @@ def _engine_arguments(
     }
     if device == "cuda":
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
-    # A prompt in one piece: vLLM cannot rewind a CPU generator, which a seeded request in chunks needs.
-    return {**arguments, "enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, 8192)}
+    return {
+        **arguments,
+        "block_size": 32,  # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
+        "enable_chunked_prefill": False,  # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
+        "max_num_batched_tokens": max(max_model_len, 8192),
+    }
 
 
 def _engine_environment(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:
     """Environment variables of the engine's processes."""
     variables = {
+        FRONTEND_PID: str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
@@ -364,11 +373,12 @@ def _engine_environment(config: GenerationConfig, *, device: str, transfer: str)
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The process environment with `variables`, for children that inherit it; afterwards as before, whatever vLLM set as well."""
+    """The process environment with `variables`, for children that inherit it; afterwards as before, without what vLLM set as well."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)

@@ -1,13 +1,17 @@
-"""What mempipe adds inside a vLLM worker process: a weight-transfer backend and, on CPU, weights that can be written in place.
+"""What mempipe adds inside a vLLM worker process: a weight-transfer backend, CPU weights that can be written, an end with its owner.
 
-vLLM imports this module (`worker_extension_cls`) before it loads the model; nothing else should.
+vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all three: import it nowhere else.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -15,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
-from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
+from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, read_weights
 
 
 @dataclass
@@ -84,8 +88,22 @@ def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
-WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
-if current_platform.is_cpu():
-    layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
-    # vLLM compiles one small sampling function even in eager mode; on CPU that costs more at start than it ever gives back.
-    torch.compiler.set_stance("force_eager")
+def end_with(frontend: psutil.Process) -> None:
+    """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down, but one whose front-end was killed would
+    stay, with its memory."""
+    frontend.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install() -> None:
+    """Makes the worker process ours."""
+    WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
+    if current_platform.is_cpu():
+        layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
+        # vLLM compiles one small sampling function even in eager mode, which costs 15 s at start.
+        torch.compiler.set_stance("force_eager")
+    frontend = psutil.Process(int(os.environ[FRONTEND_PID]))
+    threading.Thread(target=end_with, args=(frontend,), daemon=True, name="mempipe-frontend-watch").start()
+
+
+install()

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_qwen2 import build_model, model_scores, prompts
+from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
+from transformers import Qwen2ForCausalLM
 
 from mempipe.config import SamplingConfig
-from mempipe.engines.generation import Generator
+from mempipe.engines.generation import Generator, WeightTransferFailed
 from mempipe.engines.weights import (
     StaleWeights,
+    WeightHandle,
     canary_gap,
     check_canary,
     newest_weights,
@@ -24,14 +26,9 @@ from mempipe.engines.weights import (
     replica_init_info,
 )
 
-CANARY = prompts(3, length=20, seed=99)
 TOLERANCE = 1e-4
 PARAMETER_KINDS = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "model.norm"]
 PARAMETER_KINDS += ["q_proj.weight", "k_proj.bias", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-async def engine_scores(generator: Generator) -> list[list[float]]:
-    return list(await asyncio.gather(*(generator.score(ids) for ids in CANARY)))
 
 
 def test_published_file_holds_the_tensors_and_newest_finds_it(tmp_path):
@@ -102,25 +99,98 @@ def test_nccl_ranks_of_the_engines_follow_each_other():
     assert info["rank_offset"] == 1
 
 
-@pytest.mark.asyncio(loop_scope="session")
+async def engine_scores(generator: Generator) -> list[list[float]]:
+    return list(await asyncio.gather(*(generator.score(ids) for ids in CANARY)))
+
+
+def trained_scores(model: Qwen2ForCausalLM) -> list[list[float]]:
+    return [model_scores(model, ids) for ids in CANARY]
+
+
+def test_before_any_update_the_engine_agrees_with_transformers(served):
+    assert canary_gap(served.scores_at_start, trained_scores(build_model(seed=0))) < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", [*PARAMETER_KINDS, ""])
-async def test_promise_5_served_weights_are_the_trained_weights(shared_generator, tmp_path, kind):
+async def test_promise_5_served_weights_are_the_trained_weights(generator, serve, kind):
     """After one kind of parameter changed (the embedding is the tied output head as well), and after all did."""
-    model = build_model(seed=0)
-    version = shared_generator.policy_version + 1
-    await shared_generator.load_weights(publish(model.state_dict(), tmp_path, version), version)
-    before = await engine_scores(shared_generator)
-    assert canary_gap(before, [model_scores(model, ids) for ids in CANARY]) < TOLERANCE
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if kind in name:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    await shared_generator.load_weights(publish(model.state_dict(), tmp_path, version + 1), version + 1)
-    trained = [model_scores(model, ids) for ids in CANARY]
-    assert check_canary(await engine_scores(shared_generator), trained, tolerance=TOLERANCE) < TOLERANCE
+    before = build_model(seed=0)
+    await serve(before)
+    assert canary_gap(await engine_scores(generator), trained_scores(before)) < TOLERANCE
+    after = changed_model(before, kind)
+    version = await serve(after)
+    assert check_canary(await engine_scores(generator), trained_scores(after), tolerance=TOLERANCE) < TOLERANCE
+    assert canary_gap(trained_scores(before), trained_scores(after)) > 0.01
+    completion = await generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
+    assert completion.policy_version == generator.policy_version == version
+    assert completion.logprobs == pytest.approx(model_scores(after, CANARY[0] + completion.token_ids)[-4:], abs=TOLERANCE)
+
+
+async def test_promise_5_an_engine_that_ignores_updates_fails_the_canary(generator, serve, monkeypatch):
+    before = build_model(seed=0)
+    await serve(before)
+    after = changed_model(before)
+
+    async def ignore(request: object) -> None:
+        """Everything is acknowledged, the version included; only the weights stay."""
+
+    monkeypatch.setattr(generator._engine, "update_weights", ignore)
+    version = await serve(after)
+    assert generator.policy_version == version
     with pytest.raises(StaleWeights):
-        check_canary(before, trained, tolerance=0.01)
-    assert shared_generator.policy_version == version + 1
-    completion = await shared_generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
-    assert completion.policy_version == version + 1
-    assert completion.logprobs == pytest.approx(model_scores(model, CANARY[0] + completion.token_ids)[-4:], abs=TOLERANCE)
+        check_canary(await engine_scores(generator), trained_scores(after), tolerance=0.05)
+
+
+async def test_the_same_prompt_after_a_sync_is_not_answered_from_the_old_prefix_cache(generator, serve, monkeypatch):
+    before = build_model(seed=0)
+    after = changed_model(before)
+    fresh, stale = prompts(2, length=100)  # three whole cache blocks each
+
+    async def gap_after_sync(prompt: list[int]) -> float:
+        """Serves `before`, fills the cache, serves `after`; how far the sampled log-probs are from `after`'s."""
+        await serve(before)
+        await generator.generate(prompt, max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
+        await serve(after)
+        completion = await generator.generate(prompt, max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
+        return canary_gap([completion.logprobs], [model_scores(after, prompt + completion.token_ids)[-4:]])
+
+    assert await gap_after_sync(fresh) < TOLERANCE
+
+    async def keep_the_cache() -> bool:
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator._engine, "reset_prefix_cache", keep_the_cache)
+        assert await gap_after_sync(stale) > 0.01
+    await serve(before)
+
+
+async def test_packed_weights_are_served_and_leave_no_file(generator):
+    model = build_model(seed=3)
+    files = set(Path("/dev/shm").glob("mempipe-*"))
+    await generator.load_weights(pack_weights(model.state_dict()), generator.policy_version + 1)
+    assert canary_gap(await engine_scores(generator), trained_scores(model)) < TOLERANCE
+    assert set(Path("/dev/shm").glob("mempipe-*")) == files
+
+
+async def test_a_failed_transfer_stops_sampling_until_one_succeeds(generator, serve, tmp_path):
+    model = build_model(seed=0)
+    version = await serve(model)
+    handle = publish(model.state_dict(), tmp_path / "damaged", version + 1)
+    damaged = WeightHandle(version=version + 1, update_info={**handle.update_info, "checksum": "0" * 64})
+    with pytest.raises(WeightTransferFailed, match=r"'update' failed.*sha256"):
+        await generator.load_weights(damaged, version + 1)
+    assert generator.policy_version == version
+    with pytest.raises(WeightTransferFailed, match=f"version {version + 1}"):
+        await generator.score(CANARY[0])
+    await serve(model)
+    assert canary_gap(await engine_scores(generator), trained_scores(model)) < TOLERANCE
+
+
+async def test_weights_that_lack_a_parameter_are_refused(generator, serve, tmp_path):
+    weights = build_model(seed=0).state_dict()
+    del weights["model.norm.weight"]
+    version = generator.policy_version + 1
+    with pytest.raises(WeightTransferFailed, match=r"lack model\.norm\.weight"):
+        await generator.load_weights(publish(weights, tmp_path / "partial", version), version)
+    await serve(build_model(seed=0))

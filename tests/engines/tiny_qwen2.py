@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -38,6 +39,17 @@ def build_model(seed: int) -> Qwen2ForCausalLM:
     return model
 
 
+def changed_model(model: Qwen2ForCausalLM, kind: str = "", *, seed: int = 7) -> Qwen2ForCausalLM:
+    """A copy in which the parameters whose name holds `kind` moved."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if kind in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
 @torch.no_grad()
 def model_scores(model: Qwen2ForCausalLM, token_ids: list[int], *, temperature: float = 1.0) -> list[float]:
     """Log-probs of `token_ids[1:]` by transformers."""
@@ -48,6 +60,9 @@ def model_scores(model: Qwen2ForCausalLM, token_ids: list[int], *, temperature: 
 def prompts(num_prompts: int, *, length: int = 24, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB_SIZE, (num_prompts, length), generator=generator).tolist()
+
+
+CANARY = prompts(3, length=20, seed=99)
 
 
 def make_generator(model_path: Path, **settings: object) -> Generator:

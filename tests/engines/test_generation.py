@@ -1,0 +1,249 @@
+"""Ids in, ids out: what was sampled, from which distribution, by which weights; and what happens when the engine is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, make_generator, model_scores, prompts
+from transformers import Qwen2ForCausalLM
+
+from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generation import EngineDead, GenerationTimeout, Generator
+from mempipe.engines.weights import WeightHandle
+from mempipe.types import Completion, FinishReason
+
+GREEDY = SamplingConfig(temperature=0)
+SAMPLED = SamplingConfig()
+TOLERANCE = 1e-4
+
+
+async def complete(generator: Generator, prompt: list[int], max_tokens: int = 6, sampling: SamplingConfig = SAMPLED) -> Completion:
+    return await generator.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop_token_ids=[])
+
+
+@torch.no_grad()
+def next_logprobs(model: Qwen2ForCausalLM, token_ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+async def test_logprobs_are_of_the_sampled_distribution(generator, serve, temperature):
+    model = build_model(seed=0)
+    await serve(model)
+    for prompt in prompts(4):
+        completion = await complete(generator, prompt, sampling=SamplingConfig(temperature=temperature))
+        expected = model_scores(model, prompt + completion.token_ids, temperature=temperature)[-6:]
+        assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_logprobs_are_renormalised_over_what_top_k_leaves(generator, serve):
+    model = build_model(seed=0)
+    await serve(model)
+    for prompt in prompts(8):
+        completion = await complete(generator, prompt, 1, SamplingConfig(top_k=3))
+        top = next_logprobs(model, prompt).topk(3)
+        assert completion.token_ids[0] in top.indices.tolist()
+        expected = top.values.log_softmax(-1)[top.indices.tolist().index(completion.token_ids[0])]
+        assert completion.logprobs == pytest.approx([float(expected)], abs=TOLERANCE)
+
+
+async def test_temperature_0_takes_the_likeliest_id_with_its_logprob_at_temperature_1(generator, serve):
+    model = build_model(seed=0)
+    await serve(model)
+    for prompt in prompts(4):
+        completion = await complete(generator, prompt, 1, GREEDY)
+        best = next_logprobs(model, prompt).max(-1)
+        assert completion.token_ids == [int(best.indices)]
+        assert completion.logprobs == pytest.approx([float(best.values)], abs=TOLERANCE)
+
+
+async def test_a_completion_ends_with_its_stop_token_or_at_its_limit(generator):
+    prompt = prompts(1)[0]
+    free = await complete(generator, prompt, 8, GREEDY)
+    assert (len(free.token_ids), free.finish_reason) == (8, FinishReason.LENGTH)
+    stop = next(i for i, token in enumerate(free.token_ids) if i and token not in free.token_ids[:i])
+    stopped = await generator.generate(prompt, max_tokens=8, sampling=GREEDY, stop_token_ids=[free.token_ids[stop], 0])
+    assert stopped.token_ids == free.token_ids[: stop + 1]
+    assert stopped.logprobs == pytest.approx(free.logprobs[: stop + 1], abs=1e-5)
+    assert stopped.finish_reason is FinishReason.STOP
+    last = await generator.generate(prompt, max_tokens=stop + 1, sampling=GREEDY, stop_token_ids=[free.token_ids[stop]])
+    assert last.finish_reason is FinishReason.STOP, "a stop token at the limit is a stop"
+
+
+async def test_the_checkpoints_own_eos_does_not_stop(generator, serve):
+    """Id 0 is the checkpoint's eos; only the caller's stop ids stop."""
+    model = build_model(seed=0)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.full((128,), 5.0))
+        model.model.embed_tokens.weight[0] = 0.0
+        model.model.embed_tokens.weight[1:] *= 0.0
+    await serve(model)  # all logits equal: the likeliest id is the first, 0
+    completion = await complete(generator, prompts(1)[0], 5, GREEDY)
+    assert completion.token_ids == [0, 0, 0, 0, 0]
+    await serve(build_model(seed=0))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([1] * (MAX_MODEL_LEN - 3), 4, f"{MAX_MODEL_LEN - 3} ids and max_tokens 4 exceed the model length {MAX_MODEL_LEN}"),
+        ([], 4, "at least 1"),
+        ([1], 0, "at least 1"),
+        ([1, VOCAB_SIZE], 4, f"{VOCAB_SIZE}, outside of the model's 0..{VOCAB_SIZE - 1}"),
+        ([1, -1], 4, "outside"),
+    ],
+)
+async def test_impossible_requests_are_refused(generator, prompt, max_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        await complete(generator, prompt, max_tokens)
+
+
+async def test_the_longest_request_that_fits_is_served(generator):
+    completion = await complete(generator, [1] * (MAX_MODEL_LEN - 4), 4)
+    assert len(completion.token_ids) == 4
+
+
+async def test_score_leaves_the_first_id_out_and_needs_two(generator):
+    assert len(await generator.score([5, 6, 7])) == 2
+    with pytest.raises(ValueError, match="at least 2"):
+        await generator.score([5])
+
+
+async def test_a_seeded_completion_does_not_depend_on_its_neighbours(generator):
+    prompt, *others = prompts(60)
+
+    async def seeded() -> Completion:
+        return await generator.generate(prompt, max_tokens=12, sampling=SAMPLED, stop_token_ids=[], seed=5)
+
+    alone = await seeded()
+    among, *_ = await asyncio.gather(seeded(), *(complete(generator, other, 12) for other in others))
+    assert among.token_ids == alone.token_ids
+    unseeded = [(await complete(generator, prompt, 12)).token_ids for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+async def test_every_completion_is_of_one_version_while_weights_change_under_load(generator, serve):
+    """Each completion's log-probs are those of the model of the version that it names, and of no other."""
+    models = {await serve(build_model(seed=0)): build_model(seed=0)}
+    completions: list[tuple[list[int], Completion]] = []
+    running = True
+
+    async def trajectory(prompt: list[int]) -> None:
+        while running:
+            completions.append((prompt, await complete(generator, prompt, 10)))
+
+    tasks = [asyncio.create_task(trajectory(prompt)) for prompt in prompts(100)]
+    for seed in (1, 2, 3):
+        await asyncio.sleep(0.3)
+        model = build_model(seed=seed)
+        models[await serve(model)] = model
+    await asyncio.sleep(0.3)
+    running = False
+    await asyncio.gather(*tasks)
+    counts = {version: sum(c.policy_version == version for _, c in completions) for version in models}
+    assert all(counts.values()) and sum(counts.values()) == len(completions)
+    for prompt, completion in completions[:: max(1, len(completions) // 60)]:
+        expected = model_scores(models[completion.policy_version], prompt + completion.token_ids)[-10:]
+        assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_a_late_completion_raises_and_leaves_the_engine_usable(generator, monkeypatch):
+    monkeypatch.setattr(generator, "_config", GenerationConfig(timeout_s=0.01))
+    with pytest.raises(GenerationTimeout, match=r"0\.01 s"):
+        await asyncio.gather(*(complete(generator, prompt, 200) for prompt in prompts(40)))
+    monkeypatch.undo()
+    assert len((await complete(generator, prompts(1)[0])).token_ids) == 6
+    assert generator._engine.output_processor.get_num_unfinished_requests() == 0
+
+
+async def test_an_engine_that_does_not_run_is_dead():
+    idle = Generator(ModelConfig(path="nowhere"), GenerationConfig(), max_model_len=64)
+    with pytest.raises(EngineDead, match="not started"):
+        await complete(idle, [0])
+    with pytest.raises(EngineDead, match="not started"):
+        await idle.load_weights(WeightHandle(version=1), 1)
+    await idle.shutdown()
+
+
+def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
+    """Descendants that vLLM started; Python's own resource tracker stays as long as its process."""
+    return [child for child in parent.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def busy(model_path) -> AsyncIterator[tuple[Generator, list[psutil.Process], list[asyncio.Task[Completion]]]]:
+    """An engine of its own, its processes, and 30 completions under way."""
+    others = engine_processes(psutil.Process())
+    generator = make_generator(model_path)
+    await generator.start()
+    own = [process for process in engine_processes(psutil.Process()) if process not in others]
+    assert own
+    pending = [asyncio.create_task(complete(generator, prompt, 200)) for prompt in prompts(30)]
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for task in pending)
+    yield generator, own, pending
+    await generator.shutdown()
+
+
+async def test_the_death_of_the_engine_reaches_every_call_at_once(busy):
+    generator, processes, pending = busy
+    for process in processes:
+        process.suspend()  # from here on it takes calls and answers none
+    control = asyncio.create_task(generator.connect({}))
+    transfer = asyncio.create_task(generator.load_weights(WeightHandle(version=1), 1))
+    await asyncio.sleep(0.1)
+    held_back = asyncio.create_task(complete(generator, prompts(1)[0]))
+    await asyncio.sleep(0.1)
+    calls = [*pending, control, transfer, held_back]
+    assert not any(call.done() for call in calls)
+    for process in processes:
+        process.kill()
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=10)
+    assert [type(result) for result in results] == [EngineDead] * len(calls)
+    for call in (complete(generator, prompts(1)[0]), generator.score([1, 2]), generator.load_weights(WeightHandle(version=1), 1)):
+        with pytest.raises(EngineDead, match="its process ended"):
+            await call
+
+
+async def test_shutdown_ends_completions_and_processes(busy):
+    generator, processes, pending = busy
+    await generator.shutdown()
+    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), timeout=10)
+    assert [type(result) for result in results] == [EngineDead] * 30
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+
+
+def test_an_engine_does_not_outlive_a_killed_owner(model_path, tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    command = [sys.executable, str(script), str(model_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout is not None
+        assert any(line.strip() == "started" for line in owner.stdout)
+        processes = engine_processes(psutil.Process(owner.pid))
+        assert processes
+        owner.kill()
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+OWNER = """
+import asyncio, sys
+from mempipe.config import GenerationConfig, ModelConfig
+from mempipe.engines.generation import Generator
+
+async def main():
+    generator = Generator(ModelConfig(path=sys.argv[1], dtype="float32"), GenerationConfig(), max_model_len=64)
+    await generator.start()
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
