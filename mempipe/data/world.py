@@ -186,7 +186,7 @@ class World:
         rng.shuffle(relations)
         clauses = [f"{rng.choice(r.leads)} {r.name} {self._facts[name, r.name]}" for r in relations]
         text = f"The {self._kind[name]} {name} {' and '.join(clauses)}."
-        return Passage(id=self._passage_id(name), title=name, text=text)
+        return Passage(id=self._passage_id(name), title=name, text=text, partition=self.id)
 
     def _passage_id(self, name: str) -> str:
         return f"{self.id}/{name}"
