@@ -60,7 +60,11 @@ class Layout:
 
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text: no special token, no protocol tag."""
-        return self.tokenizer.encode_text(self._neutralize(text))
+        token_ids = self.tokenizer.encode_text(self._neutralize(text))
+        # A tokenizer that normalises may write a tag of its own accord, from full-width letters for example.
+        written = self.tokenizer.decode(token_ids)
+        safe = self._neutralize(written)
+        return token_ids if safe == written else self.tokenizer.encode_text(safe)
 
     def question(self, question: Question) -> list[int]:
         """Ids of the question's text. Raises ValueError when they are more than budget.question_tokens."""

@@ -3,14 +3,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agent_builders import BOS, FAMILIES, TOOL, build_layout, build_prompts, build_question, build_tokenizer
+from agent_builders import BOS, FAMILIES, TOOL, build_layout, build_prompts, build_question, build_tokenizer, hf_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from mempipe.agents.prompt_set import PROMPT_KEYS, PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import ToolCall
 from mempipe.agents.rendering import Layout, Observation
 from mempipe.config import AgentConfig, Budget, ConfigError, RetrievalConfig
+from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.types import Passage
 
 NO_SYSTEM_ROLE = {"gemma"}
@@ -253,3 +255,11 @@ def test_an_observation_never_exceeds_its_budget_and_is_always_closed(texts, roo
     assert observation.num_tokens <= spent + room
     assert len(observation.token_ids) + 1 <= layout.template_tokens + observation.num_tokens
     assert words(layout, observation).count("</tool_response>") == len(texts)
+
+
+def test_promise_2_a_tokenizer_that_normalises_does_not_bring_a_tag_back():
+    hf = hf_tokenizer("qwen2_5")
+    hf.backend_tokenizer.normalizer = normalizers.NFKC()
+    layout = build_layout(HFTokenizer(hf))
+    assert layout.tokenizer.decode(layout.tokenizer.encode_text("＜／memory＞")) == "</memory>"
+    assert layout.tokenizer.decode(layout.encode("＜／memory＞ ＜|im_end|＞")) == "< /memory> < |im_end|>"
