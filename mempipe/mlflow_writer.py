@@ -131,7 +131,7 @@ class MlflowWriter:
 
     def _note_failure(self, error: Exception) -> None:
         self._failed += 1
-        if self._failed == 1:
+        if self._failed == 1 and not self._gave_up:
             text = "MLflow at %s does not take entries; training goes on and they are tried again: %s"
             _logger.warning(text, _public(self._store.uri), _one_line(error))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -23,9 +24,18 @@ from mempipe.types import Context, EndReason, Group, Passage, Question, Search, 
 PROMPT_IDS = [1, 2, 3]
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory) -> Path:
+    """A sqlite store whose tables exist: making them takes longer than most tests."""
+    folder = tmp_path_factory.mktemp("store")
+    make_tracker(folder / "a", config=TrackingConfig(experiment="other")).finish()
+    return folder / "mlflow.db"
+
+
 @pytest.fixture(autouse=True)
-def no_tracking_uri(monkeypatch):
+def default_store(monkeypatch, tmp_path, empty_store):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
 
 
 def make_group(name: str, num_members: int = 2) -> Group:
@@ -91,7 +101,7 @@ def server(answer):
 
 
 def test_parameters_config_metrics_and_files_arrive(tmp_path):
-    folder = tmp_path / "runs" / "a"
+    folder = tmp_path / "new" / "a"
     tracker = make_tracker(folder)
     for step in range(3):
         tracker.log_metrics({"reward": np.float32(step / 2), "seconds/rollout": 3, "em": None}, step=float(step))
