@@ -353,6 +353,7 @@ def _engine_environment(config: GenerationConfig, *, device: str, transfer: str)
         FRONTEND_PID: str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the caller has threads, and perhaps CUDA, which a fork does not survive
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if transfer == "ipc":  # its handles are pickled (mempipe.engines.weights)

@@ -8,9 +8,11 @@ sender is made, so the learner can use it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +166,7 @@ class GpuWeightSender:
     ) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        self._client = _Client(control)
+        self._client = TrainerClient(control)
         info = _trainer_init_info(backend, rank=rank, address=address, num_engine_ranks=num_engine_ranks)
         self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
 
@@ -177,9 +179,12 @@ class GpuWeightSender:
         self._engine.shutdown()
 
 
-class _Client:
-    """vLLM's control plane as its trainer engines call it. Start and finish belong to `Generator.load_weights`, which is one call
-    per update, so an update must come in one piece: both backends are used unpacked or (nccl) packed within one call."""
+class TrainerClient:
+    """The control plane that vLLM's trainer engines drive, ending in `EngineControl`.
+
+    Start and finish of an update are part of `Generator.load_weights`, one call per update, so an update must come in one piece:
+    nccl's is one however it is packed, ipc's is one unpacked.
+    """
 
     def __init__(self, control: EngineControl) -> None:
         self.version = -1
@@ -217,9 +222,6 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
     handles = update_info.get("ipc_handles")
     if handles is None:
         return {key: value for key, value in update_info.items() if value is not None}
-    import base64
-    import pickle
-
     rest = {key: value for key, value in update_info.items() if key not in ("ipc_handles", "ipc_handles_pickled") and value is not None}
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from safetensors.torch import load_file
 from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
-from mempipe.config import SamplingConfig
+from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generation import Generator, WeightTransferFailed
 from mempipe.engines.weights import (
+    GpuWeightSender,
     StaleWeights,
+    TrainerClient,
     WeightHandle,
     canary_gap,
     check_canary,
@@ -194,3 +199,104 @@ async def test_weights_that_lack_a_parameter_are_refused(generator, serve, tmp_p
     with pytest.raises(WeightTransferFailed, match=r"lack model\.norm\.weight"):
         await generator.load_weights(publish(weights, tmp_path / "partial", version), version)
     await serve(build_model(seed=0))
+
+
+class CountingSource:
+    """A module's parameters as vLLM asks for them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.num_passes = 0
+        self._module = module
+
+    def metadata(self) -> list[object]:
+        return []
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.num_passes += 1
+        yield from self._module.named_parameters()
+
+
+class RecordingControl:
+    """What a GPU sender asks of the engines."""
+
+    def __init__(self) -> None:
+        self.connected: list[dict[str, Any]] = []
+        self.loaded: list[WeightHandle] = []
+
+    def connect(self, init_info: dict[str, Any]) -> None:
+        self.connected.append(init_info)
+
+    def load(self, handle: WeightHandle) -> None:
+        self.loaded.append(handle)
+
+
+def test_ranks_other_than_0_gather_and_leave_the_engines_alone():
+    control = RecordingControl()
+    source = CountingSource(torch.nn.Linear(3, 2))
+    sender = GpuWeightSender(source, control=control, backend="nccl", rank=1, num_engine_ranks=2)
+    sender.send(1)
+    sender.send(2)
+    sender.close()
+    assert source.num_passes == 2
+    assert control.connected == control.loaded == []
+
+
+def test_an_unknown_gpu_backend_is_refused():
+    with pytest.raises(ValueError, match="'gloo'"):
+        GpuWeightSender(CountingSource(torch.nn.Linear(1, 1)), control=RecordingControl(), backend=cast(Any, "gloo"), rank=1)
+
+
+def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sent(monkeypatch):
+    """CUDA IPC handles hold types that are no plain data; they arrive as vLLM's worker unpickles them."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
+
+    control = RecordingControl()
+    client = TrainerClient(control)
+    client.version = 4
+    client.init_weight_transfer_engine({"packed": False})
+    shape = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
+    client.start_weight_update()
+    client.update_weights({**shape, "ipc_handles": [{"gpu": (torch.Tensor, 7)}], "ipc_handles_pickled": None, "tensor_sizes": None})
+    client.finish_weight_update()
+    assert control.connected == [{"packed": False}]
+    (handle,) = control.loaded
+    assert handle.version == 4
+    assert json.loads(json.dumps(handle.update_info)) == handle.update_info
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    assert IPCWeightTransferUpdateInfo(**handle.update_info).ipc_handles == [{"gpu": (torch.Tensor, 7)}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_ipc_serves_what_a_learner_on_the_same_gpu_holds(model_path):
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    generator = Generator(
+        ModelConfig(path=str(model_path), dtype="float32"),
+        GenerationConfig(enforce_eager=True, gpu_memory_utilization=0.3),
+        max_model_len=256,
+        device="cuda",
+        transfer="ipc",
+    )
+    await generator.start()
+    loop = asyncio.get_running_loop()
+
+    class Control:
+        def connect(self, init_info: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(generator.connect(init_info), loop).result()
+
+        def load(self, handle: WeightHandle) -> None:
+            asyncio.run_coroutine_threadsafe(generator.load_weights(handle, handle.version), loop).result()
+
+    try:
+        model = build_model(seed=0).cuda()
+        sender = await asyncio.to_thread(GpuWeightSender, ModuleSource(model), control=Control(), backend="ipc", rank=0)
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+            await asyncio.to_thread(sender.send, version)
+            check_canary(await engine_scores(generator), trained_scores(copy.deepcopy(model).cpu()), tolerance=1e-3)
+            assert generator.policy_version == version
+    finally:
+        await generator.shutdown()

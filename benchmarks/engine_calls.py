@@ -1,0 +1,143 @@
+"""How many short calls per second does one engine answer, and how far is that from raw vLLM?   python -m benchmarks.engine_calls
+
+A random tiny Qwen2 (0.9 M parameters, fp32) on CPU answers 192 trajectories at a time, each with 6 calls of 9 tokens. "random"
+prompts have 40 to 80 ids and nothing in common; "agent" prompts share a template, then a question among 8, and every second call
+continues the one before, as a memory agent's do. Raw vLLM gets the same numbers of random prompts at once, in its own process.
+CPU time per call is the steadier number on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generation import Generator
+
+NUM_TRAJECTORIES = 192
+GROUP_SIZE = 8
+NUM_CALLS = 6
+NUM_TOKENS = 9
+VOCAB_SIZE = 1200
+MAX_MODEL_LEN = 512
+NUM_ROUNDS = 4
+
+
+@dataclass
+class Measured:
+    name: str
+    seconds: float
+    cpu_seconds: float
+
+    def row(self, best: float) -> str:
+        num_calls = NUM_TRAJECTORIES * NUM_CALLS
+        rate = num_calls / self.seconds
+        cpu_ms = 1000 * self.cpu_seconds / num_calls
+        return f"{self.name:<24}{rate:>9.0f}{rate * NUM_TOKENS:>11.0f}{cpu_ms:>13.2f}{rate / best:>8.2f}"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(folder)
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            raw = pool.apply(_raw, (folder,))
+        measured = [raw, *asyncio.run(_generator(folder))]
+    best = NUM_TRAJECTORIES * NUM_CALLS / raw.seconds
+    print(f"{'':<24}{'calls/s':>9}{'tokens/s':>11}{'CPU ms/call':>13}{'ratio':>8}")
+    for one in measured:
+        print(one.row(best))
+
+
+async def _generator(folder: str) -> list[Measured]:
+    generator = Generator(ModelConfig(path=folder, dtype="float32"), GenerationConfig(), max_model_len=MAX_MODEL_LEN)
+    await generator.start()
+    best: list[Measured] = []
+    for name, trajectory in (("Generator, random", _random_trajectory), ("Generator, agent", _agent_trajectory)):
+        rounds = []
+        for seed in range(NUM_ROUNDS):
+            rng = random.Random(seed)
+            template = _ids(rng, 24)
+            questions = [_ids(rng, 14) for _ in range(NUM_TRAJECTORIES // GROUP_SIZE)]
+            started, cpu = time.perf_counter(), _cpu_seconds()
+            await asyncio.gather(*(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES)))
+            rounds.append(Measured(name, time.perf_counter() - started, _cpu_seconds() - cpu))
+        best.append(min(rounds[1:], key=lambda one: one.seconds))
+    await generator.shutdown()
+    return best
+
+
+async def _random_trajectory(generator: Generator, rng: random.Random, start: list[int]) -> None:
+    for _ in range(NUM_CALLS):
+        await _call(generator, _ids(rng, rng.randrange(40, 80)))  # nothing of `start`
+
+
+async def _agent_trajectory(generator: Generator, rng: random.Random, start: list[int]) -> None:
+    memory: list[int] = []
+    for _ in range(NUM_CALLS // 2):
+        action = await _call(generator, start + memory)
+        memory = await _call(generator, start + memory + action + _ids(rng, 24))
+
+
+async def _call(generator: Generator, prompt: list[int]) -> list[int]:
+    return (await generator.generate(prompt, max_tokens=NUM_TOKENS, sampling=SamplingConfig(), stop_token_ids=[])).token_ids
+
+
+def _raw(folder: str) -> Measured:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=256)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+    rounds = []
+    for seed in range(NUM_ROUNDS):
+        rng = random.Random(seed)
+        prompts = [{"prompt_token_ids": _ids(rng, rng.randrange(40, 80))} for _ in range(NUM_TRAJECTORIES * NUM_CALLS)]
+        started, cpu = time.perf_counter(), _cpu_seconds()
+        llm.generate(prompts, params, use_tqdm=False)
+        rounds.append(Measured("raw LLM.generate, random", time.perf_counter() - started, _cpu_seconds() - cpu))
+    return min(rounds[1:], key=lambda one: one.seconds)
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and all its children."""
+    process = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
+def _ids(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+
+def _save_model(folder: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
