@@ -234,14 +234,13 @@ class WorldConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised start of the tiny model on scripted trajectories."""
+    """Supervised start of the tiny model: one pass over scripted trajectories, first faultless ones (the skill), then noisy ones (bad habits)."""
 
-    num_trajectories: int = Field(5000, ge=1)
-    lr: float = Field(3e-3, gt=0)
-    tokens_per_step: int = Field(1024, ge=1)
-    max_drill_samples: int = Field(32000, ge=0)
-    drill_loss_gate: float = Field(0.95, gt=0)
-    """The drill ends when the mean loss of its last 40 steps is below this: copying has formed."""
+    num_clean_trajectories: int = Field(3000, ge=0)
+    num_noisy_trajectories: int = Field(1000, ge=0)
+    lr: float = Field(2e-3, gt=0)
+    tokens_per_step: int = Field(2048, ge=1)
+    """Of one optimiser update, all ranks together."""
 
 
 class RunConfig(Section):

@@ -1,25 +1,21 @@
-"""Supervised start of the tiny model: drills until copying has formed, then scripted trajectories with mistakes on purpose.
+"""Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then with many.
 
-The script drives the same rollout loop as the model will, so what is learned is token for token what the engine will be prompted
-with. Its mistakes (`mempipe.data.world.Noise`) are what reinforcement learning has to undo.
+The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what the engine
+will be prompted with. Its mistakes (`mempipe.data.world.Noise`) are what reinforcement learning has to undo.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mempipe.actors.launch import launch_learners, learner_settings
-from mempipe.actors.learner_group import LearnerGroup
-from mempipe.agents import make_agent
-from mempipe.agents.protocol import Tokenizer
-from mempipe.config import OptimizerConfig, RunConfig, WarmStartConfig
-from mempipe.data.qa import read_questions
-from mempipe.data.world import Drill, ScriptedPolicy, drills, make_questions
+from mempipe.agents import make_layout
+from mempipe.agents.memsearcher import MemSearcher
+from mempipe.config import OptimizerConfig, RunConfig
+from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy, make_questions
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.progress import Progress
@@ -29,126 +25,88 @@ from mempipe.runs import Run
 from mempipe.types import Completion, FinishReason, Question, TrainingSample, Trajectory
 from pipelines.prepare import worlds
 
-UPDATES_PER_CALL = 20
+UPDATES_PER_CALL = 10
 TRAJECTORIES_AT_ONCE = 256  # share the retriever's batches
 MIN_ROW = 1024  # tokens that a micro-batch may always hold
-GATE_WINDOW = 40  # updates whose mean loss is compared with the gate
 
 
 def warm_start(run: Run, config: RunConfig) -> RunConfig:
-    """The config with the warm-started model in `model.path`."""
+    """The config with the warm-started model in `model.path`; a model that is there already is kept."""
     folder = run.folder / "warm_start"
     if not folder.exists():
-        settings = config.warm_start
-        assert settings is not None, "a warm start needs its section in the config"
-        optimizer = OptimizerConfig(lr=settings.lr, schedule="cosine", warmup_steps=40, betas=(0.9, 0.98), min_lr_ratio=0.05)
-        tokenizer = load_tokenizer(config.model.path)
-        with launch_learners(config, learner_settings(config) | {"optimizer": optimizer, "objective": "sft"}) as learners:
-            drill(learners, tokenizer, config, settings)
-            imitate(learners, tokenizer, config, settings)
+        assert config.warm_start is not None, "a warm start needs its section in the config"
+        updates = list(_updates(imitation_samples(config), config.warm_start.tokens_per_step))
+        settings = learner_settings(config) | {
+            "objective": "sft",
+            "optimizer": _optimizer(config.warm_start.lr),
+            "num_updates": len(updates),
+        }
+        with launch_learners(config, settings) as learners, Progress("warm start", total=len(updates)) as progress:
+            for start in range(0, len(updates), UPDATES_PER_CALL):
+                batches = updates[start : start + UPDATES_PER_CALL]
+                reports = learners.step([_packed(batch, config) for batch in batches])
+                progress.advance(len(reports), loss=sum(report["loss"] for report in reports) / len(reports))
             learners.export(folder, source=config.model.path)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-def drill(learners: LearnerGroup, tokenizer: Tokenizer, config: RunConfig, settings: WarmStartConfig) -> None:
-    """Exercises without mistakes until their loss passes the gate: from then on the model can copy what it reads."""
+def imitation_samples(config: RunConfig) -> list[TrainingSample]:
+    """The contexts of the scripted trajectories, shuffled among the faultless ones and among the noisy ones, in that order."""
+    assert config.world is not None and config.warm_start is not None, "the script answers questions of the synthetic world"
     train_worlds, _ = worlds(config)
-    samples = (
-        drill_sample(d, tokenizer, i) for i, d in enumerate(islice(drills(train_worlds, seed=config.seed), settings.max_drill_samples))
-    )
-    recent: deque[float] = deque(maxlen=GATE_WINDOW)
-    mean = float("inf")
-    with Progress("drill", total=settings.max_drill_samples) as progress:
-        for call in _calls(samples, config, settings.tokens_per_step):
-            reports = learners.step(call.updates)
-            recent.extend(report["loss"] for report in reports)
-            mean = sum(recent) / len(recent)
-            progress.advance(call.num_samples, loss=mean, gate=settings.drill_loss_gate)
-            if len(recent) == GATE_WINDOW and mean < settings.drill_loss_gate:
-                return
-    progress.note(f"the drill's loss {mean:.2f} did not reach warm_start.drill_loss_gate {settings.drill_loss_gate:g}; going on without")
+    wanted = config.warm_start
+    samples = []
+    for i, (count, noise) in enumerate(((wanted.num_clean_trajectories, NO_NOISE), (wanted.num_noisy_trajectories, Noise()))):
+        questions = make_questions(train_worlds, count, seed=config.seed + 1 + i, hops=config.world.hops)
+        trajectories = asyncio.run(scripted_trajectories(questions, config, noise=noise, name=f"script-{i}"))
+        part = [sample for trajectory in trajectories for sample in to_samples(replace(trajectory, advantage=1.0))]
+        random.Random(config.seed).shuffle(part)
+        samples += part
+    return samples
 
 
-def imitate(learners: LearnerGroup, tokenizer: Tokenizer, config: RunConfig, settings: WarmStartConfig) -> None:
-    """One pass over the scripted trajectories."""
-    train_worlds, _ = worlds(config)
-    hops = sorted({question.num_hops for question in read_questions(config.data.train)})
-    questions = make_questions(train_worlds, settings.num_trajectories, seed=config.seed + 1, hops=hops)
-    trajectories = asyncio.run(scripted_trajectories(questions, tokenizer, config))
-    samples = [sample for trajectory in trajectories for sample in to_samples(replace(trajectory, advantage=1.0))]
-    random.Random(config.seed).shuffle(samples)
-    with Progress("imitate", total=len(samples)) as progress:
-        for call in _calls(samples, config, settings.tokens_per_step):
-            reports = learners.step(call.updates)
-            progress.advance(call.num_samples, loss=sum(report["loss"] for report in reports) / len(reports))
-
-
-async def scripted_trajectories(questions: Sequence[Question], tokenizer: Tokenizer, config: RunConfig) -> list[Trajectory]:
+async def scripted_trajectories(questions: Sequence[Question], config: RunConfig, *, noise: Noise, name: str) -> list[Trajectory]:
     """The script's attempt at every question, through the agent's own rollout loop and the run's own index."""
+    tokenizer = load_tokenizer(config.model.path)
+    layout = make_layout(config, tokenizer=tokenizer)
     retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
-    (stop_id,) = sorted(tokenizer.stop_token_ids)
 
     async def attempt(i: int, question: Question) -> Trajectory:
-        policy = ScriptedPolicy(question=question.text, max_turns=config.budget.max_turns, seed=f"{config.seed}:{i}")
+        policy = ScriptedPolicy(question=question.text, max_turns=config.budget.max_turns, noise=noise, seed=f"{config.seed}:{name}:{i}")
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            reply = [*tokenizer.encode_template(policy.reply(tokenizer.decode(token_ids))), stop_id]
+            reply = [*tokenizer.encode_template(policy.reply(tokenizer.decode(token_ids))), layout.closing_id]
             return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0)
 
-        agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=retriever.search)
-        return await agent.rollout(question, trajectory_id=f"script/{i}", group_id=f"script/{i}", member=0)
+        agent = MemSearcher(layout, generate=generate, search=retriever.search)
+        return await agent.rollout(question, trajectory_id=f"{name}/{i}", group_id=f"{name}/{i}", member=0)
 
-    trajectories = []
+    trajectories: list[Trajectory] = []
     for start in range(0, len(questions), TRAJECTORIES_AT_ONCE):
         batch = questions[start : start + TRAJECTORIES_AT_ONCE]
         trajectories += await asyncio.gather(*(attempt(start + i, question) for i, question in enumerate(batch)))
     return trajectories
 
 
-def drill_sample(exercise: Drill, tokenizer: Tokenizer, index: int) -> TrainingSample:
-    """One exercise as a chat of one user message and the assistant's reply, which is in the loss, stop token included."""
-    chat = tokenizer.render_chat([{"role": "user", "content": exercise.user}], add_generation_prompt=True)
-    prompt = tokenizer.encode_template(chat + exercise.opening)
-    reply = [*tokenizer.encode_template(exercise.reply), *sorted(tokenizer.stop_token_ids)]
-    num_tokens = len(prompt) + len(reply)
-    return TrainingSample(
-        trajectory_id=f"drill/{index}",
-        group_id=f"drill/{index}",
-        context_index=0,
-        token_ids=[*prompt, *reply],
-        loss_mask=[0] * len(prompt) + [1] * len(reply),
-        logprobs=[0.0] * num_tokens,
-        policy_versions=[0] * num_tokens,
-        advantage=1.0,
-        num_contexts=1,
-        trajectory_tokens=len(reply),
-    )
+def _optimizer(lr: float) -> OptimizerConfig:
+    return OptimizerConfig(lr=lr, schedule="cosine", warmup_steps=20, min_lr_ratio=0.05, betas=(0.9, 0.98))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A few optimiser updates that go to the learner together."""
-
-    updates: list[list[list[MicroBatch]]]
-    num_samples: int
-
-
-def _calls(samples: Iterable[TrainingSample], config: RunConfig, tokens_per_step: int) -> Iterator[_Call]:
-    """The samples in order, cut into updates of about `tokens_per_step` tokens, several updates a call."""
-    remaining = iter(samples)
-    while True:
-        batches = [batch for _ in range(UPDATES_PER_CALL) if (batch := _take(remaining, tokens_per_step))]
-        if not batches:
-            return
-        updates = [
-            pack_step(b, num_ranks=config.learner.num_ranks, max_tokens=max(tokens_per_step, MIN_ROW), aggregation="token") for b in batches
-        ]
-        yield _Call(updates, sum(map(len, batches)))
+def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterator[list[TrainingSample]]:
+    """The samples in order, cut where an update has its tokens."""
+    batch: list[TrainingSample] = []
+    num_tokens = 0
+    for sample in samples:
+        batch.append(sample)
+        num_tokens += len(sample.token_ids)
+        if num_tokens >= tokens_per_step:
+            yield batch
+            batch, num_tokens = [], 0
+    if batch:
+        yield batch
 
 
-def _take(samples: Iterator[TrainingSample], num_tokens: int) -> list[TrainingSample]:
-    taken: list[TrainingSample] = []
-    while num_tokens > 0 and (sample := next(samples, None)) is not None:
-        taken.append(sample)
-        num_tokens -= len(sample.token_ids)
-    return taken
+def _packed(samples: Sequence[TrainingSample], config: RunConfig) -> list[list[MicroBatch]]:
+    assert config.warm_start is not None
+    max_tokens = max(config.warm_start.tokens_per_step, MIN_ROW)
+    return pack_step(samples, num_ranks=config.learner.num_ranks, max_tokens=max_tokens, aggregation="token")

@@ -1,10 +1,13 @@
 """The trajectory stream over a real Ray Data pipeline and a real retriever; the engine is the world's script, so that faults can be chosen."""
 
+import asyncio
 import os
+import sys
 import time
 from collections import Counter
 from contextlib import closing
 
+import psutil
 import pytest
 import ray
 
@@ -18,7 +21,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.stream import Collector, DriverSpec, GroupFailed, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason
 
-pytestmark = pytest.mark.ray
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
 
 class ScriptedGenerator:
@@ -43,8 +46,6 @@ class ScriptedGenerator:
             open(self._marker, "w").close()
             os._exit(1)
         if self._slow_every and self._num_calls % self._slow_every == 0:
-            import asyncio
-
             await asyncio.sleep(0.5)
         prompt = self._tokenizer.decode(token_ids)
         question = prompt.split("user\n", 1)[1].split("\n<memory>", 1)[0].strip()
@@ -59,11 +60,11 @@ def engines(cluster, world):
     """Starts named engines and a retriever; returns their specification."""
     actors = []
 
-    def start(*, admission: str = "", group_size: int = 2, config: RunConfig = world, **faults) -> DriverSpec:
+    def start(*, admission: str = "", group_size: int = 2, config: RunConfig = world, max_restarts: int = -1, **faults) -> DriverSpec:
         name = f"engine-{time.monotonic_ns()}"
-        restartable = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 1000}
-        actors.append(start_actor(ScriptedGenerator, {"name": name, **restartable}, config, **faults))
-        actors.append(start_actor(RetrieverActor, {"name": f"retriever-{name}", **restartable}, config.retrieval))
+        options = {"num_cpus": 0, "max_concurrency": 1000}
+        actors.append(start_actor(ScriptedGenerator, {"name": name, "max_restarts": max_restarts, **options}, config, **faults))
+        actors.append(start_actor(RetrieverActor, {"name": f"retriever-{name}", **options}, config.retrieval))
         return DriverSpec(
             config=config,
             sampling=SamplingConfig(),
@@ -104,15 +105,14 @@ def test_promise_8_an_engine_that_dies_is_not_data(world, engines, tmp_path):
     assert all(t.em == 1.0 for g in groups for t in g.trajectories)
 
 
-def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines):
+def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines, tmp_path):
     config = world.model_copy(
         update={
             "generation": world.generation.model_copy(update={"timeout_s": 1.0}),
             "stream": world.stream.model_copy(update={"num_attempts": 2}),
         }
     )
-    spec = engines(config=config)
-    ray.kill(engines.actors[0], no_restart=True)
+    spec = engines(config=config, die_at=1, marker=str(tmp_path / "died"), max_restarts=0)
     with pytest.raises(Exception, match=r"group 0/\S+ failed 2 times \(stream.num_attempts\)"):
         list(stream_groups(spec, rows(world, 2)))
 
@@ -126,8 +126,8 @@ def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, eng
         seen[group.id] += 1
         if len(seen) == 5 and not killed:
             killed = True
-            drivers = [a for a in ray.util.state.list_actors() if "MapWorker" in a.class_name and a.state == "ALIVE"]
-            os.kill(drivers[0].pid, 9)
+            (driver,) = [p for p in psutil.Process().children(recursive=True) if "MapWorker" in " ".join(p.cmdline())]
+            driver.kill()
     assert killed
     assert seen == Counter(i for i, _ in questions)
 
