@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mempipe.types import Evidence, Passage, Question
@@ -94,7 +94,7 @@ NAME_POOLS: dict[str, tuple[str, ...]] = {
 
 
 def vocabulary() -> list[str]:
-    """Every word that worlds, drills and scripts write, names included, sorted."""
+    """Every word that worlds and scripts write, names included, sorted."""
     texts = [*OPENINGS, KNOWS_NOTHING, "need answer of and The 's is"]
     for kind, relations in RELATIONS.items():
         texts += [kind, *(f"{' '.join(r.leads)} {r.name}" for r in relations)]
@@ -318,43 +318,6 @@ def answer_action(entity: str) -> str:
 def memory_message(facts: Sequence[tuple[str, str, str]]) -> str:
     known = "known" + "".join(f" {entity} {relation} {value};" for entity, relation, value in facts)
     return f"<memory>{known if facts else KNOWS_NOTHING}</memory>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drill:
-    """One exercise: what the user message holds, how the assistant message is opened, and how it goes on (without a stop token)."""
-
-    user: str
-    opening: str
-    reply: str
-
-
-def drills(worlds: Sequence[World], *, seed: int, reading_share: float = 0.5) -> Iterator[Drill]:
-    """Endless exercises without mistakes: reading (two passages to all their facts), planning (question and memory to the next action)."""
-    rng = random.Random(seed)
-    while True:
-        world = rng.choice(worlds)
-        yield reading_drill(world, rng) if rng.random() < reading_share else planning_drill(world, rng)
-
-
-def reading_drill(world: World, rng: random.Random) -> Drill:
-    """Two passages, then all their facts in random order, so that every value has to be looked up."""
-    passages = rng.sample(world.passages, 2)
-    facts = [fact for passage in passages for fact in world.facts_about(passage.title)]
-    rng.shuffle(facts)
-    texts = "\n".join(passage.text for passage in passages)
-    return Drill(user=f"<tool_response>{texts}</tool_response>", opening="", reply=memory_message(facts))
-
-
-def planning_drill(world: World, rng: random.Random, *, hops: Sequence[int] = (1, 2, 3)) -> Drill:
-    """A question and a memory with the first facts of its chain, then the next search or the answer."""
-    chain = rng.choice(world.chains(rng.choice(hops)))
-    known = rng.randint(0, len(chain.relations))
-    facts = list(zip(chain.entities, chain.relations[:known], chain.entities[1:], strict=False))
-    memory = memory_message(facts)
-    missing = chain.relations[known:]
-    reply = search_action(missing[0], chain.entities[known]) if missing else answer_action(chain.entities[known])
-    return Drill(user=f"{question_text(chain, rng.choice(OPENINGS))}\n{memory}", opening="<think>", reply=reply)
 
 
 def _last_between(text: str, start: str, end: str) -> str:
