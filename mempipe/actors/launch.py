@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mempipe.actors.admission import Admission
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.pools import GeneratorActor, RetrieverActor, WeightStore
+from mempipe.actors.pools import GeneratorActor, RetrieverActor, Transfer, WeightStore
 from mempipe.actors.reference import ReferenceActor
 from mempipe.config import RunConfig, SamplingConfig
 from mempipe.engines.weights import check_canary
@@ -56,6 +56,7 @@ class Roles:
     retrievers: dict[str, Handle]
     reference: Handle | None
     store: Handle
+    transfer: Transfer
     canary: list[list[int]] = field(default_factory=list)
     """Token sequences that learner and engines score after every sync (promise 5)."""
 
@@ -88,10 +89,13 @@ class Roles:
 
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not serve them.
         """
-        weights = self.learners.weights()
-        ray.get(self.store.put.remote([weights], policy_version))
-        pending = {name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()}
-        wait_for(pending, phase=f"loading weights of version {policy_version}", timeout_s=self.config.generation.timeout_s)
+        if self.transfer == "nccl":
+            self.learners.send_weights(policy_version)
+        else:
+            weights = self.learners.weights()
+            ray.get(self.store.put.remote([weights], policy_version))
+            pending = {name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()}
+            wait_for(pending, phase=f"loading weights of version {policy_version}", timeout_s=self.config.generation.timeout_s)
         scores = {name: [actor.score.remote(sequence) for sequence in self.canary] for name, actor in self.generators.items()}
         expected = self.learners.score(self.canary)
         return max(check_canary(ray.get(found), expected, tolerance=self.config.generation.canary_tolerance) for found in scores.values())
@@ -204,6 +208,10 @@ class _Placement:
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
         return {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
 
+    def transfer(self, config: RunConfig) -> Transfer:
+        """GPU to GPU where roles have GPUs of their own; merged LoRA weights go as bytes, since the sender knows full parameters only."""
+        return "nccl" if self.group is not None and not config.model.lora_rank else "mempipe_shm"
+
     def remove(self) -> None:
         if self.group is not None:
             remove_placement_group(self.group)
@@ -225,16 +233,20 @@ def _start(config: RunConfig, namespace: str, placement: _Placement, actors: lis
     learners = _learner_group(config, placement)
     actors += [store, *learners.ranks]
     restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
+    transfer = placement.transfer(config)
     generators = {}
     for i in range(config.generation.num_replicas):
         generators[f"generator-{i}"] = start_actor(
             GeneratorActor,
-            {"name": f"generator-{i}", **restartable, **placement.options(config.generation.tensor_parallel)},
+            # A restarted engine takes the newest weights from the store; an nccl group cannot be joined again.
+            {"name": f"generator-{i}", **restartable, "max_restarts": 0 if transfer == "nccl" else -1}
+            | placement.options(config.generation.tensor_parallel),
             model=config.model,
             config=config.generation,
             context_tokens=config.budget.context_tokens,
             seed=config.seed + i,
             store=store,
+            transfer=transfer,
         )
     engines += generators.values()
     actors += engines
@@ -250,6 +262,8 @@ def _start(config: RunConfig, namespace: str, placement: _Placement, actors: lis
         pending["reference"] = reference.ready.remote()
     learners.start(learner_settings(config))
     wait_for(pending, phase="start", timeout_s=START_TIMEOUT_S)
+    if transfer == "nccl":
+        learners.open_transfer(engines, tensor_parallel=config.generation.tensor_parallel)
     return Roles(
         config=config,
         namespace=namespace,
@@ -258,4 +272,5 @@ def _start(config: RunConfig, namespace: str, placement: _Placement, actors: lis
         retrievers=retrievers,
         reference=reference,
         store=store,
+        transfer=transfer,
     )

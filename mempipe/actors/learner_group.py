@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from mempipe.actors.handles import Handle
 from mempipe.engines.checkpoint import export_hf, latest
 from mempipe.engines.learner import Learner
-from mempipe.engines.weights import pack_weights
+from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
 
 
@@ -46,6 +46,20 @@ class LearnerActor:
         state_dict = self._learner.full_state_dict()
         return pack_weights(state_dict) if state_dict else None
 
+    def open_transfer(self, engines: Sequence[Handle], tensor_parallel: int, address: tuple[str, int]) -> None:
+        """Joins this rank and all engines' workers into one nccl group."""
+        self._sender = GpuWeightSender(
+            self._learner.policy.lm,
+            control=_Engines(engines, tensor_parallel),
+            backend="nccl",
+            rank=self._learner.rank,
+            address=address,
+            num_engine_ranks=len(engines) * tensor_parallel,
+        )
+
+    def send_weights(self, policy_version: int) -> None:
+        self._sender.send(policy_version)
+
     def save(self, folder: Path, position: Mapping[str, Any], keep: int) -> None:
         self._learner.save(folder, position, keep=keep)
 
@@ -56,6 +70,20 @@ class LearnerActor:
         state_dict = self._learner.full_state_dict()
         if state_dict:
             export_hf(folder, state_dict, source=source)
+
+
+class _Engines:
+    """All engines as the sender of weights sees them (`mempipe.engines.weights.EngineControl`)."""
+
+    def __init__(self, engines: Sequence[Handle], tensor_parallel: int) -> None:
+        self._engines, self._tensor_parallel = list(engines), tensor_parallel
+
+    def connect(self, init_info: dict[str, Any]) -> None:
+        infos = [replica_init_info(init_info, replica=i, tensor_parallel=self._tensor_parallel) for i in range(len(self._engines))]
+        ray.get([engine.connect.remote(info) for engine, info in zip(self._engines, infos, strict=True)])
+
+    def load(self, handle: WeightHandle) -> None:
+        ray.get([engine.load_weights.remote(handle, handle.version) for engine in self._engines])
 
 
 class LearnerGroup:
@@ -84,6 +112,15 @@ class LearnerGroup:
         references = [rank.weights.remote() for rank in self.ranks]
         self._get("gathering weights", references[1:])
         return references[0]
+
+    def open_transfer(self, engines: Sequence[Handle], *, tensor_parallel: int) -> None:
+        """From now on `send_weights` goes from GPU to GPU."""
+        address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
+        self._all("opening the weight transfer", lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address))
+
+    def send_weights(self, policy_version: int) -> None:
+        """Gives every engine the current weights as `policy_version`; returns when all serve them."""
+        self._all("sending weights", lambda rank, _: rank.send_weights.remote(policy_version))
 
     def save(self, folder: Path, position: Mapping[str, Any], *, keep: int) -> None:
         """Writes a checkpoint under `folder` with the run's own `position` in it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import ray
@@ -19,11 +19,15 @@ from mempipe.actors.handles import Handle
 from mempipe.config import GenerationConfig, ModelConfig, RetrievalConfig, SamplingConfig
 from mempipe.engines.generation import EngineDead, Generator
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
+from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion, SearchResult
 
 T = TypeVar("T")
 
 RETRY_PAUSE_S = 0.5
+REST_S = 30.0  # for which calls go elsewhere after a replica died, if there is another
+Transfer = Literal["mempipe_shm", "nccl"]
+"""How weights reach an engine: as bytes through the object store, or from GPU to GPU."""
 
 
 class RoleUnavailable(RuntimeError):
@@ -47,8 +51,10 @@ class WeightStore:
 class GeneratorActor:
     """One vLLM engine. When the engine's process dies the actor exits, so that Ray starts both anew."""
 
-    def __init__(self, *, model: ModelConfig, config: GenerationConfig, context_tokens: int, seed: int, store: Handle) -> None:
-        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed)
+    def __init__(
+        self, *, model: ModelConfig, config: GenerationConfig, context_tokens: int, seed: int, store: Handle, transfer: Transfer
+    ) -> None:
+        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed, transfer=transfer)
         self._store = store
         self._started = asyncio.Lock()
         self._ready = False
@@ -84,7 +90,11 @@ class GeneratorActor:
         """Ends the engine's processes; the actor itself is killed afterwards."""
         await self._engine.shutdown()
 
-    async def load_weights(self, weights: np.ndarray, policy_version: int) -> float:
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """The rendezvous of a transfer between GPUs."""
+        await self._engine.connect(init_info)
+
+    async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> float:
         """Takes version `policy_version` between two completions; returns the seconds it took."""
         started = time.perf_counter()
         await self._engine.load_weights(weights, policy_version=policy_version)
@@ -114,6 +124,7 @@ class Pool:
         self._role = role
         self._timeout_s = timeout_s
         self._under_way = [0] * len(self.replicas)
+        self._rests_until = [0.0] * len(self.replicas)
 
     async def call(self, submit: Callable[[Handle], Awaitable[T]]) -> T:
         """The answer of one replica. A replica that died is given time to come back; other errors pass through.
@@ -122,7 +133,7 @@ class Pool:
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
-            i = min(range(len(self.replicas)), key=self._under_way.__getitem__)
+            i = min(range(len(self.replicas)), key=self._load)
             self._under_way[i] += 1
             try:
                 return await asyncio.wait_for(_awaited(submit(self.replicas[i])), max(deadline - time.monotonic(), 0.001))
@@ -130,11 +141,16 @@ class Pool:
                 raise RoleUnavailable(f"no {self._role} answered within {self._timeout_s:g} s") from error
             except RayActorError as error:
                 self.num_retries += 1
+                self._rests_until[i] = time.monotonic() + REST_S
                 if time.monotonic() + RETRY_PAUSE_S > deadline:
                     raise RoleUnavailable(f"{self._role} died and did not come back within {self._timeout_s:g} s: {error}") from error
                 await asyncio.sleep(RETRY_PAUSE_S)
             finally:
                 self._under_way[i] -= 1
+
+    def _load(self, i: int) -> tuple[bool, int]:
+        """Replicas that died lately come last, then those with many calls."""
+        return self._rests_until[i] > time.monotonic(), self._under_way[i]
 
 
 async def _awaited(reference: Awaitable[T]) -> T:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load, save
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 SHARED_MEMORY_BACKEND = "mempipe_shm"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"  # environment variable: the process that an engine belongs to
@@ -150,13 +150,13 @@ def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_para
 class GpuWeightSender:
     """The learner's end of vLLM's `nccl` and `ipc` backends. Make one per learner rank, and call `send` on all ranks together.
 
-    `source` yields the full tensors (vLLM's `ModuleSource` gathers FSDP2 modules); rank 0 transmits and drives the engines.
+    `model` has the names of the Hugging Face checkpoint and may be sharded by FSDP2; rank 0 transmits and drives the engines.
     `address` (host, port) and `num_engine_ranks` (replicas x tensor_parallel) are the nccl group's.
     """
 
     def __init__(
         self,
-        source: WeightSource,
+        model: torch.nn.Module,
         *,
         control: EngineControl,
         backend: Literal["nccl", "ipc"],
@@ -164,14 +164,17 @@ class GpuWeightSender:
         address: tuple[str, int] = ("127.0.0.1", 0),
         num_engine_ranks: int = 1,
     ) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._client = TrainerClient(control)
         info = _trainer_init_info(backend, rank=rank, address=address, num_engine_ranks=num_engine_ranks)
-        self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(
+            info, client=self._client, source=ModuleSource(model)
+        )
 
     def send(self, version: int) -> None:
-        """Gives the engines the source's present weights as `version`; returns when every engine serves them."""
+        """Gives the engines the model's present weights as `version`; returns when every engine serves them."""
         self._client.version = version
         self._engine.send_weights()
 
