@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, pre_tokenizers, trainers
@@ -57,7 +58,8 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     )
     bpe.train_from_iterator([space + word for word in words for space in ("", " ")], trainer)
     learned = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
+    make_tokenizer: Any = Qwen2Tokenizer  # its annotations are narrower than what it takes
+    tokenizer = make_tokenizer(
         vocab={token: index for index, token in enumerate(learned["vocab"]) if token not in SPECIAL_TOKENS},
         merges=[tuple(pair) for pair in learned["merges"]],
         unk_token=None,
