@@ -22,18 +22,17 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from mempipe.actors.handles import Handle
-from mempipe.actors.pools import GeneratorPool, RetrieverPool, RoleUnavailable
+from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents import make_agent
 from mempipe.config import AlgorithmConfig, RunConfig, SamplingConfig
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
-from mempipe.engines.retrieval import RetrievalError
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.faults import InfrastructureFault
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rollout import run_group
 from mempipe.types import Group, Question, from_row, to_row
 
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
-INFRASTRUCTURE_FAULTS = (RoleUnavailable, RetrievalError)
 
 
 class GroupFailed(RuntimeError):
@@ -117,7 +116,7 @@ class Driver:
                     advantage=self._spec.config.algorithm,
                 )
                 return replace(group, num_retries=len(faults))
-            except INFRASTRUCTURE_FAULTS as fault:
+            except InfrastructureFault as fault:
                 faults.append(fault)
                 logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault)
                 await asyncio.sleep(len(faults))

@@ -20,10 +20,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mempipe.actors.admission import Admission
+from mempipe.actors.generator import GeneratorActor, Transfer, WeightStore
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.pools import GeneratorActor, RetrieverActor, Transfer, WeightStore
 from mempipe.actors.reference import ReferenceActor
+from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig, SamplingConfig
 from mempipe.engines.weights import check_canary
 from mempipe.stream import DriverSpec

@@ -22,6 +22,7 @@ import torch
 
 from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, WeightHandle, publish
+from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineFault(RuntimeError):
+class EngineFault(InfrastructureFault):
     """The engine could not do what it was asked; the request itself was fine."""
 
 

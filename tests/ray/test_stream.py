@@ -1,4 +1,4 @@
-"""The trajectory stream over a real Ray Data pipeline and a real retriever; the engine is the world's script, so that faults can be chosen."""
+"""The trajectory stream over a real Ray Data pipeline and a real retriever. The engine is the world's script: faults can be chosen."""
 
 import asyncio
 import os
@@ -13,12 +13,12 @@ import ray
 
 from mempipe.actors.admission import Admission
 from mempipe.actors.handles import start_actor
-from mempipe.actors.pools import RetrieverActor
+from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig, SamplingConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.stream import Collector, DriverSpec, GroupFailed, stream_groups
+from mempipe.stream import Collector, DriverSpec, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module

@@ -1,0 +1,21 @@
+"""The retrievers as Ray actors."""
+
+from __future__ import annotations
+
+from mempipe.config import RetrievalConfig
+from mempipe.engines.retrieval import BatchingRetriever, Retriever
+from mempipe.types import SearchResult
+
+
+class RetrieverActor:
+    """One copy of the index; searches of all trajectories that reach it share batches."""
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        self._retriever = BatchingRetriever(Retriever(config.index), config)
+
+    async def ready(self) -> str:
+        """The snapshot that is served."""
+        return self._retriever.snapshot
+
+    async def search(self, query: str, num_passages: int, partition: str) -> SearchResult:
+        return await self._retriever.search(query, num_passages=num_passages, partition=partition)
