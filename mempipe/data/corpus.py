@@ -2,71 +2,60 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import polars as pl
-
+from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError
+from mempipe.data.rows import read_rows
 from mempipe.types import Passage
 
 
 def read_corpus(path: str | Path) -> Iterator[Passage]:
     """The passages of a `.jsonl`, `.jsonl.gz` or `.parquet` file, in order.
 
-    A row has `id` and `contents`, where contents are the title in quotes, a newline, and the text (the wiki-18 format), or `id`, `title`
-    and `text`, and optionally `partition`. Raises ConfigError, naming file and line, for what cannot be read, lacks a field, is empty or
-    repeats an id.
+    A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and `text`; either may
+    have a `partition`. Lone surrogates become U+FFFD. Raises ConfigError, naming the line or row, for what cannot be read, lacks a field,
+    has no text or repeats an id.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"corpus {path} does not exist")
     seen: set[str] = set()
-    for line, row in _rows(path):
-        passage = _passage(row, where=f"{path}, line {line}")
+    for place, row in read_rows(Path(path)):
+        passage = _passage(row, place)
         if passage.id in seen:
-            raise ConfigError(f"{path}, line {line}: passage id {passage.id!r} occurs twice")
+            raise ConfigError(f"{place}: passage id {passage.id!r} occurs twice")
         seen.add(passage.id)
         yield passage
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    if path.suffix == ".parquet":
-        try:
-            frame = pl.read_parquet(path)
-        except (pl.exceptions.PolarsError, OSError) as error:
-            raise ConfigError(f"corpus {path} is not a whole parquet file: {error}") from error
-        yield from enumerate(frame.iter_rows(named=True), start=1)
-        return
-    with _open(path) as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, json.loads(line)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}, line {number + 1}: not UTF-8 ({error.reason})") from error
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error.msg})") from error
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise ConfigError(f"{path}: truncated or not gzip, after line {number}") from error
+def split_contents(contents: str) -> tuple[str, str]:
+    """Title and text of wiki-18 contents; the title is "" when there is no line of its own. Quotes that belong to the title stay."""
+    title, newline, text = contents.partition("\n")
+    if not newline:
+        return "", contents.strip()
+    title = title.strip()
+    if len(title) >= 2 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return title, text.strip()
 
 
-def _open(path: Path) -> IO[str]:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-
-
-def _passage(row: Any, *, where: str) -> Passage:
-    if not isinstance(row, dict) or "id" not in row:
-        raise ConfigError(f"{where}: a passage needs an id, got {str(row)[:80]!r}")
-    if isinstance(row.get("contents"), str):
-        title, newline, text = row["contents"].partition("\n")
-        title, text = (title.strip().strip('"'), text) if newline else ("", title)
+def _passage(row: dict[str, Any], place: str) -> Passage:
+    identity = row.get("id")
+    if type(identity) not in (str, int) or identity == "":
+        raise ConfigError(f"{place}: id is {identity!r}; a passage needs a text or a whole number")
+    if row.get("contents") is not None:
+        title, text = split_contents(_text(row, "contents", place))
     else:
-        title, text = row.get("title") or "", row.get("text")
-    if not isinstance(text, str) or not isinstance(title, str) or not text.strip():
-        raise ConfigError(f"{where}: passage {row['id']!r} has no text; expected `contents`, or `title` and `text`")
-    return Passage(id=str(row["id"]), title=title, text=text.strip(), partition=str(row.get("partition") or ""))
+        title, text = _text(row, "title", place, default=""), _text(row, "text", place).strip()
+    if not text:
+        raise ConfigError(f"{place}: passage {identity!r} has no text")
+    return Passage(id=str(identity), title=title, text=text, partition=_text(row, "partition", place, default=""))
+
+
+def _text(row: dict[str, Any], name: str, place: str, *, default: str | None = None) -> str:
+    value = row.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        found = "missing" if value is None else repr(value)[:80]
+        raise ConfigError(f"{place}: {name} is {found}; a passage needs `contents`, or `title` and `text`, as text")
+    return replace_surrogates(value)
