@@ -46,8 +46,8 @@ class Learner:
 
     `num_updates` is the number of optimiser updates of the whole run, where cosine and linear schedules end. `objective` "sft" is
     cross-entropy instead of the policy loss: the sum over loss tokens of weight * advantage * -logprob. With LoRA the reference is the
-    base model, and `ref_logprobs` of micro-batches are filled here. With several ranks, or a
-    16-bit compute dtype, a process group is joined at `master_address`:`master_port`, unless this process is in one already.
+    base model, and the `ref_logprobs` of micro-batches are filled here. With several ranks, or a 16-bit compute dtype, a process group
+    is joined at `master_address`:`master_port`, unless this process is in one already.
     """
 
     def __init__(
@@ -120,6 +120,8 @@ class Learner:
 
         `old_logprobs` [N] are the learner's own, where they stand in for the sampler's as the ratio's denominator.
         """
+        if self._fill_reference:
+            micro_batch = replace(micro_batch, ref_logprobs=self.reference_logprobs(micro_batch))
         logprobs, entropy = loss_token_logprobs(self.policy, micro_batch, temperature=self._temperature)
         columns = {name: to_device(getattr(micro_batch, name), self._device) for name in ("advantages", "weights")}
         real = columns["weights"] > 0
@@ -127,8 +129,6 @@ class Learner:
             loss = -(columns["weights"] * columns["advantages"] * logprobs).sum()
             sums = {"loss": loss.item(), "tokens": real.sum().item(), "nll": -logprobs[real].sum().item()}
         else:
-            if self._fill_reference:
-                micro_batch = replace(micro_batch, ref_logprobs=self.reference_logprobs(micro_batch))
             for name in ("old_logprobs", "ref_logprobs", "loss_sequences", "context_indices"):
                 columns[name] = to_device(getattr(micro_batch, name), self._device)
             sampler_logprobs = None
@@ -140,7 +140,7 @@ class Learner:
         return sums | {"entropy": entropy[real].sum().item()}
 
     def optim_step(self) -> float:
-        """Clips the gradient, steps the optimiser; returns the gradient's norm before the clip.
+        """Clips the gradient and steps the optimiser; returns the gradient's norm before the clip.
 
         Raises FloatingPointError, on all ranks and with the weights untouched, when the norm is not finite.
         """
@@ -186,17 +186,17 @@ class Learner:
 
         `position` is the caller's own state (JSON). Raises CheckpointError.
         """
-        state = {"num_updates_done": self.num_updates_done, "world_size": self.world_size, "position": dict(position)}
+        state = {"num_updates_done": self.num_updates_done, "ranks": self._ranks, "position": dict(position)}
         return save_checkpoint(folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continues from the checkpoint at `path`, together on all ranks; returns its position.
 
-        Bit-identical to a run that never stopped, when the number of ranks is the same. Raises CheckpointError.
+        Bit-identical to a run that never stopped, when number and kind of ranks are the same. Raises CheckpointError.
         """
         state = read_state(path)
         tensors = self._tensors()
-        rng_states = self._rng_states() if state["world_size"] == self.world_size else {}
+        rng_states = self._rng_states() if state["ranks"] == self._ranks else {}
         load_tensors(path, tensors | rng_states)
         if rng_states:
             self._set_rng_states(rng_states)
@@ -249,6 +249,10 @@ class Learner:
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
         return tensors
+
+    @property
+    def _ranks(self) -> str:
+        return f"{self.world_size} {self._device.type}"
 
     def _rng_states(self) -> dict[str, Tensor]:
         states = {f"rng/cpu/{self.rank}": torch.get_rng_state()}

@@ -187,10 +187,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found["logprobs_before"] = full.logprobs(mine[0])
     found["weights_intact"] = all(torch.equal(weight, initial[name]) for name, weight in full.full_state_dict().items())
     found["gradients"] = gradients(full, mine)
-    for index, batch in enumerate(mine):
-        accumulate_locally(full.policy, index + 1 < len(mine))
-        full.forward_backward(batch)
-    found["gradients_reduced_once"] = gradients(full, [])
+    found["gradients_reduced_once"] = gradients_reduced_once(full, mine)
     found["scores"] = full.score([s.token_ids for s in step])
     try:
         full.step([mine[: 1 + rank]])
@@ -210,10 +207,19 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     spread_adapter(lora)
     found["reference"] = lora.reference_logprobs(mine[0])
     found["lora_gradients"] = gradients(lora, mine)
+    found["lora_gradients_reduced_once"] = gradients_reduced_once(lora, mine)
     found["merged"] = lora.full_state_dict()
     assert rank == 0 or not found["merged"]
     torch.save(found, out / f"rank{rank}.pt")
     full.close()
+
+
+def gradients_reduced_once(learner: Learner, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """As `Learner.step` does it on CPU ranks."""
+    for index, batch in enumerate(batches):
+        accumulate_locally(learner.policy, index + 1 < len(batches))
+        learner.forward_backward(batch)
+    return gradients(learner, [])
 
 
 def two_rank_step(folder: Path) -> list[TrainingSample]:
@@ -242,7 +248,9 @@ def test_two_ranks_have_the_lora_gradient_of_one(qwen2, two_ranks):
     initial = {name: p.detach().clone() for name, p in learner.policy.lm.named_parameters() if ".lora_A." in name}
     spread_adapter(learner)
     assert_close(two_ranks[0]["initial_adapter"], initial, tolerance=0.0)
-    assert_close(two_ranks[0]["lora_gradients"], gradients(learner, pack(two_rank_step(qwen2))[0]))
+    expected = gradients(learner, pack(two_rank_step(qwen2))[0])
+    assert_close(two_ranks[0]["lora_gradients"], expected)
+    assert_close(two_ranks[0]["lora_gradients_reduced_once"], expected)
     assert_close(two_ranks[0]["merged"], learner.full_state_dict())
 
 
