@@ -13,7 +13,8 @@ from pathlib import Path
 
 import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError, replace_surrogates
 from mempipe.config import ConfigError
@@ -30,17 +31,13 @@ def load_tokenizer(path: str) -> HFTokenizer:
     if not path or (path.startswith(("/", ".")) and not Path(path).is_dir()):
         raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        # Not AutoTokenizer: that rebuilds the tokenizer of some model types from parts of its file, and imports torch to do so.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"model.path is {path!r}, from which no tokenizer can be loaded: {reason}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        kind = type(tokenizer).__name__
-        raise ConfigError(f"model.path is {path!r}, whose tokenizer {kind} is a slow one; save it with a tokenizer.json")
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the model has no generation_config.json
-        eos = None
+        raise ConfigError(f"model.path is {path!r}, from which no fast tokenizer (tokenizer.json) can be loaded: {reason}") from error
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    eos = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
     return HFTokenizer(tokenizer, stop_token_ids=[eos] if isinstance(eos, int) else eos or [])
 
 
