@@ -260,15 +260,18 @@ class BatchingRetriever:
         self.num_batches += 1
         queries = [query for query, _ in batch]
         results: list[SearchResult] = []
-        failure: RetrievalError | None = None
+        failure: Exception | None = None
         try:
             results = await asyncio.get_running_loop().run_in_executor(self._thread, self._retriever.search, queries)
         except Exception as error:  # whatever it is, those who wait must hear of it
-            failure = RetrievalError(f"a batch of {len(batch)} searches failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = error
         for i, (_, future) in enumerate(batch):
-            if not future.done():
-                future.set_result(results[i]) if failure is None else future.set_exception(failure)
+            if future.done():
+                continue
+            if failure is None:
+                future.set_result(results[i])
+            else:
+                future.set_exception(_batch_failed(len(batch), failure))
 
 
 def verify(folder: str | Path) -> None:
@@ -288,6 +291,12 @@ def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, coun
     scores = (vectors.astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
     order = np.argsort(-scores, kind="stable")[:count]
     return rows[order], scores[order]
+
+
+def _batch_failed(num_searches: int, cause: Exception) -> RetrievalError:
+    error = RetrievalError(f"a batch of {num_searches} searches failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 class _Cache:
