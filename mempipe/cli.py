@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DO_NOT_TRACK": "1",
 }
 
@@ -122,7 +123,11 @@ def describe_settings(section: type, prefix: str = "") -> list[str]:
     for name, field in section.model_fields.items():
         inner = next((t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(t, "model_fields")), None)
         if inner is not None:
-            lines += ["", f"# {prefix}{name}: {field.description or (inner.__doc__ or '').strip()}", *describe_settings(inner, f"{prefix}{name}.")]
+            lines += [
+                "",
+                f"# {prefix}{name}: {field.description or (inner.__doc__ or '').strip()}",
+                *describe_settings(inner, f"{prefix}{name}."),
+            ]
         else:
             lines.append(f"{prefix}{name} = {json.dumps(field.default)}" + (f"    # {field.description}" if field.description else ""))
     return lines

@@ -69,11 +69,15 @@ def closing_table(run: Run) -> None:
             table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
     console.print(table)
     minutes = sum(run.seconds.values()) / 60
-    console.print(f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}")
-    console.print("Next:")
-    console.print(f"  mempipe trace {run.folder}                 read trajectories turn by turn")
-    console.print(f"  mlflow ui --backend-store-uri sqlite:///{run.folder.parent / 'mlflow.db'}   curves and traces")
-    console.print("  mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml   what a real run needs")
+    lines = (
+        f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}",
+        "Next:",
+        f"  mempipe trace {run.folder}                 read trajectories turn by turn",
+        f"  mlflow ui --backend-store-uri sqlite:///{run.folder.parent / 'mlflow.db'}   curves and traces",
+        "  mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml   what a real run needs",
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True)  # commands can be copied whole
 
 
 ROWS = (

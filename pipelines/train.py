@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from mempipe.actors.launch import Roles, connected, launch
@@ -72,7 +72,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         run.add_seconds("launch", time.perf_counter() - started)
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
-        position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "consumed": []}
+        position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "trained": [], "dropped": []}
         roles.sync(position["step"])
         before = evaluate(run, roles, validation, label="before", tracker=tracker)
         learn(run, roles, questions, position, tracker)
@@ -99,11 +99,15 @@ def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: st
 
 
 def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[str, Any], tracker: TrackerFront) -> None:
-    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which were consumed."""
+    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step took.
+
+    `position` is a checkpoint's: `step` steps are done, `trained` has the group ids of each, `dropped` those without signal.
+    """
     config = roles.config
-    consumed = set(position["consumed"])
+    trained, dropped = list(position["trained"]), list(position["dropped"])
     admission_name, admission = roles.new_admission(policy_version=position["step"])
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
+    consumed = {*chain.from_iterable(trained), *dropped}
     groups = stream_groups(spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position["step"]))
     collector = Collector(groups, admission, config.algorithm)
     training = time.perf_counter()
@@ -116,12 +120,12 @@ def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[
                 break
             metrics = train_step(roles, batch, step=step)
             collector.consumed(batch, policy_version=step + 1)
-            consumed.update(group.id for group in [*batch.groups, *batch.dropped])
+            trained.append([group.id for group in batch.groups])
+            dropped += [group.id for group in batch.dropped]
             if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
                 with Timer() as saving:
-                    roles.learners.save(
-                        run.folder / "checkpoints", {"step": step + 1, "consumed": sorted(consumed)}, keep=config.checkpoint.keep
-                    )
+                    position = {"step": step + 1, "trained": trained, "dropped": dropped}
+                    roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
                 metrics["seconds/checkpoint"] = saving.seconds
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
             tracker.log_metrics(metrics, step=step + 1)

@@ -32,12 +32,14 @@ from mempipe.stream import DriverSpec
 START_TIMEOUT_S = 900.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
+WEIGHT_STORE = "weights"
 WORKER_ENV = {
     # Several processes share the cores: an idle OpenMP thread must sleep, not spin.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DO_NOT_TRACK": "1",
 }
 
@@ -129,6 +131,7 @@ def connected(config: RunConfig) -> Iterator[str]:
         options |= {"address": address, "runtime_env": {"env_vars": WORKER_ENV}}
     else:
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False, "object_store_memory": 512 * 2**20}
+    _quiet_ray()
     try:
         ray.init(**options)
     except ConnectionError as error:
@@ -137,6 +140,14 @@ def connected(config: RunConfig) -> Iterator[str]:
         yield namespace
     finally:
         ray.shutdown()
+
+
+def _quiet_ray() -> None:
+    """Leaves the terminal to the run's own lines: Ray's notes about itself are in its log files."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -230,7 +241,7 @@ def _learner_group(config: RunConfig, placement: _Placement) -> LearnerGroup:
 
 def _start(config: RunConfig, namespace: str, placement: _Placement, actors: list[Handle], engines: list[Handle]) -> Roles:
     """Fills `actors` and `engines` as it goes, so that the caller can clean up after a half-finished start."""
-    store = start_actor(WeightStore, {"num_cpus": 0})
+    store = start_actor(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
     learners = _learner_group(config, placement)
     actors += [store, *learners.ranks]
     restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
@@ -246,7 +257,7 @@ def _start(config: RunConfig, namespace: str, placement: _Placement, actors: lis
             config=config.generation,
             context_tokens=config.budget.context_tokens,
             seed=config.seed + i,
-            store=store,
+            store=WEIGHT_STORE,
             transfer=transfer,
         )
     engines += generators.values()
