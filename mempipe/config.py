@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the setting, the value and what would be right; commands exit with code 2."""
+    """A setting that cannot work. The message names the setting, its value and what would be right; commands exit with code 2."""
 
 
 class Section(BaseModel):
@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class Budget(Section):
-    """What one context may hold, in tokens of the policy's tokenizer. The one source of these limits for prompts, engine, metrics and serving."""
+    """What one context may hold, in tokens of the policy's tokenizer. The one source of these limits for prompts, engine and metrics."""
 
     question_tokens: int = Field(695, ge=1)
     """Longer questions are refused when the data is read (MemSearcher: 695)."""
@@ -34,7 +34,7 @@ class Budget(Section):
     memory_message_tokens: int = Field(1088, ge=1)
     """Sampled tokens of the memory message: the memory, its tags and the stop token."""
     observation_tokens: int = Field(2048, ge=1)
-    """Passages of one turn together; whole passages first, the last one cut at a token boundary."""
+    """Passages and echoed calls of one turn; whole passages first, the last one cut at a token boundary."""
     max_turns: int = Field(5, ge=1)
     """Contexts per trajectory."""
     context_tokens: int = Field(8192, ge=8)
@@ -44,14 +44,24 @@ class Budget(Section):
 
     @model_validator(mode="after")
     def _messages_fit(self) -> Budget:
-        parts = self.question_tokens + self.memory_tokens + self.action_tokens + self.observation_tokens + self.memory_message_tokens
-        if parts > self.context_tokens:
+        if sum(self.parts.values()) > self.context_tokens:
             raise ValueError(
-                f"budget.context_tokens is {self.context_tokens}, but question {self.question_tokens} + memory {self.memory_tokens} + action "
-                f"{self.action_tokens} + observation {self.observation_tokens} + memory message {self.memory_message_tokens} tokens need {parts} "
-                "before the template; raise context_tokens or lower the parts"
+                f"budget.context_tokens is {self.context_tokens}, but "
+                f"{' + '.join(f'{name} {tokens}' for name, tokens in self.parts.items())} tokens need {sum(self.parts.values())} before the "
+                "template; raise context_tokens or lower the parts"
             )
         return self
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What shares a context with the template."""
+        return {
+            "question": self.question_tokens,
+            "memory": self.memory_tokens,
+            "action": self.action_tokens,
+            "observation": self.observation_tokens,
+            "memory message": self.memory_message_tokens,
+        }
 
 
 class AgentConfig(Section):
@@ -217,7 +227,7 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     enabled: bool = True
     uri: str = ""
-    """MLflow server; empty: MLFLOW_TRACKING_URI, else a sqlite file in the run's folder."""
+    """MLflow server; empty: MLFLOW_TRACKING_URI, else the sqlite file `mlflow.db` in `output`, for all its runs."""
     experiment: str = "mempipe"
     traces_per_step: int = Field(2, ge=0)
     """Trajectories logged as MLflow traces."""
@@ -234,7 +244,7 @@ class WorldConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised start of the tiny model: one pass over scripted trajectories, first faultless ones (the skill), then noisy ones (bad habits)."""
+    """Supervised start of the tiny model: one pass over scripted trajectories, faultless ones first, then ones with bad habits."""
 
     num_clean_trajectories: int = Field(3000, ge=0)
     num_noisy_trajectories: int = Field(1000, ge=0)
@@ -288,8 +298,8 @@ class RunConfig(Section):
             )
         if self.sampling.temperature == 0 or self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
-                f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}; training needs "
-                "temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the untruncated distribution"
+                f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}; "
+                "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the untruncated distribution"
             )
         if self.deterministic and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("deterministic needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")

@@ -57,22 +57,30 @@ class Shape:
 
 # Public architecture facts, for models whose config.json is not on this machine.
 KNOWN = {
-    "Qwen/Qwen2.5-3B-Instruct": Shape(hidden=2048, layers=36, heads=16, kv_heads=2, head_dim=128, intermediate=11008, vocab=151936, tied=True),
-    "Qwen/Qwen2.5-7B-Instruct": Shape(hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064, tied=False),
+    "Qwen/Qwen2.5-3B-Instruct": Shape(
+        hidden=2048, layers=36, heads=16, kv_heads=2, head_dim=128, intermediate=11008, vocab=151936, tied=True
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(
+        hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064, tied=False
+    ),
 }
 
 
 def check(config: RunConfig, *, num_devices: int | None = None, device_gib: float | None = None) -> list[Finding]:
-    """All findings, in the order in which a run would meet them. `num_devices` and `device_gib` stand in for a machine that is elsewhere."""
+    """All findings, in the order in which a run would meet them. `num_devices` and `device_gib` describe a machine that is elsewhere."""
     if config.world is not None:
-        return [Finding("ok", "the embedded default makes its own data and model, and runs on CPUs"), *_context(config, template_tokens=None)]
+        return [
+            Finding("ok", "the embedded default makes its own data and model, and runs on CPUs"),
+            *_context(config, template_tokens=None),
+        ]
     devices, gib = _devices()
     devices = devices if num_devices is None else num_devices
     gib = gib if device_gib is None else device_gib
     findings = [*_files(config), *_template(config), *_cluster(config, devices)]
     shape = model_shape(config.model)
     if shape is None:
-        return [*findings, Finding("note", f"memory not estimated: model.path {config.model.path!r} is not on this machine and not a known model")]
+        reason = f"model.path {config.model.path!r} is not on this machine and not a known model"
+        return [*findings, Finding("note", f"memory not estimated: {reason}")]
     return [*findings, *_memory(config, shape, gib)]
 
 
@@ -114,7 +122,9 @@ def _files(config: RunConfig) -> list[Finding]:
         ("retrieval.index", config.retrieval.index, True),
     ):
         if not value:
-            findings.append(Finding("fatal" if required else "note", f"{setting} is empty" + ("" if required else ": no evaluation before and after")))
+            findings.append(
+                Finding("fatal", f"{setting} is empty") if required else Finding("note", f"{setting} is empty: nothing is evaluated")
+            )
         elif not Path(value).exists():
             findings.append(Finding("fatal", f"{setting} is {value!r}, which does not exist on this machine"))
         else:
@@ -141,25 +151,14 @@ def _template(config: RunConfig) -> list[Finding]:
 
 
 def _context(config: RunConfig, *, template_tokens: int | None) -> list[Finding]:
-    b = config.budget
-    parts = {
-        "question": b.question_tokens,
-        "memory": b.memory_tokens,
-        "action": b.action_tokens,
-        "observation": b.observation_tokens,
-        "memory message": b.memory_message_tokens,
-    }
-    if template_tokens is not None:
-        parts["template"] = template_tokens
+    room, row = config.budget.context_tokens, config.learner.max_tokens_per_micro_batch
+    parts = config.budget.parts | ({} if template_tokens is None else {"template": template_tokens})
     total = sum(parts.values())
-    sentence = " + ".join(f"{name} {tokens}" for name, tokens in parts.items()) + f" = {total} of budget.context_tokens {b.context_tokens}"
-    level = "fatal" if total > b.context_tokens else "ok"
-    if b.context_tokens > config.learner.max_tokens_per_micro_batch:
-        return [
-            Finding(level, sentence),
-            Finding("fatal", f"learner.max_tokens_per_micro_batch {config.learner.max_tokens_per_micro_batch} is below budget.context_tokens {b.context_tokens}"),
-        ]
-    return [Finding(level, sentence)]
+    sum_text = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
+    findings = [Finding("fatal" if total > room else "ok", f"{sum_text} = {total} of budget.context_tokens {room}")]
+    if room > row:
+        findings.append(Finding("fatal", f"learner.max_tokens_per_micro_batch {row} is below budget.context_tokens {room}"))
+    return findings
 
 
 def _devices() -> tuple[int, float]:
@@ -191,7 +190,9 @@ def _memory(config: RunConfig, shape: Shape, gib: float) -> list[Finding]:
     trained = parameters if not config.model.lora_rank else _lora_parameters(config.model, shape)
     tokens = config.learner.max_tokens_per_micro_batch
     per_layer = tokens * (6 * shape.hidden + 3 * shape.intermediate) * width
-    activations = tokens * shape.hidden * shape.layers * width + per_layer if config.model.gradient_checkpointing else shape.layers * per_layer
+    activations = (
+        tokens * shape.hidden * shape.layers * width + per_layer if config.model.gradient_checkpointing else shape.layers * per_layer
+    )
     # float32 master weights everywhere; gradients and two Adam moments for what is trained
     learner = (parameters * 4 + trained * 12) / config.learner.num_ranks + activations + shape.vocab * shape.hidden * width
     engine_weights = parameters * width / config.generation.tensor_parallel
@@ -201,13 +202,13 @@ def _memory(config: RunConfig, shape: Shape, gib: float) -> list[Finding]:
         Finding("ok", f"model: {parameters / 1e9:.2f} B parameters, {trained / 1e9:.3f} B trained"),
         Finding(
             "fatal" if learner > gib * GIB else "ok",
-            f"learner rank: at least {learner / GIB:.1f} of {gib:.0f} GiB (weights, gradients, optimiser over {config.learner.num_ranks} ranks; "
-            f"activations of {tokens} tokens{', recomputed' if config.model.gradient_checkpointing else ''})",
+            f"learner rank: at least {learner / GIB:.1f} of {gib:.0f} GiB (weights, gradients, optimiser over "
+            f"{config.learner.num_ranks} ranks; activations of {tokens} tokens{', recomputed' if config.model.gradient_checkpointing else ''})",
         ),
         Finding(
             "fatal" if room < per_sequence else "ok",
             f"engine: weights {engine_weights / GIB:.1f} GiB, KV cache {per_sequence / GIB:.2f} GiB per full context; room for "
-            f"{max(0, math.floor(room / per_sequence))} full contexts at once (generation.max_num_seqs {config.generation.max_num_seqs})",
+            f"{max(0, math.floor(room / per_sequence))} of them (generation.max_num_seqs {config.generation.max_num_seqs})",
         ),
     ]
 

@@ -1,13 +1,13 @@
 """The folder of a run: what is in it, what state the run is in, and how long each phase took.
 
-    config.yaml            the whole config as it was resolved
-    state.json             phase seconds, steps done, MLflow run id, whether it finished
-    metrics.jsonl          one row of metrics per learner step
-    world/ index/ model/   made by the run itself when its config has a `world`
-    checkpoints/           model, optimiser, scheduler, RNG and data position
-    trajectories.parquet   held-out trajectories, before and after training
-    huggingface/           the trained model, for transformers and vLLM
-    report.html report.json
+config.yaml            the whole config as it was resolved
+state.json             phase seconds, steps done, MLflow run id, whether it finished
+metrics.jsonl          one row of metrics per learner step
+world/ index/ model/   made by the run itself when its config has a `world`
+checkpoints/           model, optimiser, scheduler, RNG and data position
+trajectories.parquet   held-out trajectories, before and after training
+huggingface/           the trained model, for transformers and vLLM
+report.html report.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Run:
         self._state_file = self.folder / "state.json"
         found = self._state_file.exists()
         if found and resume == "never":
-            raise ConfigError(f"{self.folder} holds a run already; --resume continues it, another `name` starts another, or delete the folder")
+            raise ConfigError(f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder")
         if not found and resume == "always":
             raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
         try:

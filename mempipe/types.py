@@ -68,7 +68,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A text of the corpus. `score` is the index's similarity to the query that found it; `partition` is what `Question.partition` names."""
+    """A text of the corpus. `score` is its similarity to the query that found it; `partition` is what `Question.partition` names."""
 
     id: str
     title: str

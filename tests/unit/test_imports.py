@@ -39,7 +39,7 @@ ALLOWED = {
     "mempipe.actors.pools": ("ray",),
     "mempipe.stream": ("ray", "transformers"),
     "mempipe.tracking": (),
-    "mempipe.engines.tokenizer": ("transformers", "torch"),
+    "mempipe.engines.tokenizer": ("transformers",),
     "mempipe.engines.retrieval": ("faiss",),
     "mempipe.engines.weights": ("torch",),
     "mempipe.engines.model": ("torch", "transformers"),
