@@ -45,10 +45,10 @@ class Budget(Section):
     @model_validator(mode="after")
     def _messages_fit(self) -> Budget:
         if sum(self.parts.values()) > self.context_tokens:
+            parts = " + ".join(f"{name} {tokens}" for name, tokens in self.parts.items())
             raise ValueError(
-                f"budget.context_tokens is {self.context_tokens}, but "
-                f"{' + '.join(f'{name} {tokens}' for name, tokens in self.parts.items())} tokens need {sum(self.parts.values())} before the "
-                "template; raise context_tokens or lower the parts"
+                f"budget.context_tokens is {self.context_tokens}, but {parts} tokens need {sum(self.parts.values())} before the template; "
+                "raise context_tokens or lower the parts"
             )
         return self
 

@@ -203,7 +203,7 @@ def _memory(config: RunConfig, shape: Shape, gib: float) -> list[Finding]:
         Finding(
             "fatal" if learner > gib * GIB else "ok",
             f"learner rank: at least {learner / GIB:.1f} of {gib:.0f} GiB (weights, gradients, optimiser over "
-            f"{config.learner.num_ranks} ranks; activations of {tokens} tokens{', recomputed' if config.model.gradient_checkpointing else ''})",
+            f"{config.learner.num_ranks} ranks; {'recomputed ' if config.model.gradient_checkpointing else ''}activations of {tokens})",
         ),
         Finding(
             "fatal" if room < per_sequence else "ok",
