@@ -246,7 +246,7 @@ class WorldConfig(Section):
 class WarmStartConfig(Section):
     """Supervised start of the tiny model: one pass over scripted trajectories, faultless ones first, then ones with bad habits."""
 
-    num_clean_trajectories: int = Field(3000, ge=0)
+    num_clean_trajectories: int = Field(4500, ge=0)
     num_noisy_trajectories: int = Field(1000, ge=0)
     lr: float = Field(2e-3, gt=0)
     tokens_per_step: int = Field(2048, ge=1)

@@ -83,7 +83,7 @@ def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=384,
+        intermediate_size=256,
         max_position_embeddings=CONTEXT_TOKENS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
