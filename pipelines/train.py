@@ -74,15 +74,15 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
         position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "trained": [], "dropped": []}
         roles.sync(position["step"])
-        before = evaluate(run, roles, validation, label="before", tracker=tracker)
+        before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, position, tracker)
-        after = evaluate(run, roles, validation, label="after", tracker=tracker)
+        after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
         with run.phase("export"):
             roles.learners.export(run.folder / "huggingface", source=config.model.path)
 
 
-def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: str, tracker: TrackerFront) -> list[Group]:
+def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront) -> list[Group]:
     """One attempt at every held-out question under the served weights. A finished evaluation is read back instead of repeated."""
     path = run.folder / "evaluation" / f"{label}.parquet"
     if path.exists():
@@ -94,7 +94,7 @@ def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: st
             groups.append(group)
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
-    tracker.log_metrics({f"{label}/{name}": value for name, value in rollout_metrics(groups).items()}, step=0)
+    tracker.log_metrics({f"{label}/{name}": value for name, value in rollout_metrics(groups).items()}, step=step)
     return groups
 
 
