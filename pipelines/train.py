@@ -44,6 +44,9 @@ NUM_CANARIES = 4
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     """Runs the job to its end. Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError."""
     run = Run(config, resume=resume)
+    if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
+        (run.folder / "evaluation" / "after.parquet").unlink(missing_ok=True)
+        run.update(finished=False)
     if not run.state["finished"]:
         with run.phase("prepare"):
             config = prepare(run)
@@ -75,7 +78,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "trained": [], "dropped": []}
         roles.sync(position["step"])
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
-        learn(run, roles, questions, position, tracker)
+        learn(run, roles, questions, validation, position, tracker)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
         with run.phase("export"):
@@ -94,11 +97,18 @@ def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: st
             groups.append(group)
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
-    tracker.log_metrics({f"{label}/{name}": value for name, value in rollout_metrics(groups).items()}, step=step)
+    tracker.log_metrics({f"validation/{name}": value for name, value in rollout_metrics(groups).items()}, step=step)
     return groups
 
 
-def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[str, Any], tracker: TrackerFront) -> None:
+def learn(
+    run: Run,
+    roles: Roles,
+    questions: Sequence[Question],
+    validation: Sequence[Question],
+    position: dict[str, Any],
+    tracker: TrackerFront,
+) -> None:
     """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step took.
 
     `position` is a checkpoint's: `step` steps are done, `trained` has the group ids of each, `dropped` those without signal.
@@ -131,6 +141,8 @@ def learn(run: Run, roles: Roles, questions: Sequence[Question], position: dict[
             tracker.log_metrics(metrics, step=step + 1)
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
+            if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0 and step + 1 < config.num_steps:
+                evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
     run.add_seconds("train", time.perf_counter() - training)
 
