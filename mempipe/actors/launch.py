@@ -23,6 +23,7 @@ from mempipe.actors.admission import Admission
 from mempipe.actors.generator import GeneratorActor, Transfer, WeightStore
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
+from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig, SamplingConfig
@@ -126,28 +127,21 @@ def connected(config: RunConfig) -> Iterator[str]:
     namespace = f"mempipe-{config.name}-{uuid.uuid4().hex[:8]}"
     address = config.ray_address or os.environ.get("RAY_ADDRESS", "")
     os.environ.update({name: os.environ.get(name, value) for name, value in WORKER_ENV.items()})
-    options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING}
+    options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
     if address:
         options |= {"address": address, "runtime_env": {"env_vars": WORKER_ENV}}
     else:
-        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False, "object_store_memory": 512 * 2**20}
-    _quiet_ray()
+        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 512 * 2**20}
+    quiet_loggers()
     try:
         ray.init(**options)
     except ConnectionError as error:
         raise LaunchError(f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})") from error
     try:
+        take_note_of_pool_arguments()
         yield namespace
     finally:
         ray.shutdown()
-
-
-def _quiet_ray() -> None:
-    """Leaves the terminal to the run's own lines: Ray's notes about itself are in its log files."""
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""Keeps Ray's notes about itself in its log files, so that a run's terminal shows the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from mempipe.actors.handles import start_actor
+
+
+def quiet_loggers() -> None:
+    """For the loggers of Python code; before `ray.init`. Errors still show."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.ERROR)
+
+
+def take_note_of_pool_arguments() -> None:
+    """Lets Ray say unheard, once and for all of this process, that restartable actors have arguments in the object store.
+
+    It is said as an error of every Ray Data actor pool (ray-project/ray issue 57733), and no setting silences it. The actor that draws it
+    asks for a resource that no node has, so it never starts.
+    """
+    with _without_stderr():
+        ray.kill(start_actor(_NeverPlaced, {"num_cpus": 0, "resources": {"none": 1}, "max_restarts": 1}, ray.put(None)))
+
+
+class _NeverPlaced:
+    def __init__(self, argument: None) -> None: ...
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Native code writes to the file descriptor, past `sys.stderr`."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(null)
+        os.close(saved)
