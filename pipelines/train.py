@@ -76,6 +76,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
         position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "trained": [], "dropped": []}
+        run.update(num_steps=position["step"])
         roles.sync(position["step"])
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, validation, position, tracker)
@@ -88,8 +89,8 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
 def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront) -> list[Group]:
     """One attempt at every held-out question under the served weights. A finished evaluation is read back instead of repeated."""
     path = run.folder / "evaluation" / f"{label}.parquet"
-    if path.exists():
-        return read_trajectories(path)
+    if path.exists() or not questions:
+        return read_trajectories(path) if path.exists() else []
     groups: list[Group] = []
     spec = roles.driver_spec(sampling=SamplingConfig(temperature=roles.config.evaluation.temperature), group_size=1)
     with run.phase(f"evaluate_{label}"), Progress(f"evaluate {label}", total=len(questions)) as progress:
@@ -132,15 +133,16 @@ def learn(
             collector.consumed(batch, policy_version=step + 1)
             trained.append([group.id for group in batch.groups])
             dropped += [group.id for group in batch.dropped]
-            if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
-                with Timer() as saving:
-                    position = {"step": step + 1, "trained": trained, "dropped": dropped}
-                    roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
-                metrics["seconds/checkpoint"] = saving.seconds
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
             tracker.log_metrics(metrics, step=step + 1)
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
+            if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
+                tracker.flush()  # a step that a resumed run will not repeat must be on record
+                with Timer() as saving:
+                    position = {"step": step + 1, "trained": trained, "dropped": dropped}
+                    roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
+                tracker.log_metrics({"seconds/checkpoint": saving.seconds}, step=step + 1)
             if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0 and step + 1 < config.num_steps:
                 evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
