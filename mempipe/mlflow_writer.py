@@ -49,6 +49,7 @@ class MlflowWriter:
         self._changed = threading.Condition()
         self._finishing = False
         self._gave_up = False
+        self._failing = False  # the last call was not accepted
         self._failed = 0
         self._refused = 0
         self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
@@ -68,6 +69,12 @@ class MlflowWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._store.run_id is not None, timeout_s)
         return self._store.run_id
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether all metrics were written within `timeout_s`. Not waited for while the server is failing."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._metrics or self._failing, timeout_s)
+            return not self._metrics
 
     def finish(self, timeout_s: float) -> TrackingSummary:
         with self._changed:
@@ -90,7 +97,7 @@ class MlflowWriter:
         while self._wait_for_work():
             try:
                 self._write_some()
-                delay = 0.5
+                self._failing, delay = False, 0.5
             except Exception as error:  # the border to foreign code: whatever a server does, training goes on
                 self._note_failure(error)
                 self._pause(delay)
@@ -128,9 +135,13 @@ class MlflowWriter:
         with self._changed:
             for _ in range(num_entries):
                 queue.popleft()
+            self._changed.notify_all()
 
     def _note_failure(self, error: Exception) -> None:
-        self._failed += 1
+        with self._changed:
+            self._failing = True
+            self._failed += 1
+            self._changed.notify_all()
         if self._failed == 1 and not self._gave_up:
             text = "MLflow at %s does not take entries; training goes on and they are tried again: %s"
             _logger.warning(text, _public(self._store.uri), _one_line(error))

@@ -80,6 +80,10 @@ class Tracker:
         """The MLflow run, waiting at most `timeout_s` for it; None when there is none (yet)."""
         return self._writer.wait_for_run_id(timeout_s) if self._writer else None
 
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until every metric is in MLflow, at most `timeout_s`; False when some are not. `metrics.jsonl` has them at once."""
+        return self._writer.flush(timeout_s) if self._writer else True
+
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED", timeout_s: float = 60.0) -> TrackingSummary:
         """Writes what is waiting, closes the MLflow run and says what is missing. Returns after `timeout_s` at the latest."""
         assert not self._finished, "finish was called twice"

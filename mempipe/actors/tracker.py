@@ -13,6 +13,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.tracking import Tracker, TrackingSummary, last_run_id
 from mempipe.types import Group
 
+FLUSH_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 120.0
 
 
@@ -29,7 +30,7 @@ class TrackerActor(Tracker):
 
 
 class TrackerFront:
-    """Typed front of the tracker actor. Only `finish` waits."""
+    """Typed front of the tracker actor. Only `flush` and `finish` wait."""
 
     def __init__(self, config: RunConfig) -> None:
         config = config.model_copy(update={"output": str(Path(config.output).absolute())})
@@ -43,6 +44,10 @@ class TrackerFront:
 
     def log_artifact(self, path: Path) -> None:
         self._actor.log_artifact.remote(path.absolute())
+
+    def flush(self) -> None:
+        """Waits until every metric is in the file and, as far as it takes them within a few seconds, in MLflow."""
+        ray.get(self._actor.flush.remote(FLUSH_TIMEOUT_S))
 
     def finish(self, status: str) -> TrackingSummary:
         """Writes what is left and says what became of it. `status` is MLflow's: FINISHED, FAILED or KILLED."""

@@ -256,6 +256,25 @@ def test_a_locked_store_delays_but_loses_nothing(tmp_path):
     assert client_of(folder).get_run(summary.run_id).data.metrics == {"em": 0.5}
 
 
+def test_after_flush_the_metrics_are_in_mlflow(tmp_path):
+    tracker = make_tracker(tmp_path / "a")
+    tracker.log_metrics({"em": 0.5}, step=3)
+    assert tracker.flush(60)
+    (point,) = client_of(tmp_path / "a").get_metric_history(tracker.run_id(), "em")
+    assert (point.step, point.value) == (3, 0.5)
+    tracker.finish()
+
+
+def test_flush_does_not_wait_for_a_server_that_fails(tmp_path):
+    with server(busy) as uri:
+        tracker = make_tracker(tmp_path / "a", config=TrackingConfig(uri=uri))
+        tracker.log_metrics({"em": 0.5}, step=0)
+        started = time.perf_counter()
+        assert not tracker.flush(60)
+        assert time.perf_counter() - started < 20
+        tracker.finish(timeout_s=0.1)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
