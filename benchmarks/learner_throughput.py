@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--row-tokens", type=int, default=2048, help="tokens of one packed micro-batch")
-    parser.add_argument("--trl-rows", type=int, nargs="+", default=[16, 32, 64], help="micro-batch sizes tried for TRL")
+    parser.add_argument("--trl-rows", type=int, nargs="+", default=[8, 16], help="micro-batch sizes tried for TRL")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     samples = make_contexts(arguments.contexts, seed=0)
