@@ -199,6 +199,8 @@ class Retriever:
         size = max(SCAN_LIMIT // max(np.count_nonzero(vector), 1), 1)
         blocks = [np.arange(first, min(first + size, stop)) for first in range(start, stop, size)]
         ranked = [_rank(rows, self._vectors[rows[0] : rows[-1] + 1], vector, count=query.num_passages) for rows in blocks]
+        if len(ranked) == 1:
+            return ranked[0]
         rows, scores = (np.concatenate(parts) for parts in zip(*ranked, strict=True))
         order = np.argsort(-scores, kind="stable")[: query.num_passages]
         return rows[order], scores[order]
