@@ -1,28 +1,16 @@
 """A local Ray cluster, and the embedded world in miniature, shared by the tests of this folder."""
 
 import os
-from pathlib import Path
 
 import pytest
 import ray
+from miniature import MINIATURE, QUICKSTART
 
 from mempipe.actors.launch import connected
 from mempipe.cli import ENVIRONMENT
 from mempipe.config import RunConfig, load_config
 from mempipe.runs import Run
 from pipelines.prepare import prepare
-
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "jobs" / "configs" / "quickstart.yaml"
-MINIATURE = [
-    "world.num_train_worlds=4",
-    "world.num_train_questions=60",
-    "world.num_validation_questions=12",
-    "algorithm.groups_per_step=4",
-    "algorithm.group_size=3",
-    "algorithm.updates_per_step=2",
-    "num_steps=4",
-]
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,409 @@
+"""The main job in miniature: the real command, its driver killed after step 2, then resumed, and a look at all that it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import ray
+import torch
+from miniature import MINIATURE, QUICKSTART, SHORT_WARM_START, Marked, start_train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mempipe.actors import launch as launching
+from mempipe.actors.generator import GeneratorActor
+from mempipe.actors.launch import Roles, connected, launch, learner_settings
+from mempipe.actors.tracker import TrackerFront
+from mempipe.agents import make_layout
+from mempipe.config import OptimizerConfig, RunConfig, SamplingConfig, load_config
+from mempipe.data.qa import read_questions
+from mempipe.data.trajectories import read_trajectories
+from mempipe.engines.checkpoint import latest, read_state
+from mempipe.engines.generation import Generator
+from mempipe.engines.learner import Learner
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.engines.weights import StaleWeights, canary_gap
+from mempipe.evaluation.trace import trajectory_lines
+from mempipe.runs import Run
+from mempipe.stream import stream_groups
+from mempipe.tracking import last_run_id, read_metrics, tracking_uri
+from mempipe.types import Context, Group
+from pipelines.train import TrainingRows, learn
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
+
+TOLERANCE = 1e-3  # of log-probs
+GONE_WITHIN_S = 20.0
+CHECKPOINTS = ["checkpoint.every_steps=1", "checkpoint.keep=4"]
+START = {"step": 0, "trained": [], "dropped": []}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that was killed and continued."""
+
+    config: RunConfig  # with the paths that the run filled in
+    killed_at: dict[str, Any]  # position of the newest checkpoint at the kill
+    run_id_at_kill: str | None
+    metric_lines_at_kill: int
+    survivors_of_kill: list[str]
+    survivors_of_end: list[str]
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    @property
+    def positions(self) -> list[dict[str, Any]]:
+        """Of all checkpoints, oldest first."""
+        return [read_state(path)["position"] for path in sorted((self.folder / "checkpoints").iterdir())]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    output = tmp_path_factory.mktemp("job")
+    config = load_config(QUICKSTART, [*MINIATURE, *SHORT_WARM_START, *CHECKPOINTS, f"output={output}"])
+    assert config.algorithm.max_off_policy_steps == 1
+    marked = Marked()
+    try:
+        driver = start_train(output, CHECKPOINTS, marked=marked)
+        _wait_for_checkpoint(config.folder, driver, step=2)
+        driver.send_signal(signal.SIGKILL)
+        survivors_of_kill = marked.survivors(within_s=GONE_WITHIN_S)
+        newest = latest(config.folder / "checkpoints")
+        assert newest is not None
+        killed_at, run_id = read_state(newest)["position"], last_run_id(config.folder)
+        num_lines = len((config.folder / "metrics.jsonl").read_text().splitlines())
+        driver = start_train(output, [*CHECKPOINTS, "--resume"], marked=marked)
+        stdout, stderr = driver.communicate(timeout=300)
+        world, model = config.folder / "world", config.folder / "warm_start"
+        paths = {"data": {"train": str(world / "train.parquet"), "validation": str(world / "validation.parquet")}}
+        yield Job(
+            config=_with(config, model={"path": str(model)}, retrieval={"index": str(config.folder / "index")}, **paths),
+            killed_at=killed_at,
+            run_id_at_kill=run_id,
+            metric_lines_at_kill=num_lines,
+            survivors_of_kill=survivors_of_kill,
+            survivors_of_end=marked.survivors(within_s=GONE_WITHIN_S),
+            exit_code=driver.returncode,
+            stdout=stdout,
+            stderr=stderr,
+        )
+    finally:
+        marked.end()
+
+
+def _wait_for_checkpoint(folder: Path, driver: Any, *, step: int) -> None:
+    deadline = time.monotonic() + 300
+    while (newest := latest(folder / "checkpoints")) is None or read_state(newest)["position"]["step"] < step:
+        assert driver.poll() is None, f"the run ended early: {driver.communicate()}"
+        assert time.monotonic() < deadline, "no checkpoint within 300 s"
+        time.sleep(0.005)
+
+
+def _with(config: RunConfig, **sections: Any) -> RunConfig:
+    """The config with some settings of some sections replaced."""
+    nested = {name: getattr(config, name).model_copy(update=value) for name, value in sections.items() if isinstance(value, dict)}
+    return config.model_copy(update=sections | nested)
+
+
+def _order(config: RunConfig, num_steps: int) -> list[str]:
+    """Group ids in training order, as far as `num_steps` steps take them."""
+    questions = read_questions(config.data.train)
+    return [group_id for group_id, _ in TrainingRows(questions, config, skip=set(), num_steps=num_steps)]
+
+
+def test_a_killed_job_leaves_no_process_behind(job):
+    assert job.survivors_of_kill == []
+
+
+def test_a_finished_job_leaves_no_process_behind(job):
+    assert job.survivors_of_end == []
+
+
+def test_promise_7_a_killed_job_continues_where_its_checkpoint_ended(job):
+    assert (job.exit_code, job.stderr) == (0, "")
+    assert 2 <= job.killed_at["step"] < job.config.num_steps, "the kill came too late to test anything"
+    assert f"train: {job.killed_at['step']}/{job.config.num_steps}" in job.stdout
+    assert "warm start:" not in job.stdout and "evaluate before:" not in job.stdout  # neither is repeated
+    assert json.loads((job.folder / "state.json").read_text())["finished"]
+
+
+def test_promise_7_no_question_is_skipped_and_none_is_trained_twice(job):
+    size, lag, num_steps = job.config.algorithm.groups_per_step, job.config.algorithm.max_off_policy_steps, job.config.num_steps
+    positions = job.positions
+    assert [position["step"] for position in positions] == list(range(1, num_steps + 1))
+    last = positions[-1]
+    assert job.killed_at in positions
+    for position in positions:
+        assert position["trained"] == last["trained"][: position["step"]]
+        assert position["dropped"] == []
+    assert [len(step) for step in last["trained"]] == [size] * num_steps
+    trained = [group_id for step in last["trained"] for group_id in step]
+    order = _order(job.config, num_steps)
+    assert len(set(trained)) == len(trained)
+    assert set(trained) == set(order)
+    for done, step in enumerate(last["trained"]):  # what runs ahead is bounded by the lag
+        assert set(step) <= set(order[: (done + 1 + lag) * size])
+
+
+def test_promise_7_metrics_have_no_gap(job):
+    rows = {row["step"]: row for row in read_metrics(job.folder / "metrics.jsonl")}
+    assert [step for step, row in rows.items() if "reward" in row] == [1, 2, 3, 4]
+    assert {step for step, row in rows.items() if "validation/em" in row} == {0, 4}
+    lines = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+    written_after = {line["step"] for line in lines[job.metric_lines_at_kill :] if "reward" in line}
+    assert written_after == set(range(job.killed_at["step"] + 1, job.config.num_steps + 1))  # and no step twice without need
+
+
+def test_promise_7_the_same_mlflow_run_has_every_step(job):
+    client = _mlflow_client(job)
+    run_id = last_run_id(job.folder)
+    assert run_id is not None and run_id == job.run_id_at_kill
+    (experiment,) = [e for e in client.search_experiments() if e.name == job.config.tracking.experiment]
+    assert [run.info.run_id for run in client.search_runs([experiment.experiment_id])] == [run_id]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert {metric.step for metric in client.get_metric_history(run_id, "reward")} == {1, 2, 3, 4}
+    last = {row["step"]: row for row in read_metrics(job.folder / "metrics.jsonl")}[4]
+    assert run.data.metrics["learner/loss"] == pytest.approx(last["learner/loss"])
+    assert run.data.params["algorithm.group_size"] == "3"
+    assert {"config.yaml", "report.html", "report.json"} <= {file.path for file in client.list_artifacts(run_id)}
+
+
+def test_mlflow_has_traces_with_one_span_per_turn(job):
+    client = _mlflow_client(job)
+    run_id = last_run_id(job.folder)
+    (experiment,) = [e for e in client.search_experiments() if e.name == job.config.tracking.experiment]
+    traces = client.search_traces(locations=[experiment.experiment_id], max_results=100)
+    assert {trace.info.request_metadata["mlflow.sourceRun"] for trace in traces} == {run_id}
+    assert len(traces) >= job.config.tracking.traces_per_step  # a kill may cost those that were not written yet
+    num_turns = []
+    for trace in traces:
+        root = next(span for span in trace.data.spans if span.parent_id is None)
+        turns = [span for span in trace.data.spans if span.parent_id == root.span_id]
+        assert [span.name for span in sorted(turns, key=lambda span: int(span.name.split()[1]))] == [f"turn {i}" for i in range(len(turns))]
+        assert all(span.inputs["prompt"] and span.outputs["action"] for span in turns)
+        assert len(trace.data.spans) == 1 + len(turns)
+        num_turns.append(len(turns))
+    assert max(num_turns) > 1
+
+
+def _mlflow_client(job: Job) -> mlflow.MlflowClient:
+    return mlflow.MlflowClient(tracking_uri(job.config.tracking, job.folder))
+
+
+def test_the_terminal_shows_the_run_and_nothing_else(job):
+    lines = job.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["train", "train", "evaluate after", "evaluate after"]
+    assert str(job.folder / "report.html") in job.stdout
+    assert not [word for word in ("WARNING", "INFO", "Warning", "Traceback") if word in job.stdout + job.stderr]
+
+
+def test_report_has_flat_numbers(job):
+    report = json.loads((job.folder / "report.json").read_text())
+    assert all(isinstance(value, int | float | str | None) for value in report.values())
+    assert report["num_questions"] == 12 and report["num_steps"] == 4
+    after = read_trajectories(job.folder / "evaluation" / "after.parquet")
+    assert report["em_end"] == sum(group.trajectories[0].em for group in after) / 12
+    assert {"em_start", "em_end", "f1_start", "f1_end", "context_tokens_per_turn", "full_history_tokens_per_turn"} <= report.keys()
+    phases = {"prepare", "warm_start", "launch", "evaluate_before", "train", "evaluate_after", "export"}
+    assert all(report[f"seconds_{phase}"] > 0 for phase in phases)
+    assert "<html" in (job.folder / "report.html").read_text()
+
+
+def test_trajectories_before_and_after_can_be_read(job):
+    groups = read_trajectories(job.folder / "trajectories.parquet")
+    validation = [question.id for question in read_questions(job.config.data.validation)]
+    assert sorted(group.id for group in groups) == sorted(f"{label}/{i}" for label in ("before", "after") for i in validation)
+    assert max(len(group.trajectories[0].contexts) for group in groups) > 1
+    for group in groups:
+        assert trajectory_lines(group.question, group.trajectories[0])
+
+
+def test_promise_3_no_context_exceeds_the_budget(job):
+    budget = job.config.budget
+    for path in (job.folder / "trajectories.parquet", *(job.folder / "evaluation").iterdir()):
+        for context in _contexts(read_trajectories(path)):
+            assert len(context.token_ids) <= budget.context_tokens
+            assert context.num_memory_tokens <= budget.memory_tokens and context.num_new_memory_tokens <= budget.memory_tokens
+            assert context.num_question_tokens <= budget.question_tokens
+            assert context.num_observation_tokens <= budget.observation_tokens
+            assert sum(context.loss_mask) <= budget.action_tokens + budget.memory_message_tokens
+        assert all(len(group.trajectories[0].contexts) <= budget.max_turns for group in read_trajectories(path))
+
+
+@pytest.mark.parametrize("label, model, version", [("before", "warm_start", 0), ("after", "huggingface", 4)])
+def test_promise_1_recorded_logprobs_are_those_of_the_model_that_sampled(job, label, model, version):
+    """From the engine's sampling through stream and file: scoring the recorded ids again gives the recorded log-probs."""
+    policy = AutoModelForCausalLM.from_pretrained(job.folder / model, dtype=torch.float32).eval()
+    contexts = _contexts(read_trajectories(job.folder / "evaluation" / f"{label}.parquet"))
+    for context in contexts:
+        scores = _logprobs(policy, context.token_ids)
+        sampled = [i for i, bit in enumerate(context.loss_mask) if bit]
+        assert sampled and sampled[0] == context.num_prompt_tokens
+        assert {context.policy_versions[i] for i in sampled} == {version}
+        for i in sampled:
+            row = scores[i - 1]
+            assert context.logprobs[i] == pytest.approx(row[context.token_ids[i]].item(), abs=TOLERANCE)
+            assert row[context.token_ids[i]] >= row.max() - TOLERANCE  # greedy
+    assert len(contexts) >= 12
+
+
+def test_promise_1_prompts_are_the_layout_of_question_and_memory(job):
+    """No token of a prompt comes from elsewhere: what the file holds can be rebuilt from the question."""
+    layout = make_layout(job.config, tokenizer=load_tokenizer(job.config.model.path))
+    for group in read_trajectories(job.folder / "trajectories.parquet"):
+        first = group.trajectories[0].contexts[0]
+        assert first.token_ids[: first.num_prompt_tokens] == layout.prompt(
+            question=layout.question(group.question), memory=layout.empty_memory
+        )
+
+
+def test_promise_5_the_canary_is_scored_after_every_step(job):
+    rows = [row for row in read_metrics(job.folder / "metrics.jsonl") if "reward" in row]
+    assert len(rows) == 4
+    assert all(0 < row["canary_max_difference"] < job.config.generation.canary_tolerance for row in rows)
+
+
+def test_promise_6_no_token_is_older_than_max_off_policy_steps(job):
+    rows = [row for row in read_metrics(job.folder / "metrics.jsonl") if "reward" in row]
+    assert all(row["staleness_max"] <= 1 for row in rows)
+
+
+def test_the_export_is_the_checkpoint(job):
+    """transformers, the learner restored from the last checkpoint, and vLLM agree about the same ids."""
+    folder = job.folder / "huggingface"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sequences = [context.token_ids for context in _contexts(read_trajectories(job.folder / "evaluation" / "after.parquet"))[:6]]
+    sequences.append(tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=True, return_dict=False))
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    exported = [
+        [row[token].item() for row, token in zip(_logprobs(policy, ids), ids[1:], strict=False)] for ids in sequences
+    ]  # the last row predicts what follows
+    learner = Learner(**learner_settings(job.config))
+    newest = latest(job.folder / "checkpoints")
+    assert newest is not None
+    assert learner.load(newest)["step"] == job.config.num_steps
+    assert canary_gap(learner.score(sequences), exported) < 1e-4
+    assert canary_gap(asyncio.run(_served_scores(job.config, folder, sequences)), exported) < TOLERANCE
+
+
+async def _served_scores(config: RunConfig, model: Path, sequences: list[list[int]]) -> list[list[float]]:
+    engine = Generator(config.model.model_copy(update={"path": str(model)}), config.generation, max_model_len=config.budget.context_tokens)
+    await engine.start()
+    try:
+        return list(await asyncio.gather(*(engine.score(ids) for ids in sequences)))
+    finally:
+        await engine.shutdown()
+
+
+def _contexts(groups: list[Group]) -> list[Context]:
+    return [context for group in groups for trajectory in group.trajectories for context in trajectory.contexts]
+
+
+def _logprobs(policy: Any, token_ids: list[int]) -> torch.Tensor:
+    """[T, vocabulary]; row i is about token i + 1."""
+    with torch.no_grad():
+        return policy(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
+
+
+class DeafGenerator(GeneratorActor):
+    """An engine that can be told to ignore new weights."""
+
+    _deaf = False
+
+    async def become_deaf(self) -> None:
+        self._deaf = True
+
+    async def load_weights(self, weights: Any, policy_version: int) -> float:
+        return 0.0 if self._deaf else await super().load_weights(weights, policy_version)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step."""
+
+    roles: Roles
+    run: Run
+    tracker: TrackerFront
+    greedy: dict[str, Group]  # by question, sampled as training does, but at temperature 0
+
+
+@pytest.fixture(scope="module")
+def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    config = _with(
+        job.config,
+        name="strict",
+        output=str(tmp_path_factory.mktemp("strict")),
+        world=None,
+        warm_start=None,
+        num_steps=2,
+        algorithm={"max_off_policy_steps": 0},
+        # Every update changes the weights, whatever the rewards are.
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=10.0, schedule="constant", warmup_steps=0).model_dump(),
+        tracking={"enabled": False},
+    )
+    validation = read_questions(config.data.validation)
+    with _deaf_generators(), connected(config) as namespace, launch(config, namespace) as roles:
+        roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
+        roles.sync(0)
+        _, admission = roles.new_admission(policy_version=0)
+        spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)
+        greedy = {group.question.id: group for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])}
+        ray.kill(admission)
+        yield Started(roles=roles, run=Run(config), tracker=TrackerFront(config), greedy=greedy)
+
+
+@contextmanager
+def _deaf_generators() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launching, "GeneratorActor", DeafGenerator)
+        yield
+
+
+def test_promise_9_training_and_evaluation_give_the_same_token_ids(job, started):
+    """The job evaluated these questions one attempt each; the training stream asks each of them twice."""
+    evaluated = {group.question.id: group for group in read_trajectories(job.folder / "evaluation" / "before.parquet")}
+    assert started.greedy.keys() == evaluated.keys()
+    for question, group in started.greedy.items():
+        expected = [context.token_ids for context in evaluated[question].trajectories[0].contexts]
+        assert [len(trajectory.contexts) for trajectory in group.trajectories] == [len(expected)] * 2
+        for trajectory in group.trajectories:
+            assert [context.token_ids for context in trajectory.contexts] == expected
+
+
+def test_without_staleness_every_step_trains_the_next_questions_under_its_own_policy(started):
+    run, config = started.run, started.roles.config
+    learn(run, started.roles, read_questions(config.data.train), [], START, started.tracker)
+    newest = latest(run.folder / "checkpoints")
+    assert newest is not None
+    order, size = _order(config, 2), config.algorithm.groups_per_step
+    assert [set(step) for step in read_state(newest)["position"]["trained"]] == [set(order[:size]), set(order[size:])]
+    rows = read_metrics(run.folder / "metrics.jsonl")
+    assert [row["staleness_max"] for row in rows] == [0.0, 0.0]
+    assert all(row["learner/importance_ratio_max"] == pytest.approx(1.0, abs=0.01) for row in rows)
+
+
+def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_step(started):
+    roles = started.roles
+    ray.get([engine.become_deaf.remote() for engine in roles.generators.values()])
+    roles.config = roles.config.model_copy(update={"num_steps": 4})
+    steps_before = len(read_metrics(started.run.folder / "metrics.jsonl"))
+    questions = read_questions(roles.config.data.train)
+    with pytest.raises(StaleWeights, match="does not serve the learner's weights"):
+        learn(started.run, roles, questions, [], START | {"step": 2}, started.tracker)
+    assert len(read_metrics(started.run.folder / "metrics.jsonl")) == steps_before
