@@ -262,8 +262,8 @@ class RunConfig(Section):
     seed: int = 1
     num_steps: int = Field(100, ge=1)
     """Learner steps (groups_per_step groups each)."""
-    deterministic: bool = False
-    """One driver, order preserved, on-policy: the same numbers every time on the same machine."""
+    ordered: bool = False
+    """One driver, on-policy, groups in the order of the questions. Sampled tokens still depend on how the engine batched them."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
     model: ModelConfig = ModelConfig()
@@ -301,8 +301,8 @@ class RunConfig(Section):
                 f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}; "
                 "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the untruncated distribution"
             )
-        if self.deterministic and (a.max_off_policy_steps or self.stream.num_drivers > 1):
-            raise ValueError("deterministic needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
+        if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
+            raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
         return self
 
 

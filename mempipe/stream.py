@@ -124,13 +124,13 @@ class Driver:
 
 
 def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
-    """Groups in the order in which they finish (in the order of `rows` when the run is deterministic).
+    """Groups in the order in which they finish (in the order of `rows` when `config.ordered`).
 
     Raises GroupFailed when a group cannot be finished.
     """
     stream = spec.config.stream
     context = DataContext.get_current().copy()
-    context.execution_options.preserve_order = spec.config.deterministic
+    context.execution_options.preserve_order = spec.config.ordered
     context.execution_no_progress_timeout_s = -1  # a learner step may take longer than any timeout
     context.target_max_block_size = 1  # a block is one row
     context.target_min_block_size = 1

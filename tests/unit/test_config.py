@@ -33,7 +33,7 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"budget": {"context_tokens": 100}}, ["budget.context_tokens is 100", "5879"]),
         ({"retrieval": {"num_passages": 20}}, ["num_passages is 20", "max_passages 10"]),
         ({"sampling": {"top_p": 0.9}}, ["top_p 0.9", "training needs"]),
-        ({"deterministic": True, "algorithm": {"max_off_policy_steps": 1}}, ["deterministic", "max_off_policy_steps 0"]),
+        ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(values, words):
