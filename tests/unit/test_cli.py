@@ -1,0 +1,122 @@
+"""The commands that start no cluster, as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mempipe.cli import main
+from mempipe.config import load_config
+from mempipe.data.trajectories import write_trajectories
+from mempipe.doctor import Shape, check, model_shape
+from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+
+
+def test_config_lists_every_setting_with_default_and_meaning(capsys):
+    assert main(["config"]) == 0
+    out = capsys.readouterr().out
+    assert "algorithm.group_size = 5" in out
+    assert "budget.memory_tokens = 1024    # The memory that goes from one context to the next." in out
+
+
+def test_data_world_prints_passages_and_answerable_questions(capsys):
+    assert main(["data", "world", "--seed", "3", "--questions", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "(3 hops)" in out and "->" in out
+
+
+def test_data_qa_says_what_it_understood_and_refuses_with_the_line(tmp_path, capsys):
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"id": "a", "question": "Who?", "golden_answers": ["me"]}) + "\n")
+    assert main(["data", "qa", str(file)]) == 0
+    assert "1 questions" in capsys.readouterr().out
+    file.write_text(file.read_text() + json.dumps({"id": "b", "question": "", "golden_answers": ["me"]}) + "\n")
+    assert main(["data", "qa", str(file)]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_an_index_is_built_and_searched(tmp_path, capsys):
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [("0", '"Lima"\nLima is the capital of Peru.'), ("1", '"Oslo"\nOslo is the capital of Norway.')]
+    corpus.write_text("".join(json.dumps({"id": i, "contents": contents}) + "\n" for i, contents in rows))
+    index = tmp_path / "index"
+    assert main(["index", "build", str(corpus), str(index)]) == 0
+    capsys.readouterr()
+    assert main(["index", "search", str(index), "capital of Norway", "--num-passages", "1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["title"], found["id"]) == ("Oslo", "1")
+    assert main(["index", "search", str(index), "capital of Norway"]) == 0
+    assert "Oslo" in capsys.readouterr().out
+    assert main(["index", "search", str(tmp_path), "x"]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    search = Search(query="q", num_passages=1, passages=[Passage(id="p", title="T", text="body")], snapshot="s")
+    context = Context(
+        index=0,
+        token_ids=[1, 2, 3],
+        loss_mask=[0, 1, 1],
+        logprobs=[0.0, -0.1, -0.2],
+        policy_versions=[-1, 0, 0],
+        num_prompt_tokens=1,
+        num_question_tokens=1,
+        num_memory_tokens=0,
+        action="look it up",
+        searches=[search],
+        memory_after="known",
+    )
+    trajectory = Trajectory(id="g/0", group_id="g", member=0, contexts=[context], end_reason=EndReason.MAX_TURNS, answer=None)
+    question = Question(id="q1", text="Who is it?", golden_answers=["me"])
+    write_trajectories(tmp_path / "trajectories.parquet", [Group(id="g", question=question, trajectories=[trajectory])])
+    return tmp_path
+
+
+def test_trace_shows_a_trajectory_turn_by_turn(run, capsys):
+    assert main(["trace", str(run), "--question", "Who"]) == 0
+    out = capsys.readouterr().out
+    assert [line in out for line in ("Who is it?", "look it up", "[T] body", "wrote    known", "max_turns")] == [True] * 5
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--question", "absent"], "matches --question"), ([], "does not exist")])
+def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
+    target = run if arguments else tmp_path / "nothing.parquet"
+    assert main(["trace", str(target), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "devices", "billions"), [("memsearcher_qwen2.5-3b", 8, 3.09), ("memsearcher_qwen2.5-7b", 16, 7.62)])
+def test_doctor_plans_the_published_runs(name, devices, billions, tmp_path):
+    for file in ("train.jsonl", "validation.jsonl", "index"):
+        (tmp_path / file).touch()
+    paths = [f"data.train={tmp_path}/train.jsonl", f"data.validation={tmp_path}/validation.jsonl", f"retrieval.index={tmp_path}/index"]
+    config = load_config(CONFIGS / f"{name}.yaml", [*paths, f"output={tmp_path}"])
+    findings = check(config, num_devices=devices, device_gib=80)
+    assert not any(finding.fatal for finding in findings), findings
+    text = "\n".join(map(str, findings))
+    assert f"{billions:.2f} B parameters" in text
+    assert "= 6831 of budget.context_tokens 8192" in text
+    short = check(config, num_devices=devices - 1, device_gib=80)
+    assert any(finding.fatal and f"= {devices} GPUs, but {devices - 1}" in str(finding) for finding in short)
+    small = check(config, num_devices=devices, device_gib=8)
+    assert any(finding.fatal and "learner rank" in str(finding) for finding in small)
+
+
+def test_doctor_refuses_missing_files_with_exit_code_2(capsys):
+    assert main(["doctor", str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), "--devices", "8"]) == 2
+    assert "data.train is 'data/nq_hotpotqa_train.jsonl', which does not exist" in capsys.readouterr().out
+
+
+def test_doctor_counts_the_parameters_of_a_model_folder(tmp_path):
+    from mempipe.engines.tiny import build_model, build_tokenizer
+
+    build_tokenizer(tmp_path)
+    model = build_model(tmp_path, seed=1)
+    config = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml", [f"model.path={tmp_path}"])
+    shape = model_shape(config.model)
+    assert isinstance(shape, Shape)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert shape.num_parameters == matrices
