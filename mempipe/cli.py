@@ -25,12 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except BrokenPipeError:  # `mempipe config | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as error:
         if os.environ.get("MEMPIPE_DEBUG"):
             raise
+        error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
