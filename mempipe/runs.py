@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class Run:
         self.folder = config.folder
         self._state_file = self.folder / "state.json"
         found = self._state_file.exists()
+        self._is_new, self._made_folder = not found, not self.folder.exists()
         if found and resume == "never":
             raise ConfigError(f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder")
         if not found and resume == "always":
@@ -45,11 +47,11 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if found:
-                self._check_same(yaml.safe_load((self.folder / "config.yaml").read_text()))
+                self._check_same()
             write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
-        self.state: dict[str, Any] = json.loads(self._state_file.read_text()) if found else {"seconds": {}, "finished": False}
+        self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
         self._save()
 
     @property
@@ -78,10 +80,29 @@ class Run:
         self.state["seconds"][name] = self.state["seconds"].get(name, 0.0) + seconds
         self._save()
 
+    def withdraw(self) -> None:
+        """Takes back a run whose config was refused before it began, so that a better one can start there; a resumed run stays."""
+        if self._is_new and self._made_folder:
+            shutil.rmtree(self.folder)
+        elif self._is_new:
+            for name in ("state.json", "config.yaml"):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            return json.loads(self._state_file.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{self._state_file} is damaged ({error}); this run cannot be continued") from error
+
     def _save(self) -> None:
         write_text(self._state_file, json.dumps(self.state, indent=1))
 
-    def _check_same(self, saved: dict[str, Any]) -> None:
+    def _check_same(self) -> None:
+        file = self.folder / "config.yaml"
+        try:
+            saved = yaml.safe_load(file.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued") from error
         now = self.config.model_dump(mode="json")
         differing = [key for key in _differences(saved, now) if key.split(".")[0] not in FREE_SETTINGS]
         if differing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import RayTaskError
 
 from mempipe.actors.handles import Handle
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
@@ -144,8 +146,14 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
             num_cpus=0,
             compute=ActorPoolStrategy(size=stream.num_drivers, max_concurrent_calls_per_actor=stream.groups_in_flight),
         )
-    for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        yield from table_to_groups(table)
+    try:
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            yield from table_to_groups(table)
+    except RayTaskError as error:  # Ray Data wraps what a driver raised; only the text still tells what it was
+        failed = re.search(rf"{GroupFailed.__name__}: (.+)", str(error))
+        if failed is None:
+            raise
+        raise GroupFailed(failed[1]) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,5 +54,8 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
 def _make_model(folder: Path, *, seed: int) -> None:
     from mempipe.engines.tiny import build_model, build_tokenizer
 
-    build_tokenizer(folder)
-    build_model(folder, seed=seed)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
+    build_tokenizer(partial)
+    build_model(partial, seed=seed)
+    partial.rename(folder)

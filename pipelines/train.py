@@ -23,9 +23,12 @@ from typing import Any
 from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
-from mempipe.config import RunConfig, SamplingConfig
-from mempipe.data.qa import read_questions
+from mempipe.agents import make_layout
+from mempipe.config import ConfigError, RunConfig, SamplingConfig
+from mempipe.data.qa import check_lengths, read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
+from mempipe.engines.checkpoint import latest, read_state
+from mempipe.engines.retrieval import check_index
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.memory_quality import rollout_metrics
 from mempipe.evaluation.report import write_report
@@ -44,12 +47,21 @@ NUM_CANARIES = 4
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     """Runs the job to its end. Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError."""
     run = Run(config, resume=resume)
+    try:
+        return _run(run, config)
+    except ConfigError:
+        run.withdraw()
+        raise
+
+
+def _run(run: Run, config: RunConfig) -> Run:
     if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
         (run.folder / "evaluation" / "after.parquet").unlink(missing_ok=True)
         run.update(finished=False)
     if not run.state["finished"]:
         with run.phase("prepare"):
             config = prepare(run)
+            check_inputs(run, config)
         with connected(config) as namespace:
             if config.warm_start is not None:
                 with run.phase("warm_start"):
@@ -65,6 +77,18 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
                 tracker.finish("FINISHED" if run.state["finished"] else "FAILED")
     closing_table(run)
     return run
+
+
+def check_inputs(run: Run, config: RunConfig) -> None:
+    """Reads what the roles will read, before any of them starts. Raises ConfigError, and CheckpointError for a damaged checkpoint."""
+    layout = make_layout(config, tokenizer=load_tokenizer(config.model.path))
+    for path in filter(None, (config.data.train, config.data.validation)):
+        limit = config.budget.question_tokens
+        check_lengths(read_questions(path), count_tokens=lambda text: len(layout.encode(text)), limit=limit)
+    check_index(config.retrieval.index)
+    newest = latest(run.folder / "checkpoints")
+    if newest is not None:
+        read_state(newest)
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,12 @@ from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.config import RunConfig, SamplingConfig
+from mempipe.config import ConfigError, RunConfig, SamplingConfig
 from mempipe.engines.weights import check_canary
 from mempipe.stream import DriverSpec
 
 START_TIMEOUT_S = 900.0
+KNOCK_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
 WEIGHT_STORE = "weights"
@@ -46,7 +48,7 @@ WORKER_ENV = {
 
 
 class LaunchError(RuntimeError):
-    """A role did not start, or the cluster lacks what the config asks for."""
+    """A role did not start or did not stay alive, or the cluster cannot be reached."""
 
 
 @dataclass(kw_only=True)
@@ -134,14 +136,24 @@ def connected(config: RunConfig) -> Iterator[str]:
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 512 * 2**20}
     quiet_loggers()
     try:
+        _knock(address)
         ray.init(**options)
-    except ConnectionError as error:
+    except OSError as error:
         raise LaunchError(f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})") from error
     try:
         take_note_of_pool_arguments()
         yield namespace
+    except RayActorError as error:
+        raise LaunchError(f"a role of the run died: {' '.join(str(error).split())}") from error
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises OSError when nobody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
 
 
 @contextmanager
@@ -200,7 +212,10 @@ class _Placement:
         if not learners_only:
             sizes += [config.generation.tensor_parallel] * config.generation.num_replicas + [1] * needs_reference(config)
         if sum(sizes) > available:
-            raise LaunchError(f"the roles need {sum(sizes)} GPUs (mempipe doctor lists them), but the cluster has {available}")
+            raise ConfigError(
+                f"the roles need {sum(sizes)} GPUs (`mempipe doctor` lists them), but the cluster has {available}; "
+                "lower learner.num_ranks, generation.num_replicas or generation.tensor_parallel"
+            )
         self.group = placement_group([{"GPU": size, "CPU": 1} for size in sizes], strategy="PACK")
         if not self.group.wait(timeout_seconds=START_TIMEOUT_S):
             self.remove()

@@ -13,11 +13,11 @@ from mempipe.actors.handles import start_actor
 
 
 def quiet_loggers() -> None:
-    """For the loggers of Python code; before `ray.init`. Errors still show."""
+    """For the loggers of Python code; before `ray.init`. What goes wrong is raised where it is waited for."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(logging.ERROR)
+            handler.setLevel(logging.CRITICAL)
 
 
 def take_note_of_pool_arguments() -> None:

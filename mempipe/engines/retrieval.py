@@ -276,6 +276,11 @@ class BatchingRetriever:
                 future.set_exception(_batch_failed(len(batch), failure))
 
 
+def check_index(folder: str | Path) -> None:
+    """Raises ConfigError unless the files of an index are there and as long as its manifest says; reads nothing else."""
+    _read_manifest(Path(folder))
+
+
 def verify(folder: str | Path) -> None:
     """Reads every byte and compares it with the manifest's checksums. Raises ConfigError for a file that was changed or cut."""
     folder = Path(folder)
