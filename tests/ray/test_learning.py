@@ -1,0 +1,36 @@
+"""The quickstart in short: a weaker warm start, a third of the steps; the reward rises through the whole pipeline."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHORT = [
+    "world.num_train_worlds=60",
+    "world.num_train_questions=400",
+    "world.num_validation_questions=96",
+    "warm_start.num_clean_trajectories=1500",
+    "warm_start.num_noisy_trajectories=500",
+    "warm_start.tokens_per_step=1024",
+    "algorithm.groups_per_step=8",
+    "num_steps=10",
+    "optimizer.schedule=constant",
+]
+
+
+@pytest.mark.learning
+def test_the_reward_rises(tmp_path):
+    command = [sys.executable, "-m", "mempipe.cli", "train", "jobs/configs/quickstart.yaml", *SHORT, f"output={tmp_path}", "name=short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "short" / "report.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "short" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert len(rewards) == 10
+    assert report["em_start"] < 0.30
+    assert report["em_end"] > report["em_start"] + 0.15, report
+    assert report["kept_rate_end"] > report["kept_rate_start"] + 0.15
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2
