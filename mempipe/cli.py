@@ -17,7 +17,7 @@ EXIT_RUN = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (interrupted)."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(_resume_last(sys.argv[1:] if argv is None else argv))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -51,6 +51,11 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DO_NOT_TRACK": "1",
 }
+
+
+def _resume_last(argv: Sequence[str]) -> list[str]:
+    """`--resume` and `--resume=auto` may stand anywhere; argparse would take what follows for their value and end the overrides there."""
+    return sorted(argv, key=lambda argument: argument.partition("=")[0] == "--resume")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -310,8 +310,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}") from error
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

@@ -44,6 +44,7 @@ class Run:
             raise ConfigError(f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder")
         if not found and resume == "always":
             raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
+        self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if found:
@@ -51,7 +52,6 @@ class Run:
             write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
-        self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
         self._save()
 
     @property
