@@ -1,0 +1,357 @@
+"""What the agent loop costs on top of the engine, and what it gains over a loop in lock-step.
+
+    python -m benchmarks.rollout_throughput [--groups 48] [--rounds 5] [--run FOLDER]
+
+The quickstart's world with a briefly warm-started model (or those of a finished run), the real retriever, one engine.
+
+1. Cost. A round is `--groups` groups of 8 trajectories through the real chain (Ray Data stream, Driver, RetrieverActor, GeneratorActor),
+   timed from the moment when their tickets are given out to the moment when the collector has all of them, scored. Every prompt and the
+   number of tokens sampled after it are on record. Raw vLLM (`LLM.generate` in a process of its own, log-probs on) then samples as many
+   tokens after the same prompts: all requests queued at once, the first calls of all trajectories first, stop ids ignored. It waits for
+   no search, no parsing and no earlier call, and its batch is always full. Questions are new in every round.
+2. Gain. The published rollout lets all trajectories of a batch take every turn together, so each call waits for the slowest. "agent, in
+   lock-step" does so with the questions of 1. "Skewed" are scripted trajectories of 1 to 6 turns, each with two calls of 4 to 64 tokens
+   (uniform) and a real search between them: free, a new one starts when one ends; in lock-step they go batch after batch. Engine and
+   number of trajectories in flight are the same.
+
+Contestants alternate within each round, the first round does not count, and ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+
+from mempipe.actors.admission import Admission
+from mempipe.actors.generator import GeneratorActor, WeightStore
+from mempipe.actors.handles import Handle, start_actor
+from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE, connected
+from mempipe.actors.pools import GeneratorPool, RetrieverPool
+from mempipe.actors.retriever import RetrieverActor
+from mempipe.agents import make_agent
+from mempipe.agents.protocol import GenerateFn, SearchFn
+from mempipe.cli import ENVIRONMENT
+from mempipe.config import ModelConfig, RunConfig, load_config
+from mempipe.data.qa import read_questions
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.runs import Run
+from mempipe.stream import Collector, DriverSpec, StepGroups, stream_groups
+from mempipe.types import Completion, Group, Question
+from pipelines.prepare import prepare
+from pipelines.warm_start import warm_start
+
+QUICKSTART = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
+SETTINGS = ["warm_start.num_clean_trajectories=600", "warm_start.num_noisy_trajectories=0", "algorithm.max_off_policy_steps=0"]
+NUM_SKEWED, NUM_IN_FLIGHT = 384, 128  # trajectories of a round; at a time: as many as a step of the quickstart has
+MAX_TURNS, CALL_TOKENS = 6, (4, 64)
+PROMPT_TOKENS, OBSERVATION_TOKENS = (30, 60), (20, 40)  # about what the agent's contexts have
+
+Call: TypeAlias = tuple[list[int], int]
+"""Prompt ids, and how many tokens were sampled after them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=48, help="groups of a round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--run", help="folder of a finished run of the quickstart")
+    arguments = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        num_questions = arguments.groups * (arguments.rounds + 1)
+        sizes = [f"algorithm.groups_per_step={arguments.groups}", f"world.num_train_questions={num_questions}"]
+        config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
+        run = Run(config)
+        config = prepare(run) if arguments.run is None else _of_run(config, Path(arguments.run))
+        with connected(config) as namespace:
+            config = warm_start(run, config) if arguments.run is None else config
+            with started(config, namespace, num_questions=num_questions) as contest:
+                rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]
+    report(rounds)
+
+
+def _of_run(config: RunConfig, run: Path) -> RunConfig:
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": str(run / "warm_start")}),
+            "retrieval": config.retrieval.model_copy(update={"index": str(run / "index")}),
+            "data": config.data.model_copy(update={"train": str(run / "world" / "train.parquet")}),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    num_tokens: int  # sampled
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(kw_only=True)
+class Contest:
+    """The contestants over one engine and one retriever, and raw vLLM beside them."""
+
+    config: RunConfig
+    questions: dict[str, Question]  # by group id
+    collector: Collector
+    raw: Handle
+    generator: Handle
+    retriever: Handle
+    step: StepGroups | None = None
+    num_rounds: int = 0
+
+    def round(self) -> dict[str, Measured]:
+        """Every contestant once."""
+        started = time.perf_counter()
+        if self.step is not None:
+            self.collector.consumed(self.step, policy_version=self.num_rounds)  # gives out the tickets of this round
+        self.step = self.collector.next_step(self.num_rounds)
+        seconds = time.perf_counter() - started
+        assert self.step is not None, "there are questions for every round"
+        calls = recorded_calls(self.step.groups)
+        self.num_rounds += 1
+        return {
+            "agent": Measured(sum(num_tokens for _, num_tokens in calls), seconds),
+            "raw vLLM": Measured(*ray.get(self.raw.replay.remote(calls))),
+            "agent, in lock-step": asyncio.run(self._agent_in_lock_step([group.question for group in self.step.groups])),
+            "skewed": asyncio.run(self._skewed(lock_step=False)),
+            "skewed, in lock-step": asyncio.run(self._skewed(lock_step=True)),
+        }
+
+    async def _agent_in_lock_step(self, questions: Sequence[Question]) -> Measured:
+        generate, search = self._engine_and_retriever()
+        size = self.config.algorithm.group_size
+        started = time.perf_counter()
+        turns = LockStep(generate, num_trajectories=len(questions) * size)
+        agent = make_agent(self.config, tokenizer=load_tokenizer(self.config.model.path), generate=turns.generate, search=search)
+        trajectories = await asyncio.gather(
+            *(
+                turns.takes_part(agent.rollout(question, trajectory_id=f"{question.id}/{member}", group_id=question.id, member=member))
+                for question in questions
+                for member in range(size)
+            )
+        )
+        num_tokens = sum(sum(context.loss_mask) for trajectory in trajectories for context in trajectory.contexts)
+        return Measured(num_tokens, time.perf_counter() - started)
+
+    async def _skewed(self, *, lock_step: bool) -> Measured:
+        generate, search = self._engine_and_retriever(stop=False)
+        scripts = [Script(seed=f"{self.num_rounds}:{i}", questions=list(self.questions.values())) for i in range(NUM_SKEWED)]
+        started = time.perf_counter()
+        if lock_step:
+            for first in range(0, NUM_SKEWED, NUM_IN_FLIGHT):
+                batch = scripts[first : first + NUM_IN_FLIGHT]
+                turns = LockStep(generate, num_trajectories=len(batch))
+                await asyncio.gather(*(turns.takes_part(script.rollout(turns.generate, search)) for script in batch))
+        else:
+            places = asyncio.Semaphore(NUM_IN_FLIGHT)
+
+            async def in_its_place(script: Script) -> None:
+                async with places:
+                    await script.rollout(generate, search)
+
+            await asyncio.gather(*map(in_its_place, scripts))
+        return Measured(sum(script.num_tokens for script in scripts), time.perf_counter() - started)
+
+    def _engine_and_retriever(self, *, stop: bool = True) -> tuple[GenerateFn, SearchFn]:
+        """Through pools of this process."""
+        stop_token_ids = sorted(load_tokenizer(self.config.model.path).stop_token_ids) if stop else []
+        generators = GeneratorPool(
+            [self.generator], config=self.config.generation, sampling=self.config.sampling, stop_token_ids=stop_token_ids
+        )
+        return generators.generate, RetrieverPool([self.retriever], config=self.config.retrieval).search
+
+
+class LockStep:
+    """Trajectories that take every call together: a call starts when all that are not finished have asked for one."""
+
+    def __init__(self, generate: GenerateFn, *, num_trajectories: int) -> None:
+        self._generate = generate
+        self._num_running = num_trajectories
+        self._turn = _Turn()
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        turn, index = self._turn, len(self._turn.calls)
+        turn.calls.append(partial(self._generate, token_ids, max_tokens=max_tokens))
+        self._start_if_complete()
+        await turn.complete.wait()
+        return (await turn.completions)[index]
+
+    async def takes_part(self, trajectory: Awaitable[Any]) -> Any:
+        """The trajectory's result; from its end on, nobody waits for it."""
+        try:
+            return await trajectory
+        finally:
+            self._num_running -= 1
+            self._start_if_complete()
+
+    def _start_if_complete(self) -> None:
+        turn = self._turn
+        if turn.calls and len(turn.calls) == self._num_running:
+            self._turn = _Turn()
+            turn.completions = asyncio.gather(*(call() for call in turn.calls))
+            turn.complete.set()
+
+
+@dataclass
+class _Turn:
+    calls: list[Callable[[], Coroutine[Any, Any, Completion]]] = field(default_factory=list)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    completions: Awaitable[list[Completion]] = field(init=False)
+
+
+class Script:
+    """A trajectory whose turns and lengths are drawn beforehand; its ids mean nothing."""
+
+    def __init__(self, *, seed: str, questions: Sequence[Question]) -> None:
+        rng = random.Random(seed)
+        self._question = rng.choice(questions)
+        self._turns = [
+            (
+                _ids(rng, rng.randint(*PROMPT_TOKENS)),
+                rng.randint(*CALL_TOKENS),
+                _ids(rng, rng.randint(*OBSERVATION_TOKENS)),
+                rng.randint(*CALL_TOKENS),
+            )
+            for _ in range(rng.randint(1, MAX_TURNS))
+        ]
+        self.num_tokens = sum(action + memory for _, action, _, memory in self._turns)
+
+    async def rollout(self, generate: GenerateFn, search: SearchFn) -> None:
+        for prompt, num_action_tokens, observation, num_memory_tokens in self._turns:
+            action = await generate(prompt, max_tokens=num_action_tokens)
+            await search(self._question.text, num_passages=2, partition=self._question.partition)
+            await generate([*prompt, *action.token_ids, *observation], max_tokens=num_memory_tokens)
+
+
+class RawEngine:
+    """vLLM without mempipe. All of its settings that matter for speed are the engine's own defaults, or the quickstart's."""
+
+    def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int) -> None:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        from vllm import LLM
+
+        self._llm = LLM(
+            model.path,
+            dtype=model.dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+        )
+
+    def replay(self, calls: Sequence[Call]) -> tuple[int, float]:
+        """Samples after all prompts; returns the number of tokens and the seconds."""
+        from vllm import SamplingParams
+
+        params = [SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False) for _, n in calls]
+        started = time.perf_counter()
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt, _ in calls], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert num_tokens == sum(n for _, n in calls), "stop ids are ignored, so every completion has its length"
+        return num_tokens, seconds
+
+
+def recorded_calls(groups: Sequence[Group]) -> list[Call]:
+    """What the agents asked the engine for: the first calls of all trajectories, then their second ones, and so on."""
+    numbered: list[tuple[int, Call]] = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            calls = [call for context in trajectory.contexts for call in _calls(context.token_ids, context.loss_mask)]
+            numbered += enumerate(calls)
+    return [call for _, call in sorted(numbered, key=lambda one: one[0])]
+
+
+def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]:
+    """One per run of sampled tokens."""
+    edges = [i for i in range(len(loss_mask) + 1) if (i < len(loss_mask) and loss_mask[i]) != (i > 0 and loss_mask[i - 1])]
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield list(token_ids[:start]), end - start
+
+
+@contextmanager
+def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterator[Contest]:
+    """All actors; ends them afterwards."""
+    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+    context_tokens, algorithm = config.budget.context_tokens, config.algorithm
+    store = start_actor(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
+    generator = start_actor(
+        GeneratorActor,
+        {"name": "generator-0", **options},
+        model=config.model,
+        config=config.generation,
+        context_tokens=context_tokens,
+        seed=config.seed,
+        store=WEIGHT_STORE,
+        transfer="mempipe_shm",
+    )
+    retriever = start_actor(RetrieverActor, {"name": "retriever-0", **options}, config.retrieval)
+    admission = start_actor(Admission, {"name": "admission", **options}, groups_per_step=algorithm.groups_per_step, max_off_policy_steps=0)
+    raw = start_actor(RawEngine, {"num_cpus": 0}, config.model, max_model_len=context_tokens, max_num_seqs=config.generation.max_num_seqs)
+    ray.get([generator.ready.remote(), retriever.ready.remote()])
+    spec = DriverSpec(
+        config=config,
+        sampling=config.sampling,
+        group_size=algorithm.group_size,
+        namespace=namespace,
+        generators=["generator-0"],
+        retrievers=["retriever-0"],
+        admission="admission",
+    )
+    questions = {f"0/{question.id}": question for question in read_questions(config.data.train)[:num_questions]}
+    with closing(stream_groups(spec, questions.items())) as groups:
+        collector = Collector(groups, admission, algorithm)
+        yield Contest(config=config, questions=questions, collector=collector, raw=raw, generator=generator, retriever=retriever)
+    ray.get(generator.shutdown.remote())
+    for actor in (raw, admission, retriever, generator, store):
+        ray.kill(actor)
+
+
+def report(rounds: Sequence[dict[str, Measured]]) -> None:
+    print(f"{os.cpu_count()} cores, medians of {len(rounds)} rounds")
+    print(f"{'':<24}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}")
+    for name in rounds[0]:
+        tokens, seconds, rate = (
+            statistics.median(getattr(one[name], what) for one in rounds) for what in ("num_tokens", "seconds", "rate")
+        )
+        print(f"{name:<24}{tokens:>9.0f}{seconds:>9.2f}{rate:>10.0f}")
+    for faster, slower, aim in (
+        ("agent", "raw vLLM", 0.85),
+        ("skewed", "skewed, in lock-step", 1.5),
+        ("agent", "agent, in lock-step", None),
+    ):
+        ratios = [one[faster].rate / one[slower].rate for one in rounds]
+        wanted = f", aim {aim}" if aim else ""
+        print(f"{faster} / {slower}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{wanted})")
+
+
+def _ids(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(16, 1200) for _ in range(length)]
+
+
+if __name__ == "__main__":
+    main()
