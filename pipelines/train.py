@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
+from statistics import fmean
 from typing import Any
 
 from mempipe.actors.launch import Roles, connected, launch
@@ -194,7 +195,8 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
     with Timer() as syncing:
         canary = roles.sync(step + 1)
     rollouts = rollout_metrics(batch.groups, policy_version=step)
-    learner = {f"learner/{name}": sum(report[name] for report in reports) / len(reports) for name in reports[0]}
+    names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
+    learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
     seconds = {"seconds/reference": reference.seconds, "seconds/learn": learning.seconds, "seconds/sync": syncing.seconds}
     return rollouts | learner | seconds | {"canary_max_difference": canary, "num_dropped_groups": len(batch.dropped)}
 
