@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import ray
 
+from mempipe.actors.exchange import Answer, Desk, Request
 from mempipe.actors.handles import Handle
 from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generation import EngineDead, Generator
@@ -43,6 +44,7 @@ class GeneratorActor:
         """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
         self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed, transfer=transfer)
         self._store: Handle = ray.get_actor(store)
+        self._desk = Desk(self._generate)
         self._started = asyncio.Lock()
         self._ready = False
 
@@ -58,16 +60,12 @@ class GeneratorActor:
                 self._ready = True
         return self._engine.policy_version
 
-    async def generate(
-        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
-    ) -> Completion:
-        if not self._ready:
-            await self.ready()
-        try:
-            return await self._engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
-        except EngineDead:
+    async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
+        """Takes prompts and gives completions (`mempipe.actors.pools.GeneratorPool`)."""
+        answers = await self._desk.exchange(caller, requests)
+        if any(isinstance(answer, EngineDead) for _, answer in answers):
             ray.actor.exit_actor()
-            raise
+        return answers
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
@@ -86,3 +84,10 @@ class GeneratorActor:
         started = time.perf_counter()
         await self._engine.load_weights(weights, policy_version=policy_version)
         return time.perf_counter() - started
+
+    async def _generate(
+        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+    ) -> Completion:
+        if not self._ready:
+            await self.ready()
+        return await self._engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from ray.exceptions import RayActorError
 
+from mempipe.actors.exchange import Line
 from mempipe.actors.handles import Handle
 from mempipe.config import GenerationConfig, RetrievalConfig, SamplingConfig
 from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, SearchResult
-
-T = TypeVar("T")
 
 RETRY_PAUSE_S = 0.5
 REST_S = 30.0  # for which calls go elsewhere after a replica died, if there is another
@@ -32,24 +31,25 @@ class Pool:
     """Replicas of one role: each call goes to the one with the fewest calls under way."""
 
     def __init__(self, replicas: Sequence[Handle], *, role: str, timeout_s: float) -> None:
-        self.replicas = list(replicas)
+        self._lines = [Line(replica) for replica in replicas]
         self.num_retries = 0
         self._role = role
         self._timeout_s = timeout_s
-        self._under_way = [0] * len(self.replicas)
-        self._rests_until = [0.0] * len(self.replicas)
+        self._under_way = [0] * len(self._lines)
+        self._rests_until = [0.0] * len(self._lines)
 
-    async def call(self, submit: Callable[[Handle], Awaitable[T]]) -> T:
-        """The answer of one replica. A replica that died is given time to come back; other errors pass through.
+    async def call(self, *arguments: Any) -> Any:
+        """The answer of one replica to a request. A replica that died is given time to come back; other errors pass through.
 
         Raises RoleUnavailable after the deadline.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
-            i = min(range(len(self.replicas)), key=self._load)
+            i = min(range(len(self._lines)), key=self._load)
             self._under_way[i] += 1
             try:
-                return await asyncio.wait_for(_awaited(submit(self.replicas[i])), max(deadline - time.monotonic(), 0.001))
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
+                    return await self._lines[i].ask(*arguments)
             except TimeoutError as error:
                 raise RoleUnavailable(f"no {self._role} answered within {self._timeout_s:g} s") from error
             except RayActorError as error:
@@ -66,10 +66,6 @@ class Pool:
         return self._rests_until[i] > time.monotonic(), self._under_way[i]
 
 
-async def _awaited(reference: Awaitable[T]) -> T:
-    return await reference
-
-
 class GeneratorPool(Pool):
     """The engines as the agents' `generate` (mempipe.agents.protocol.GenerateFn)."""
 
@@ -81,7 +77,7 @@ class GeneratorPool(Pool):
         self._stop_token_ids = list(stop_token_ids)
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        return await self.call(lambda replica: replica.generate.remote(token_ids, max_tokens, self._sampling, self._stop_token_ids))
+        return await self.call(token_ids, max_tokens, self._sampling, self._stop_token_ids)
 
 
 class RetrieverPool(Pool):
@@ -91,4 +87,4 @@ class RetrieverPool(Pool):
         super().__init__(replicas, role="retriever", timeout_s=config.timeout_s)
 
     async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
-        return await self.call(lambda replica: replica.search.remote(query, num_passages, partition))
+        return await self.call(query, num_passages, partition)
