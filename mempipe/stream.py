@@ -55,7 +55,7 @@ class DriverSpec:
 
 
 class QuestionSource(Datasource):
-    """(group id, question) rows, made as they are asked for, one per block."""
+    """(position, group id, question) rows, made as they are asked for, one per block."""
 
     def __init__(self, rows: Iterable[tuple[str, Question]]) -> None:
         self._rows = rows
@@ -70,13 +70,14 @@ class QuestionSource(Datasource):
         rows = self._rows
 
         def read() -> Iterator[pa.Table]:
-            for group_id, question in rows:
-                yield pa.Table.from_pylist([{"group_id": group_id, "question": to_row(question)}], schema=QUESTION_ROW)
+            for position, (group_id, question) in enumerate(rows):
+                row = {"position": position, "group_id": group_id, "question": to_row(question)}
+                yield pa.Table.from_pylist([row], schema=QUESTION_ROW)
 
         return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None))]
 
 
-QUESTION_ROW = pa.schema([("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
+QUESTION_ROW = pa.schema([("position", pa.int64()), ("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
 
 
 class Driver:
@@ -101,7 +102,7 @@ class Driver:
         for row in batch.to_pylist():
             group_id = row["group_id"]
             if self._admission is not None:
-                await self._admission.ticket.remote(group_id)
+                await self._admission.ticket.remote(group_id, row["position"])
             yield group_to_table(await self._finished(group_id, from_row(Question, row["question"])))
 
     async def _finished(self, group_id: str, question: Question) -> Group:

@@ -1,9 +1,9 @@
 """Tickets that bound staleness: which groups may start, and which a learner step has to contain.
 
-With `B` groups per step and `L` = max_off_policy_steps, a group starts only while `started < consumed + (L + 1) * B`, and a group started
-at version `v` is trained by the step that ends version `v + L` at the latest. The first rule alone bounds how many groups are under way;
-the second bounds the age of a straggler: a step takes the oldest groups first and waits as long as those it would leave behind could not
-all be trained in time.
+With `B` groups per step and `L` = max_off_policy_steps, the n-th group (from 0) starts only when `n < consumed + (L + 1) * B`, and a group
+started at version `v` is trained by the step that ends version `v + L` at the latest. The first rule alone bounds how many groups are under
+way, and keeps to the order of the questions whichever driver asks first; the second bounds the age of a straggler: a step takes the oldest
+groups first and waits as long as those it would leave behind could not all be trained in time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ class Admission:
         self._window = groups_per_step * (max_off_policy_steps + 1)
         self._max_off_policy_steps = max_off_policy_steps
         self._version = policy_version
-        self._num_started = 0
         self._num_consumed = 0
         self._outstanding: dict[str, int] = {}  # key -> version at its start
         self._changed = asyncio.Event()
 
-    async def ticket(self, key: str) -> int:
-        """Waits until group `key` may start; returns the policy version it starts at."""
+    async def ticket(self, key: str, position: int) -> int:
+        """Waits until group `key`, the `position`-th of the stream from 0, may start; returns the policy version it starts at."""
         while key not in self._outstanding:
-            if self._num_started < self._num_consumed + self._window:
-                self._num_started += 1
+            if position < self._num_consumed + self._window:
                 self._outstanding[key] = self._version
                 break
             await self._changed.wait()

@@ -8,9 +8,9 @@ import pytest
 from mempipe.actors.admission import Admission
 
 
-async def granted(admission: Admission, keys: list[str]) -> list[str]:
-    """Those of `keys` that get a ticket without waiting."""
-    tickets = {key: asyncio.create_task(admission.ticket(key)) for key in keys}
+async def granted(admission: Admission, keys: dict[int, str]) -> list[str]:
+    """Those of `keys` (by position) that get a ticket without waiting."""
+    tickets = {key: asyncio.create_task(admission.ticket(key, position)) for position, key in keys.items()}
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     got = [key for key, task in tickets.items() if task.done()]
@@ -22,29 +22,32 @@ async def granted(admission: Admission, keys: list[str]) -> list[str]:
 @pytest.mark.parametrize(("lag", "allowed"), [(0, 4), (1, 8), (2, 12)])
 async def test_as_many_groups_start_as_the_steps_ahead_hold(lag, allowed):
     admission = Admission(groups_per_step=4, max_off_policy_steps=lag)
-    assert len(await granted(admission, [f"g{i}" for i in range(20)])) == allowed
+    positions = list(range(20))
+    random.Random(lag).shuffle(positions)
+    got = await granted(admission, {i: f"g{i}" for i in positions})
+    assert sorted(got) == sorted(f"g{i}" for i in range(allowed))  # the first ones, whoever asks first
 
 
 async def test_a_ticket_is_given_once_per_group():
     admission = Admission(groups_per_step=1, max_off_policy_steps=0)
-    assert await admission.ticket("a") == 0
-    assert await admission.ticket("a") == 0  # the driver was restarted
-    assert await granted(admission, ["b"]) == []
+    assert await admission.ticket("a", 0) == 0
+    assert await admission.ticket("a", 0) == 0  # the driver was restarted
+    assert await granted(admission, {1: "b"}) == []
     await admission.consume(["a"], policy_version=1)
-    assert await admission.ticket("b") == 1
+    assert await admission.ticket("b", 1) == 1
 
 
 async def test_a_dropped_group_is_replaced_within_the_same_version():
     admission = Admission(groups_per_step=1, max_off_policy_steps=0)
-    await admission.ticket("a")
+    await admission.ticket("a", 0)
     await admission.consume(["a"], policy_version=0)
-    assert await admission.ticket("b") == 0
+    assert await admission.ticket("b", 1) == 0
 
 
 async def test_waiting_groups_start_when_others_are_consumed():
     admission = Admission(groups_per_step=2, max_off_policy_steps=0)
-    await asyncio.gather(admission.ticket("a"), admission.ticket("b"))
-    waiting = asyncio.create_task(admission.ticket("c"))
+    await asyncio.gather(admission.ticket("a", 0), admission.ticket("b", 1))
+    waiting = asyncio.create_task(admission.ticket("c", 2))
     await asyncio.sleep(0)
     assert not waiting.done()
     await admission.consume(["a", "b"], policy_version=1)
@@ -65,18 +68,18 @@ async def test_promise_6_staleness_is_bounded(lag, seed):
     admission = Admission(groups_per_step=size, max_off_policy_steps=lag)
     started: dict[str, int] = {}
     finished: set[str] = set()
-    names = iter(f"g{i}" for i in range(10_000))
+    num_granted = 0
     for version in range(30):
         while (step := await admission.choose(sorted(finished))) is None:
-            key = next(names)
-            task = asyncio.create_task(admission.ticket(key))
+            key = f"g{num_granted}"
+            task = asyncio.create_task(admission.ticket(key, num_granted))
             await asyncio.sleep(0)
-            if task.done() and rng.random() < 0.8:
+            if task.done():
+                num_granted += 1
                 started[key] = task.result()
                 assert len(started) <= size * (lag + 1)
-                continue
-            if task.done():
-                started[key] = task.result()
+                if rng.random() < 0.8:
+                    continue
             task.cancel()
             key = rng.choice(sorted(started.keys() - finished))
             if rng.random() < 0.1:
@@ -94,10 +97,10 @@ async def test_promise_6_staleness_is_bounded(lag, seed):
 
 async def test_a_step_waits_for_a_straggler_only_when_it_must():
     admission = Admission(groups_per_step=1, max_off_policy_steps=1)
-    await admission.ticket("slow")
-    await admission.ticket("fast")
+    await admission.ticket("slow", 0)
+    await admission.ticket("fast", 1)
     assert await admission.choose(["fast"]) == ["fast"]
     await admission.consume(["fast"], policy_version=1)
-    await admission.ticket("next")
+    await admission.ticket("next", 2)
     assert await admission.choose(["next"]) is None
     assert await admission.choose(["next", "slow"]) == ["slow"]
