@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import resource
 import signal
 import sys
 import time
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mempipe.actors import launch as launching
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.launch import Roles, connected, launch, learner_settings
+from mempipe.actors.learner_group import LearnerActor, LearnerFailed
 from mempipe.actors.tracker import TrackerFront
 from mempipe.agents import make_layout
 from mempipe.config import OptimizerConfig, RunConfig, SamplingConfig, load_config
@@ -37,7 +40,7 @@ from mempipe.evaluation.trace import trajectory_lines
 from mempipe.runs import Run
 from mempipe.stream import stream_groups
 from mempipe.tracking import last_run_id, read_metrics, tracking_uri
-from mempipe.types import Context, Group
+from mempipe.types import Context, Group, Question
 from pipelines.train import TrainingRows, learn
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
@@ -207,8 +210,9 @@ def _mlflow_client(job: Job) -> mlflow.MlflowClient:
 
 
 def test_the_terminal_shows_the_run_and_nothing_else(job):
-    lines = job.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines[:4]] == ["train", "train", "evaluate after", "evaluate after"]
+    titles = [line.split(":")[0] for line in job.stdout.splitlines() if re.match(r"[a-z ]+: \d+/\d+", line)]
+    assert list(dict.fromkeys(titles)) == ["train", "evaluate after"]
+    assert job.stdout.startswith("train: ")
     assert str(job.folder / "report.html") in job.stdout
     assert not [word for word in ("WARNING", "INFO", "Warning", "Traceback") if word in job.stdout + job.stderr]
 
@@ -333,6 +337,14 @@ class DeafGenerator(GeneratorActor):
         return 0.0 if self._deaf else await super().load_weights(weights, policy_version)
 
 
+class ConfinedLearner(LearnerActor):
+    """A rank whose disk can be full."""
+
+    def limit_files(self, num_bytes: int) -> None:
+        """Writing more than that to one file fails from now on, as it does on a full disk."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step."""
@@ -358,20 +370,19 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         tracking={"enabled": False},
     )
     validation = read_questions(config.data.validation)
-    with _deaf_generators(), connected(config) as namespace, launch(config, namespace) as roles:
+    with _actors_of_this_test(), connected(config) as namespace, launch(config, namespace) as roles:
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
-        _, admission = roles.new_admission(policy_version=0)
         spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)
         greedy = {group.question.id: group for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])}
-        ray.kill(admission)
         yield Started(roles=roles, run=Run(config), tracker=TrackerFront(config), greedy=greedy)
 
 
 @contextmanager
-def _deaf_generators() -> Iterator[None]:
+def _actors_of_this_test() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launching, "GeneratorActor", DeafGenerator)
+        patch.setattr(launching, "LearnerActor", ConfinedLearner)
         yield
 
 
@@ -397,12 +408,36 @@ def test_without_staleness_every_step_trains_the_next_questions_under_its_own_po
     assert [row["staleness_max"] for row in rows] == [0.0, 0.0]
 
 
-def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_step(started):
-    roles = started.roles
-    ray.get([engine.become_deaf.remote() for engine in roles.generators.values()])
-    roles.config = roles.config.model_copy(update={"num_steps": 4})
-    steps_before = len(read_metrics(started.run.folder / "metrics.jsonl"))
+def test_a_full_disk_while_checkpointing_ends_the_run_and_harms_nothing(started):
+    run, roles = started.run, started.roles
     questions = read_questions(roles.config.data.train)
+    if latest(run.folder / "checkpoints") is None:
+        roles.learners.save(run.folder / "checkpoints", START, keep=1)
+    kept = _files(run.folder / "checkpoints")
+    ray.get([rank.limit_files.remote(2**16) for rank in roles.learners.ranks])
+    with pytest.raises(LearnerFailed, match=r"cannot write checkpoint \S+/step-\d+: ."):
+        _one_more_step(started, questions)
+    ray.get([rank.limit_files.remote(resource.RLIM_INFINITY) for rank in roles.learners.ranks])
+    assert _files(run.folder / "checkpoints") == kept
+    newest = latest(run.folder / "checkpoints")
+    assert newest is not None and read_state(newest)
+
+
+def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_step(started):
+    roles, metrics = started.roles, started.run.folder / "metrics.jsonl"
+    num_steps = len(read_metrics(metrics))
+    ray.get([engine.become_deaf.remote() for engine in roles.generators.values()])
     with pytest.raises(StaleWeights, match="does not serve the learner's weights"):
-        learn(started.run, roles, questions, [], START | {"step": 2}, started.tracker)
-    assert len(read_metrics(started.run.folder / "metrics.jsonl")) == steps_before
+        _one_more_step(started, read_questions(roles.config.data.train))
+    assert len(read_metrics(metrics)) == num_steps
+
+
+def _one_more_step(started: Started, questions: list[Question]) -> None:
+    roles = started.roles
+    (version,) = ray.get([engine.ready.remote() for engine in roles.generators.values()])
+    roles.config = roles.config.model_copy(update={"num_steps": version + 1})
+    learn(started.run, roles, questions, [], START | {"step": version}, started.tracker)
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("*")}
