@@ -1,6 +1,6 @@
 """Does the quickstart learn on every seed? Runs it once per seed and prints held-out exact match before and after, with 95 % intervals.
 
-    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [key=value ...]
+    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot docs/images/quickstart.svg] [key=value ...]
 
 A seed draws everything anew: worlds, questions, passages, model, script, sampling. A finished run is read, not repeated. The bar is
 below 0.30 after the warm start and at least 0.60 after reinforcement learning, greedy, on every seed; the exit code is 1 if one misses it.
@@ -12,9 +12,14 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import polars as pl
+
+from mempipe.data.trajectories import read_trajectories
+from mempipe.evaluation.memory_quality import full_history_tokens
+from mempipe.tracking import read_metrics
 
 BAR_BEFORE, BAR_AFTER = 0.30, 0.60
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
@@ -24,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", default="runs/seeds")
+    parser.add_argument("--plot", default="", help="an SVG of the learning curves and of the context by turn")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     rows = [run(seed, arguments.output, arguments.overrides) for seed in arguments.seeds]
@@ -32,6 +38,8 @@ def main() -> int:
         tbl_rows=-1, tbl_cols=-1, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True, fmt_str_lengths=40, tbl_width_chars=200
     ):
         print(table)
+    if arguments.plot:
+        plot([Path(arguments.output) / f"seed-{seed}" for seed in arguments.seeds], arguments.plot)
     missed = table.filter((pl.col("em before") >= BAR_BEFORE) | (pl.col("em after") < BAR_AFTER))
     print(f"{len(rows) - len(missed)} of {len(rows)} seeds below {BAR_BEFORE} before and at {BAR_AFTER} or above after")
     return int(len(missed) > 0)
@@ -68,6 +76,38 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         "steps": report["num_steps"],
         "minutes": round(report["seconds_total"] / 60, 1),
     }
+
+
+def plot(folders: list[Path], file: str) -> None:
+    """Left: exact match on training questions by step, and on held-out ones before and after. Right: prompt tokens by turn, after training."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, (learning, context) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    colors = ("#1f6feb", "#bf5af2", "#1a7f5a")
+    bounded: dict[int, list[int]] = defaultdict(list)
+    full: dict[int, list[int]] = defaultdict(list)
+    for folder, color in zip(folders, colors, strict=False):
+        report = json.loads((folder / "report.json").read_text())
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if "em" in row]
+        learning.plot([row["step"] for row in rows], [row["em"] for row in rows], color=color, lw=1, alpha=0.5)
+        before, after = report["em_start"], report["em_end"]
+        label = f"{folder.name.replace('-', ' ')}, held out: {before:.2f} → {after:.2f}"
+        learning.plot([0, report["num_steps"]], [before, after], "o", color=color, label=label)
+        for group in read_trajectories(folder / "evaluation" / "after.parquet"):
+            for trajectory in group.trajectories:
+                for turn, (now, history) in enumerate(zip(trajectory.contexts, full_history_tokens(trajectory), strict=True), start=1):
+                    bounded[turn].append(now.num_prompt_tokens)
+                    full[turn].append(history)
+    learning.set(xlabel="learner step", ylabel="exact match", ylim=(0, 1), title="Learning (thin: training batches, sampled)")
+    learning.legend(loc="lower right", fontsize=8)
+    for label, tokens, color in (("full history would carry", full, "#c2570c"), ("bounded memory", bounded, "#1f6feb")):
+        context.plot(sorted(tokens), [sum(tokens[turn]) / len(tokens[turn]) for turn in sorted(tokens)], "o-", color=color, label=label)
+    context.set(xlabel="turn", ylabel="prompt tokens", ylim=(0, None), title="Context, same trajectories")
+    context.legend(fontsize=8)
+    figure.savefig(file)
 
 
 if __name__ == "__main__":
