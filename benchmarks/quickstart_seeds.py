@@ -79,7 +79,7 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
 
 
 def plot(folders: list[Path], file: str) -> None:
-    """Left: exact match on training questions by step, and on held-out ones before and after. Right: prompt tokens by turn, after training."""
+    """Left: exact match by step on training questions, and on held-out ones before and after. Right: prompt tokens by turn."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -104,7 +104,8 @@ def plot(folders: list[Path], file: str) -> None:
     learning.set(xlabel="learner step", ylabel="exact match", ylim=(0, 1), title="Learning (thin: training batches, sampled)")
     learning.legend(loc="lower right", fontsize=8)
     for label, tokens, color in (("full history would carry", full, "#c2570c"), ("bounded memory", bounded, "#1f6feb")):
-        context.plot(sorted(tokens), [sum(tokens[turn]) / len(tokens[turn]) for turn in sorted(tokens)], "o-", color=color, label=label)
+        means = [sum(tokens[turn]) / len(tokens[turn]) for turn in sorted(tokens)]
+        context.plot(sorted(tokens), means, "o-", color=color, label=label)
     context.set(xlabel="turn", ylabel="prompt tokens", ylim=(0, None), title="Context, same trajectories")
     context.legend(fontsize=8)
     figure.savefig(file)
