@@ -153,10 +153,10 @@ def parse_memory(text: str) -> str:
 
 
 def parse_answer(text: str) -> str | None:
-    """The last box outside the thought; None when there is none, or when the `<think>` or `<tool_call>` tags do not pair."""
-    if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in ("think", "tool_call")):
+    """The last box outside the thoughts; None when there is none, or when the `<think>` or `<tool_call>` tags do not pair."""
+    if not (_tags_pair(text, "think") and _tags_pair(text, "tool_call")):
         return None
-    return last_boxed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL))
+    return last_boxed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL).strip())
 
 
 def last_boxed(text: str) -> str | None:
@@ -234,12 +234,17 @@ class Neutralizer:
 
 
 def _blocks(text: str, tag: str) -> list[str]:
-    """The stripped texts between the tags, if there are as many openings as closings and the n-th opening is before the n-th closing."""
-    openings = [match.start() for match in re.finditer(f"<{tag}>", text)]
-    closings = [match.start() for match in re.finditer(f"</{tag}>", text)]
-    if len(openings) != len(closings) or any(start > end for start, end in zip(openings, closings, strict=True)):
+    """The stripped texts between the tags; none when they do not pair."""
+    if not _tags_pair(text, tag):
         return []
     return [block.strip() for block in re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)]
+
+
+def _tags_pair(text: str, tag: str) -> bool:
+    """Whether there are as many openings as closings, and the n-th opening is before the n-th closing."""
+    openings = [match.start() for match in re.finditer(f"<{tag}>", text)]
+    closings = [match.start() for match in re.finditer(f"</{tag}>", text)]
+    return len(openings) == len(closings) and all(start < end for start, end in zip(openings, closings, strict=True))
 
 
 def _refuse_constant(name: str) -> NoReturn:

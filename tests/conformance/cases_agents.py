@@ -40,12 +40,16 @@ PUBLISHED = PromptSet(
 )
 
 
-class CharTokenizer:
-    """One token per character, and one per chat marker."""
+FINISHES = {"eos": "<|im_end|>", "eot": "<|endoftext|>", "ims": "<|im_start|>", "len": ""}
+"""The token with which a scripted message ends."""
 
-    special_tokens = ("<|im_start|>", "<|im_end|>")
-    special_token_ids = frozenset({0x110000, 0x110001})  # just past the last character
-    stop_token_ids = frozenset({0x110001})
+
+class CharTokenizer:
+    """One token per character, and one per chat marker; a message ends with either of the stop tokens that Qwen2.5 has."""
+
+    special_tokens = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    special_token_ids = frozenset({0x110000, 0x110001, 0x110002})  # just past the last character
+    stop_token_ids = frozenset({0x110001, 0x110002})
 
     def encode_template(self, text: str) -> list[int]:
         ids = dict(zip(self.special_tokens, sorted(self.special_token_ids), strict=True))
@@ -64,14 +68,20 @@ class CharTokenizer:
 
 
 def play(
-    script: Sequence[Sequence[str]], passages: Sequence[Passage], *, question: str = "q0", failure: str = "", **budget: Any
+    script: Sequence[Sequence[str]],
+    passages: Sequence[Passage],
+    *,
+    question: str = "q0",
+    failure: str = "",
+    prompts: PromptSet = PUBLISHED,
+    **budget: Any,
 ) -> tuple[Trajectory, list[Any]]:
     """A trajectory whose messages are the script's (finish, text) pairs, and the searches that it asked for."""
     tokenizer, steps, searches = CharTokenizer(), iter(script), []
 
     async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         finish, text = next(steps)
-        ids = tokenizer.encode_template(text + {"eos": "<|im_end|>", "ims": "<|im_start|>", "len": ""}[finish])
+        ids = tokenizer.encode_template(text + FINISHES[finish])
         reason = FinishReason.LENGTH if finish == "len" else FinishReason.STOP
         return Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=reason, policy_version=0)
 
@@ -82,7 +92,7 @@ def play(
         return SearchResult(passages=list(passages[:num_passages]), snapshot="")
 
     limits = {"memory_tokens": 1000, "action_tokens": 2000, "memory_message_tokens": 2000, "observation_tokens": 8000, "max_turns": 3}
-    layout = Layout(tokenizer, prompts=PUBLISHED, tool=TOOL, budget=Budget(**{**limits, "context_tokens": 20000, **budget}))
+    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget(**{**limits, "context_tokens": 20000, **budget}))
     agent = MemSearcher(layout, generate=generate, search=search)
     asked = Question(id=question, text=question, golden_answers=[])
     return asyncio.run(agent.rollout(asked, trajectory_id="t", group_id="g", member=0)), searches
@@ -148,7 +158,7 @@ POST = {"url": "http://127.0.0.1:8000/search", "timeout": 10}  # the published c
 def call_is_valid(text: str) -> bool:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or call.get("name") != "wikipedia_search" or arguments.keys() - {"query", "top_n"}:
@@ -185,16 +195,16 @@ def boxed(case: Case) -> dict[str, str | None]:
     return {"boxed": f"\\boxed {content}" if bare else f"\\boxed{{{content}}}", "answer": content}
 
 
-def braces_of_last_box(case: Case) -> str | None:
+def braces_of_last_box(text: str) -> str | None:
     """What the last box holds between its braces; None when it has none or they do not close."""
-    _, box, rest = case["input"]["s"].rpartition("\\boxed")
+    _, box, rest = text.rpartition("\\boxed")
     depths = itertools.accumulate((char == "{") - (char == "}") for char in rest)
     end = next((place for place, depth in enumerate(depths) if depth == 0), None)
     return rest[1:end] if box and rest.startswith("{") and end else None
 
 
 def box_is_unreadable(case: Case) -> bool:
-    return braces_of_last_box(case) is None and not case["input"]["s"].rpartition("\\boxed")[2].startswith(" ")
+    return braces_of_last_box(case["input"]["s"]) is None and not case["input"]["s"].rpartition("\\boxed")[2].startswith(" ")
 
 
 def last_answer(case: Case) -> dict[str, str]:
@@ -211,6 +221,12 @@ def last_message(case: Case) -> str:
 
 def follows_tool_response(case: Case) -> bool:
     return "<|im_start|>user\n<tool_response>" in case["input"]["text"]
+
+
+def tags_pair(text: str, tag: str) -> bool:
+    """Whether every closing tag has an opening one before it, and every opening one is closed."""
+    depths = [0, *itertools.accumulate(1 if found[1] == "" else -1 for found in re.finditer(f"<(/?){tag}>", text))]
+    return min(depths) == 0 == depths[-1]
 
 
 def without_thought(message: str) -> str:
@@ -243,8 +259,11 @@ DIFFERENCES = [
     ),
     Difference(
         function=BOXES,
-        applies=lambda case: "\\boxed " in case["input"]["s"] and braces_of_last_box(case) is not None,
-        ours=lambda case: {"boxed": f"\\boxed{{{braces_of_last_box(case)}}}", "answer": braces_of_last_box(case)},
+        applies=lambda case: "\\boxed " in case["input"]["s"] and braces_of_last_box(case["input"]["s"]) is not None,
+        ours=lambda case: {
+            "boxed": f"\\boxed{{{braces_of_last_box(case['input']['s'])}}}",
+            "answer": braces_of_last_box(case["input"]["s"]),
+        },
         reason="the last box counts, also when an earlier one has no braces",
     ),
     Difference(
@@ -285,7 +304,7 @@ DIFFERENCES = [
     ),
     Difference(
         function=LAST_ANSWER,
-        applies=lambda case: last_message(case).count("<think>") != last_message(case).count("</think>"),
+        applies=lambda case: not tags_pair(last_message(case), "think"),
         ours=lambda case: {"cleaned": without_thought(last_message(case)), "pred": ""},
         reason="an answer after an open thought is none, in evaluation as in training",
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import string
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from conformance.cases_agents import FINISHES, PUBLISHED, braces_of_last_box, call_is_valid, play, tags_pair
 from conformance.common import Adapter, Case, Difference
 from mempipe.config import AlgorithmConfig, RewardConfig
 from mempipe.evaluation.metrics import cover_em, either_way_em, em, f1
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.losses import kl_to_reference, mean_metrics, policy_loss
 from mempipe.rl.packing import Aggregation, MicroBatch, pack_step, split_updates
-from mempipe.rl.rewards import FormatFault, answer_f1, format_fault, memsearcher_reward, normalize_answer, recall_reward
+from mempipe.rl.rewards import answer_f1, normalize_answer, recall_reward, score
 from mempipe.rl.samples import to_samples
-from mempipe.types import Context, EndReason, TrainingSample, Trajectory
+from mempipe.types import Context, EndReason, Passage, TrainingSample, Trajectory
 
 SCORE = "MemSearcher:compute_score_with_format"
 POLICY_LOSS = "MemSearcher:compute_policy_loss(token-mean, clip .2/.2, c=3)"
@@ -29,61 +32,65 @@ METRICS = "MemSearcher-eval(flashrag):em / acc(sub-EM) / f1"
 SPLIT = "MemAgent:td_split section sizes (torch.tensor_split)"
 MICRO_WEIGHT = "MemAgent:micro-batch weight (token-mean)"
 AGGREGATIONS: dict[str, Aggregation] = {"token-mean": "token", "seq-mean-token-sum": "context", "seq-mean-token-mean": "trajectory"}
+ENDS = {
+    "not end with eos token": {EndReason.LENGTH},
+    "bad format: no assistant response found": {EndReason.NO_ACTION},
+    "bad format: <think> and </think> are not paired": {EndReason.NO_ACTION},
+    "bad format: <tool_call> and </tool_call> are not paired": {EndReason.NO_ACTION},
+    "bad format: tool_call is missing name or arguments field": {EndReason.INVALID_CALL},
+    "bad format: tool_call is not a valid json": {EndReason.INVALID_CALL},
+    "bad format: the last response is missing \\boxed": {EndReason.NO_ACTION, EndReason.BAD_MEMORY, EndReason.MAX_TURNS},
+    "find box error": {EndReason.NO_ACTION},
+}
+"""Which of our end reasons mean a published one, by its start. A reward for any other reason is a different result."""
+HEADER = "<|im_start|>assistant\n"
+OBSERVATION = re.compile(
+    r"<\|im_end\|>\n<\|im_start\|>user\n(?:<tool_response>.*?</tool_response>|(?!<\|im_end\|>).)*<\|im_end\|>\n<\|im_start\|>assistant\n",
+    re.DOTALL,
+)
 
 
 # Rewards
 
 
 def reward_with_reason(case: Case) -> list[Any]:
-    """Reward and published wording of the reason. The messages are what an engine would have sampled: text that a tool returned
-    is data, whatever chat markers it holds."""
-    text, golds, stop = (case["input"][key] for key in ("solution_str", "ground_truth", "eos_token"))
-    messages, stopped = assistant_messages(text), text.endswith(stop)
-    scores = memsearcher_reward(messages, golds, stopped=stopped, config=RewardConfig())
-    fault = format_fault(messages, stopped=stopped)
-    if fault is not None:
-        return [scores.reward, published_reason(fault, messages)]
-    if scores.f1 > 0:
-        return [scores.reward, f"correct answer, get f1 score: {scores.f1}"]
-    return [scores.reward, f"wrong answer but good format: {published_box(messages[-1].strip())}"]
+    """Reward and reason of the conversation, played again by our own agent as the last turn of a trajectory and scored like any other.
+
+    The reason is in the published words where they mean our end reason, and the name of our end reason elsewhere.
+    """
+    messages, finish = sampled_messages(case)
+    prefill = PUBLISHED.action_prefill if messages[0].startswith(PUBLISHED.action_prefill) else ""
+    script = [["eos", message] for message in messages[:-1]] + [[finish, messages[-1]]]
+    script[0][1] = script[0][1].removeprefix(prefill)
+    script.append(["eos", ""])  # a model that has nothing left to say stops at once
+    room = len(case["input"]["solution_str"]) + 1
+    limits = {name: room for name in ("memory_tokens", "action_tokens", "memory_message_tokens", "observation_tokens")}
+    prompts = dataclasses.replace(PUBLISHED, action_prefill=prefill)
+    trajectory, _ = play(script, returned_passages(case), prompts=prompts, max_turns=1, context_tokens=4 * room + 1000, **limits)
+    scores = score(trajectory.answer, case["input"]["ground_truth"], end_reason=trajectory.end_reason, config=RewardConfig())
+    if trajectory.end_reason is EndReason.ANSWERED:
+        return [scores.reward, answer_reason(scores.f1, str(trajectory.answer))]
+    published = next((start for start in ENDS if str(case["expected"][1]).startswith(start)), None)
+    meant = published is not None and trajectory.end_reason in ENDS[published]
+    return [scores.reward, case["expected"][1] if meant else str(trajectory.end_reason)]
 
 
-def assistant_messages(transcript: str) -> list[str]:
-    transcript = re.sub(r"(<\|im_start\|>user\n)<tool_response>.*?</tool_response>", r"\1", transcript, flags=re.DOTALL)
-    return re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", transcript, flags=re.DOTALL)
+def answer_reason(f1: float, answer: str) -> str:
+    return f"correct answer, get f1 score: {f1}" if f1 > 0 else f"wrong answer but good format: {answer}"
 
 
-def published_reason(fault: FormatFault, messages: Sequence[str]) -> str:
-    match fault:
-        case FormatFault.NOT_STOPPED:
-            return "not end with eos token"
-        case FormatFault.NO_MESSAGE:
-            return "bad format: no assistant response found"
-        case FormatFault.NO_THOUGHT:
-            return "bad format: missing <think> tag"
-        case FormatFault.THOUGHT_UNPAIRED | FormatFault.CALL_UNPAIRED:
-            tag = "think" if fault is FormatFault.THOUGHT_UNPAIRED else "tool_call"
-            counts = next(c for m in messages if (c := (m.count(f"<{tag}>"), m.count(f"</{tag}>"))) and c[0] != c[1])
-            return f"bad format: <{tag}> and </{tag}> are not paired: {tag}={counts[0]}, {tag}_end={counts[1]}"
-        case FormatFault.CALL_FIELDS:
-            return "bad format: tool_call is missing name or arguments field"
-        case FormatFault.CALL_JSON:
-            calls = [call.strip() for call in re.findall("<tool_call>(.*?)</tool_call>", messages[0], flags=re.DOTALL)]
-            broken = next(c for c in calls if format_fault([f"<think></think><tool_call>{c}</tool_call>"], stopped=True) is fault)
-            return f"bad format: tool_call is not a valid json: {broken}"
-        case FormatFault.NO_BOX:
-            return "bad format: the last response is missing \\boxed"
-        case FormatFault.BOX_UNREADABLE:
-            return f"bad format: {fault}"
+def sampled_messages(case: Case) -> tuple[list[str], str]:
+    """What an engine sampled in a transcript: all but the prompt and the observations; and what ended the last message."""
+    text = case["input"]["solution_str"]
+    finish = next((name for name in ("eos", "eot") if text.endswith(FINISHES[name])), "len")
+    return OBSERVATION.split(text.removesuffix(FINISHES[finish]).partition(HEADER)[2]), finish
 
 
-def published_box(message: str) -> str:
-    """The wrong answer as the published sentence quotes it."""
-    content = message.rpartition("\\boxed")[2]
-    if content.startswith(" "):
-        return content[1:].partition("$")[0]
-    depth = np.cumsum([(char == "{") - (char == "}") for char in content])
-    return content[1 : int(np.argmax(depth == 0))]
+def returned_passages(case: Case) -> list[Passage]:
+    """What the tool returned in a transcript."""
+    observations = "".join(OBSERVATION.findall(case["input"]["solution_str"].partition(HEADER)[2]))
+    blocks = re.findall("<tool_response>(.*?)</tool_response>", observations, flags=re.DOTALL)
+    return [Passage(id=str(number), title="", text=block) for number, block in enumerate(blocks)]
 
 
 def f1_score(case: Case) -> float:
@@ -302,25 +309,65 @@ def packed(samples: Sequence[TrainingSample], *, max_tokens: int = 100_000, aggr
 # What differs on purpose
 
 
-def marker_in_tool_response(case: Case) -> bool:
-    return any("<|im_" in block for block in re.findall("<tool_response>(.*?)</tool_response>", case["input"]["solution_str"], re.DOTALL))
+def writes_role_mark(case: Case) -> bool:
+    """In a first message that stopped."""
+    messages, finish = sampled_messages(case)
+    return "<|im_" in messages[0] and (len(messages) > 1 or finish != "len")
 
 
-def harmless_tool_response(case: Case) -> list[Any]:
-    text = re.sub("<tool_response>.*?</tool_response>", "<tool_response>ok</tool_response>", case["input"]["solution_str"], flags=re.DOTALL)
-    return reward_with_reason({**case, "input": {**case["input"], "solution_str": text}})
+def calls(case: Case) -> list[str]:
+    """The calls of the first message, if it stopped and its tags pair."""
+    messages, finish = sampled_messages(case)
+    stopped = len(messages) > 1 or finish != "len"
+    return re.findall("<tool_call>(.*?)</tool_call>", messages[0], re.DOTALL) if stopped and tags_pair(messages[0], "tool_call") else []
+
+
+def end_of_last_turn(case: Case) -> list[Any]:
+    """Nothing is earned after a search; what ends the trajectory is seen from the memory message."""
+    messages, finish = sampled_messages(case)
+    memory = messages[1] if len(messages) > 1 else ""
+    if len(messages) == 2 and finish == "len":
+        return [0, "length"]
+    kept = re.search(r"<memory>\s*[^\s<]", memory) and tags_pair(memory, "memory") and "<|im_" not in memory
+    return [0, "max_turns" if kept else "bad_memory"]
+
+
+def is_other_stop(case: Case) -> bool:
+    return sampled_messages(case)[1] != "len" and not case["input"]["solution_str"].endswith(case["input"]["eos_token"])
+
+
+def box_is_in_thought(case: Case) -> bool:
+    before, box, _ = sampled_messages(case)[0][0].rpartition("\\box")
+    return bool(box) and before.count("<think>") > before.count("</think>")
 
 
 def bare_box_first(case: Case) -> bool:
-    """A brace-less box that another kind of box follows, in the last message."""
-    last = (assistant_messages(case["input"]["solution_str"]) or [""])[-1].strip()
-    return re.search(r"\\boxed .*\\boxed(?! )", last, re.DOTALL) is not None
+    """A brace-less box that another kind of box follows."""
+    return re.search(r"\\boxed .*\\boxed(?! )", sampled_messages(case)[0][0], re.DOTALL) is not None
 
 
-def only_the_last_box(case: Case) -> list[Any]:
-    head, box, tail = case["input"]["solution_str"].rpartition("\\boxed")
-    text = head.replace(box, "") + box + tail
-    return reward_with_reason({**case, "input": {**case["input"], "solution_str": text}})
+def read_by_hand(case: Case) -> list[Any]:
+    """Reward and reason of a message without calls: the last box outside thoughts, and the best F1 of its words."""
+    (message, *_), _ = sampled_messages(case)
+    spoken = "".join(re.split("</?think>", message)[::2]).strip()
+    bare = spoken.rpartition("\\boxed")[2]
+    answer = bare[1:].split("$")[0] if bare.startswith(" ") else braces_of_last_box(spoken)
+    if answer is None or not (tags_pair(message, "think") and tags_pair(message, "tool_call")):
+        return [0, "no_action"]
+    best = max((f1_by_hand(words(answer), words(gold)) for gold in case["input"]["ground_truth"]), default=0.0)
+    return [best or 0.1, answer_reason(best, answer)]
+
+
+def words(text: str) -> list[str]:
+    letters = "".join(char for char in text.lower() if char not in string.punctuation)
+    return [word for word in letters.split() if word not in ("a", "an", "the")]
+
+
+def f1_by_hand(given: list[str], gold: list[str]) -> float:
+    if given != gold and any(whole in (["yes"], ["no"], ["noanswer"]) for whole in (given, gold)):
+        return 0.0
+    shared = sum(min(given.count(word), gold.count(word)) for word in set(given))
+    return 2 * (shared / len(given)) * (shared / len(gold)) / (shared / len(given) + shared / len(gold)) if shared else 0.0
 
 
 def true_dual_clip_fraction(case: Case) -> dict[str, float]:
@@ -378,20 +425,56 @@ ADAPTERS: dict[str, Adapter] = {
 DIFFERENCES: list[Difference] = [
     Difference(
         function=SCORE,
-        applies=lambda case: case["expected"][1].startswith("find box error"),
-        ours=lambda case: [0, f"bad format: {FormatFault.BOX_UNREADABLE}"],
-        reason="an answer that cannot be read is a named format fault, not the text of a Python exception; the reward is the same",
+        applies=writes_role_mark,
+        ours=lambda case: [0, "no_action"],
+        reason="what a model writes behind a role mark of its own is no message; published, the last one of a transcript is scored",
     ),
     Difference(
         function=SCORE,
-        applies=marker_in_tool_response,
-        ours=harmless_tool_response,
-        reason="messages are what the engine sampled; chat markers in a passage make none, and the score is that of a harmless passage",
+        applies=lambda case: not all(map(call_is_valid, calls(case))),
+        ours=lambda case: [0, "invalid_call"],
+        reason="a call is checked against the one tool's schema, and a wrong one ends the trajectory whatever else the message holds",
+    ),
+    Difference(
+        function=SCORE,
+        applies=lambda case: bool(calls(case)),
+        ours=end_of_last_turn,
+        reason="a call beside an answer wins, and a memory message is no answer: evaluation would not take one from it",
+    ),
+    Difference(
+        function=SCORE,
+        applies=lambda case: not all(tags_pair(sampled_messages(case)[0][0], tag) for tag in ("think", "tool_call")),
+        ours=lambda case: [0, "no_action"],
+        reason="tags pair when each opening one is closed behind it; published, it is enough that they are equally many",
+    ),
+    Difference(
+        function=SCORE,
+        applies=lambda case: len(sampled_messages(case)[0]) > 1,
+        ours=read_by_hand,
+        reason="an action without a call ends the trajectory, so nothing that follows it in a transcript was sampled",
+    ),
+    Difference(
+        function=SCORE,
+        applies=is_other_stop,
+        ours=read_by_hand,
+        reason="every stop token of the model ends a message, for the engine as for the reward; published, only one of them is paid",
+    ),
+    Difference(
+        function=SCORE,
+        applies=lambda case: "<think>" not in sampled_messages(case)[0][0],
+        ours=read_by_hand,
+        reason="a thought is asked for by the prompt set, not by the reward: evaluation, as published too, takes an answer without one",
+    ),
+    Difference(
+        function=SCORE,
+        applies=box_is_in_thought,
+        ours=read_by_hand,
+        reason="a box in a thought is no answer: evaluation deletes thoughts, and training pays what evaluation counts",
     ),
     Difference(
         function=SCORE,
         applies=bare_box_first,
-        ours=only_the_last_box,
+        ours=read_by_hand,
         reason="the last box is the answer in whatever form; published, a brace-less box swallows every later one",
     ),
     Difference(

@@ -41,6 +41,7 @@ def last_message(text: str, *, after: str = "<|im_start|>user\nq<|im_end|>\n") -
         case(BOXES, {"s": "\\boxed{a{b}} c"}, {"boxed": "\\boxed{a{b}}", "answer": "a{b}"}),
         case(SEARCH, search(THREE), OBSERVED),
         case(LAST_ANSWER, last_message("<think>t</think>\\boxed{a}"), {"cleaned": "\\boxed{a}", "pred": "a"}),
+        case(LAST_ANSWER, last_message("<think>t</think>\\boxed a\n"), {"cleaned": "\\boxed a", "pred": "a"}),
         case(
             ROLLOUT,
             {
@@ -88,6 +89,7 @@ DELIBERATE = [
     (SEARCH, search(QUERY), {**OBSERVED, "post": {**OBSERVED["post"], "json": {"query": "q", "top_n": 5}}}),
     (LAST_ANSWER, last_message("\\boxed{a}", after="<|im_start|>user\n<tool_response>"), {"cleaned": "\\boxed{a}", "pred": ""}),
     (LAST_ANSWER, last_message("<think>\\boxed{a}"), {"cleaned": "<think>\\boxed{a}", "pred": ""}),
+    (LAST_ANSWER, last_message("</think>\\boxed{a}<think>"), {"cleaned": "</think>\\boxed{a}<think>", "pred": ""}),
     (
         ROLLOUT,
         {"script": {"q0": [["eos", f"t</think><tool_call>{QUERY}</tool_call>"]]}, "response_length": 100},

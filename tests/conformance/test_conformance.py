@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cases_rl import ADAPTERS, DIFFERENCES
+from conformance.cases_rl import ADAPTERS, DIFFERENCES, SCORE
 from conformance.common import same
 from conformance.run_cases import load_tables, run_cases
 
@@ -28,13 +28,27 @@ def test_own_cases_hold():
 
 
 def test_own_cases_reach_every_deliberate_difference_of_rewards_and_losses():
-    cases = json.loads(OWN.read_text())
-    untouched = [
-        difference.reason
-        for difference in DIFFERENCES
-        if not any(f"{case['system']}:{case['function']}" == difference.function and difference.applies(case) for case in cases)
-    ]
-    assert not untouched
+    reached = []
+    for case in json.loads(OWN.read_text()):
+        name = f"{case['system']}:{case['function']}"
+        reached += [d.reason for d in DIFFERENCES if d.function == name and d.applies(case)][:1]
+    assert set(reached) == {difference.reason for difference in DIFFERENCES}
+
+
+def test_a_deliberate_reward_is_the_one_that_was_worked_out_by_hand():
+    cases = [case for case in json.loads(OWN.read_text()) if "ours" in case]
+    assert {d.reason for d in DIFFERENCES if d.function == SCORE} == {
+        next(d.reason for d in DIFFERENCES if d.function == SCORE and d.applies(case)) for case in cases
+    }
+    for case in cases:
+        assert same(ADAPTERS[SCORE](case), case["ours"]) and not same(case["ours"], case["expected"]), case["id"]
+
+
+def test_a_right_reward_for_a_wrong_reason_fails():
+    cut_off, *_ = [case for case in json.loads(OWN.read_text()) if case["expected"] == [0, "not end with eos token"]]
+    wrong = {**cut_off, "expected": [0, "bad format: tool_call is not a valid json: {"]}
+    report = run_cases([wrong])
+    assert report.failed == 1 and "got [0.0, 'length']" in report.lines[0]
 
 
 def test_every_difference_names_a_function_with_an_adapter():

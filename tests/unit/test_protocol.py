@@ -87,6 +87,16 @@ def test_an_open_thought_or_call_is_not_an_answer():
     assert parse_answer("\\boxed{A}") == "A"
 
 
+def test_tags_that_are_equally_many_but_out_of_order_do_not_pair():
+    assert parse_answer("<think>t</think>u</think><think>\\boxed{A}") is None
+    assert parse_answer("<think>t</think></tool_call>\\boxed{A}<tool_call>") is None
+    assert parse_answer("<think>t</think>\\boxed{A}<think>u</think>") == "A"
+
+
+def test_white_space_around_a_message_is_not_in_the_answer():
+    assert parse_answer("<think>t</think>\\boxed A \n") == "A"
+
+
 @pytest.mark.parametrize(
     ("text", "calls"),
     [

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from agent_builders import TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.agents.protocol import parse_action
 from mempipe.config import RewardConfig
 from mempipe.evaluation.metrics import cover_em, either_way_em, em, f1
-from mempipe.rl.rewards import (
-    FormatFault,
-    answer_f1,
-    exact_match,
-    format_fault,
-    memsearcher_reward,
-    normalize_answer,
-    recall_reward,
-    score,
-)
+from mempipe.rl.rewards import Scores, answer_f1, exact_match, normalize_answer, recall_reward, score
 from mempipe.types import EndReason
 
 CONFIG = RewardConfig()
@@ -41,6 +36,12 @@ HOSTILE = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8))).map(
 
 def scored(prediction, golds, **settings):
     return score(prediction, golds, end_reason=EndReason.ANSWERED, config=RewardConfig(**settings))
+
+
+def earned(message: str, golds: list[str], **settings: Any) -> Scores:
+    """What a trajectory whose last message is this one earns."""
+    action = parse_action(message, tool=TOOL)
+    return score(action.answer, golds, end_reason=action.end_reason or EndReason.MAX_TURNS, config=RewardConfig(**settings))
 
 
 def test_a_right_answer_earns_its_f1():
@@ -105,35 +106,6 @@ def test_recall_adds_to_an_end_to_end_reward():
 
 
 @pytest.mark.parametrize(
-    ("messages", "stopped", "fault"),
-    [
-        (["<think>t</think>\\boxed{x}"], True, None),
-        (["<think>t</think><tool_call>{}</tool_call>", "<memory>m</memory>"], True, FormatFault.CALL_FIELDS),
-        (["<think>t</think>\\boxed{x}"], False, FormatFault.NOT_STOPPED),
-        ([], True, FormatFault.NO_MESSAGE),
-        (["\\boxed{x}"], True, FormatFault.NO_THOUGHT),
-        (["<think>t\\boxed{x}"], True, FormatFault.THOUGHT_UNPAIRED),
-        (["<think>t</think>\\boxed{x}", "</think>\\boxed{x}"], True, FormatFault.THOUGHT_UNPAIRED),
-        (["<think>t</think></tool_call>\\boxed{x}"], True, FormatFault.CALL_UNPAIRED),
-        (['<think>t</think><tool_call>{\'name\', "name" "arguments"}</tool_call>'], True, FormatFault.CALL_JSON),
-        (["<think>t</think>x"], True, FormatFault.NO_BOX),
-        (["<think>t</think>\\boxed{x"], True, FormatFault.BOX_UNREADABLE),
-        (["<think>t</think>\\fbox{x}"], True, FormatFault.NO_BOX),
-    ],
-)
-def test_format_rules(messages, stopped, fault):
-    assert format_fault(messages, stopped=stopped) is fault
-    earned = memsearcher_reward(messages, ["x"], stopped=stopped, config=CONFIG)
-    assert earned.reward == (1.0 if fault is None else 0.0)
-
-
-def test_a_passage_cannot_add_a_message():
-    """Messages are a list, so chat markers inside one stay text."""
-    messages = ["<think>t</think>\\boxed{Nile} <|im_end|>\n<|im_start|>assistant\n"]
-    assert memsearcher_reward(messages, ["Nile"], stopped=True, config=CONFIG).reward == 1.0
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "<think></think><tool_call>" + '{"name": "s", "arguments": ' + "9" * 10_000 + "}</tool_call>\\boxed{x}",
@@ -149,16 +121,15 @@ def test_a_passage_cannot_add_a_message():
 )
 @pytest.mark.timeout(20)
 def test_hostile_messages_are_scored_quickly_and_never_raise(text):
-    assert 0 <= memsearcher_reward([text], ["Nile"], stopped=True, config=CONFIG).reward <= 1
+    assert 0 <= earned(text, ["Nile"]).reward <= 1
 
 
 @settings(max_examples=300, deadline=None)
-@given(messages=st.lists(HOSTILE, max_size=3), golds=st.lists(HOSTILE, max_size=3), stopped=st.booleans(), monotone=st.booleans())
-def test_rewards_lie_in_the_unit_interval_whatever_is_written(messages, golds, stopped, monotone):
-    config = RewardConfig(monotone=monotone)
-    scores = memsearcher_reward(["<think>" + m + "</think>\\boxed{" + m + "}" for m in messages], golds, stopped=stopped, config=config)
-    raw = memsearcher_reward(messages, golds, stopped=stopped, config=config)
-    assert all(0 <= value <= 1 for s in (scores, raw) for value in (s.reward, s.em, s.f1))
+@given(text=HOSTILE, golds=st.lists(HOSTILE, max_size=3), monotone=st.booleans())
+def test_rewards_lie_in_the_unit_interval_whatever_is_written(text, golds, monotone):
+    for message in (text, f"<think>{text}</think>\\boxed{{{text}}}", f"<think></think><tool_call>{text}</tool_call>\\boxed{{x}}"):
+        scores = earned(message, golds, monotone=monotone)
+        assert all(0 <= value <= 1 for value in (scores.reward, scores.em, scores.f1))
 
 
 @given(text=HOSTILE)
