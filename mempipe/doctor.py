@@ -152,7 +152,9 @@ def _template(config: RunConfig) -> list[Finding]:
 
 def _context(config: RunConfig, *, template_tokens: int | None) -> list[Finding]:
     room, row = config.budget.context_tokens, config.learner.max_tokens_per_micro_batch
-    parts = config.budget.parts | ({} if template_tokens is None else {"template": template_tokens})
+    parts = dict(config.budget.parts)
+    if template_tokens is not None:
+        parts["template"] = template_tokens
     total = sum(parts.values())
     sum_text = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
     findings = [Finding("fatal" if total > room else "ok", f"{sum_text} = {total} of budget.context_tokens {room}")]
