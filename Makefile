@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 SEED   ?= 1
+NAME   := quickstart$(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
 export OMP_WAIT_POLICY := PASSIVE
@@ -12,10 +13,10 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart test lint docs clean
+.PHONY: setup quickstart test lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
-	$(BIN)/mempipe train jobs/configs/quickstart.yaml seed=$(SEED) --resume=auto
+	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume=auto
 
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest
