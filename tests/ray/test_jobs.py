@@ -97,7 +97,7 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
     assert driver.exe() == psutil.Process().exe()
     assert "_ray_pkg_" in driver.cwd()  # the uploaded copy
     assert not [name for name in (".venv", ".git", "runs") if (Path(driver.cwd()) / name).exists()]
-    log, _ = client.communicate(timeout=300)
+    log, _ = client.communicate(timeout=900)
     assert client.returncode == 0 and "succeeded" in log, log
     folder = tmp_path / "quickstart"
     newest = latest(folder / "checkpoints")
@@ -110,6 +110,6 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
 
 def test_a_job_that_cannot_work_fails_with_its_sentence(cluster):
     client = submit(cluster, "jobs/configs/quickstart.yaml", "algorithm.group_size=0")
-    log, _ = client.communicate(timeout=120)
+    log, _ = client.communicate(timeout=300)
     assert client.returncode != 0
     assert "error: algorithm.group_size is 0" in log and "Traceback" not in log

@@ -47,6 +47,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 TOLERANCE = 1e-3  # of log-probs
 GONE_WITHIN_S = 20.0
+JOB_WITHIN_S = 900  # on a machine that is busy with other things
 CHECKPOINTS = ["checkpoint.every_steps=1", "checkpoint.keep=4"]
 START = {"step": 0, "trained": [], "dropped": []}
 
@@ -91,7 +92,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         killed_at, run_id = read_state(newest)["position"], last_run_id(config.folder)
         num_lines = len((config.folder / "metrics.jsonl").read_text().splitlines())
         driver = start_train(output, [*CHECKPOINTS, "--resume"], marked=marked)
-        stdout, stderr = driver.communicate(timeout=300)
+        stdout, stderr = driver.communicate(timeout=JOB_WITHIN_S)
         world, model = config.folder / "world", config.folder / "warm_start"
         paths = {"data": {"train": str(world / "train.parquet"), "validation": str(world / "validation.parquet")}}
         yield Job(
@@ -110,10 +111,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def _wait_for_checkpoint(folder: Path, driver: Any, *, step: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + JOB_WITHIN_S
     while (newest := latest(folder / "checkpoints")) is None or read_state(newest)["position"]["step"] < step:
         assert driver.poll() is None, f"the run ended early: {driver.communicate()}"
-        assert time.monotonic() < deadline, "no checkpoint within 300 s"
+        assert time.monotonic() < deadline, f"no checkpoint within {JOB_WITHIN_S} s"
         time.sleep(0.005)
 
 
