@@ -184,7 +184,7 @@ class TrainingSample:
 
 def to_row(record: Any) -> dict[str, Any]:
     """The record as nested dicts and lists, ready for Arrow or JSON."""
-    return dataclasses.asdict(record)
+    return {name: _plain(getattr(record, name)) for name in _fields(type(record))}
 
 
 def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
@@ -201,6 +201,13 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     hints = typing.get_type_hints(cls)
     missing = dataclasses.MISSING
     return {f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(cls)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        flat = not value or isinstance(value[0], (int, float, str))  # ids and log-probs: most of a record, and nothing to look into
+        return list(value) if flat else [_plain(item) for item in value]
+    return to_row(value) if dataclasses.is_dataclass(value) else value
 
 
 def _convert(hint: Any, value: Any) -> Any:
