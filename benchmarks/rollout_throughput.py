@@ -14,7 +14,8 @@ The quickstart's world with a briefly warm-started model (or those of a finished
    (uniform) and a real search between them: free, a new one starts when one ends; in lock-step they go batch after batch. Engine and
    number of trajectories in flight are the same.
 
-Contestants alternate within each round, the first round does not count, and ratios are medians over rounds.
+Contestants alternate within each round, the first round does not count, and ratios are medians over rounds. On a busy machine the seconds
+of several processes suffer more than those of one: look at the CPU seconds, which are those of all processes together.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 import ray
 
 from mempipe.actors.admission import Admission
@@ -66,7 +68,7 @@ Call: TypeAlias = tuple[list[int], int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=48, help="groups of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--run", help="folder of a finished run of the quickstart")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -97,6 +99,7 @@ def _of_run(config: RunConfig, run: Path) -> RunConfig:
 class Measured:
     num_tokens: int  # sampled
     seconds: float
+    cpu_seconds: float = 0.0  # of all processes, Ray's included
 
     @property
     def rate(self) -> float:
@@ -118,21 +121,26 @@ class Contest:
 
     def round(self) -> dict[str, Measured]:
         """Every contestant once."""
+        measured = {"agent": with_cpu_seconds(self._agent)}
+        assert self.step is not None, "the agent's step is what the others repeat"
+        groups = self.step.groups
+        others: dict[str, Callable[[], Measured]] = {
+            "raw vLLM": lambda: Measured(*ray.get(self.raw.replay.remote(recorded_calls(groups)))),
+            "agent, in lock-step": lambda: asyncio.run(self._agent_in_lock_step([group.question for group in groups])),
+            "skewed": lambda: asyncio.run(self._skewed(lock_step=False)),
+            "skewed, in lock-step": lambda: asyncio.run(self._skewed(lock_step=True)),
+        }
+        return measured | {name: with_cpu_seconds(contestant) for name, contestant in others.items()}
+
+    def _agent(self) -> Measured:
         started = time.perf_counter()
         if self.step is not None:
             self.collector.consumed(self.step, policy_version=self.num_rounds)  # gives out the tickets of this round
         self.step = self.collector.next_step(self.num_rounds)
         seconds = time.perf_counter() - started
         assert self.step is not None, "there are questions for every round"
-        calls = recorded_calls(self.step.groups)
         self.num_rounds += 1
-        return {
-            "agent": Measured(sum(num_tokens for _, num_tokens in calls), seconds),
-            "raw vLLM": Measured(*ray.get(self.raw.replay.remote(calls))),
-            "agent, in lock-step": asyncio.run(self._agent_in_lock_step([group.question for group in self.step.groups])),
-            "skewed": asyncio.run(self._skewed(lock_step=False)),
-            "skewed, in lock-step": asyncio.run(self._skewed(lock_step=True)),
-        }
+        return Measured(sum(num_tokens for _, num_tokens in recorded_calls(self.step.groups)), seconds)
 
     async def _agent_in_lock_step(self, questions: Sequence[Question]) -> Measured:
         generate, search = self._engine_and_retriever()
@@ -276,6 +284,18 @@ class RawEngine:
         return num_tokens, seconds
 
 
+def with_cpu_seconds(contestant: Callable[[], Measured]) -> Measured:
+    before = _cpu_seconds()
+    measured = contestant()
+    return replace(measured, cpu_seconds=_cpu_seconds() - before)
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and all its children."""
+    process = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
 def recorded_calls(groups: Sequence[Group]) -> list[Call]:
     """What the agents asked the engine for: the first calls of all trajectories, then their second ones, and so on."""
     numbered: list[tuple[int, Call]] = []
@@ -333,12 +353,11 @@ def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterato
 
 def report(rounds: Sequence[dict[str, Measured]]) -> None:
     print(f"{os.cpu_count()} cores, medians of {len(rounds)} rounds")
-    print(f"{'':<24}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}")
+    print(f"{'':<24}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'CPU s':>8}")
     for name in rounds[0]:
-        tokens, seconds, rate = (
-            statistics.median(getattr(one[name], what) for one in rounds) for what in ("num_tokens", "seconds", "rate")
-        )
-        print(f"{name:<24}{tokens:>9.0f}{seconds:>9.2f}{rate:>10.0f}")
+        columns = ("num_tokens", "seconds", "rate", "cpu_seconds")
+        tokens, seconds, rate, cpu = (statistics.median(getattr(one[name], column) for one in rounds) for column in columns)
+        print(f"{name:<24}{tokens:>9.0f}{seconds:>9.2f}{rate:>10.0f}{cpu:>8.2f}")
     for faster, slower, aim in (
         ("agent", "raw vLLM", 0.85),
         ("skewed", "skewed, in lock-step", 1.5),
