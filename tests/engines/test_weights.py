@@ -201,19 +201,14 @@ async def test_weights_that_lack_a_parameter_are_refused(generator, serve, tmp_p
     await serve(build_model(seed=0))
 
 
-class CountingSource:
-    """A module's parameters as vLLM asks for them."""
+class CountingModel(torch.nn.Linear):
+    """Counts how often its parameters are asked for: once for their shapes, once for their values."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.num_passes = 0
-        self._module = module
+    num_passes = 0
 
-    def metadata(self) -> list[object]:
-        return []
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         self.num_passes += 1
-        yield from self._module.named_parameters()
+        return super().named_parameters(*args, **kwargs)
 
 
 class RecordingControl:
@@ -232,18 +227,19 @@ class RecordingControl:
 
 def test_ranks_other_than_0_gather_and_leave_the_engines_alone():
     control = RecordingControl()
-    source = CountingSource(torch.nn.Linear(3, 2))
-    sender = GpuWeightSender(source, control=control, backend="nccl", rank=1, num_engine_ranks=2)
+    model = CountingModel(3, 2)
+    sender = GpuWeightSender(model, control=control, backend="nccl", rank=1, num_engine_ranks=2)
+    model.num_passes = 0
     sender.send(1)
     sender.send(2)
     sender.close()
-    assert source.num_passes == 2
+    assert model.num_passes == 4
     assert control.connected == control.loaded == []
 
 
 def test_an_unknown_gpu_backend_is_refused():
     with pytest.raises(ValueError, match="'gloo'"):
-        GpuWeightSender(CountingSource(torch.nn.Linear(1, 1)), control=RecordingControl(), backend=cast(Any, "gloo"), rank=1)
+        GpuWeightSender(torch.nn.Linear(1, 1), control=RecordingControl(), backend=cast(Any, "gloo"), rank=1)
 
 
 def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sent(monkeypatch):
@@ -269,8 +265,6 @@ def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sen
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 async def test_ipc_serves_what_a_learner_on_the_same_gpu_holds(model_path):
-    from vllm.distributed.weight_transfer import ModuleSource
-
     generator = Generator(
         ModelConfig(path=str(model_path), dtype="float32"),
         GenerationConfig(enforce_eager=True, gpu_memory_utilization=0.3),
@@ -290,7 +284,7 @@ async def test_ipc_serves_what_a_learner_on_the_same_gpu_holds(model_path):
 
     try:
         model = build_model(seed=0).cuda()
-        sender = await asyncio.to_thread(GpuWeightSender, ModuleSource(model), control=Control(), backend="ipc", rank=0)
+        sender = await asyncio.to_thread(GpuWeightSender, model, control=Control(), backend="ipc", rank=0)
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in model.parameters():
