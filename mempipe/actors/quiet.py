@@ -16,7 +16,8 @@ def quiet_loggers() -> None:
     """For the loggers of Python code; before `ray.init`. What goes wrong is raised where it is waited for."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
+        # Ray's own console only: other people's handlers may hang there too.
+        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.CRITICAL)
 
 
