@@ -75,7 +75,7 @@ def read_steps(run: Path) -> list[dict[str, float]]:
     steps = [row for row in rows if "seconds/step" in row][NUM_SKIPPED:]
     if not steps:
         sys.exit(f"{run} has no more than {NUM_SKIPPED} steps on record, which do not count")
-    saving = sum(row.get("seconds/checkpoint", 0.0) for row in steps) / len(steps)
+    saving = sum(row.get("seconds/checkpoint", 0.0) for row in rows if row["step"] > NUM_SKIPPED) / len(steps)  # in rows of their own
     found = []
     for row in steps:
         seconds = {part: row[f"seconds/{part}"] for part in PARTS if part != "checkpoint"} | {"checkpoint": saving}
