@@ -55,6 +55,8 @@ class Question:
 
     `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a document.
     `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics use it).
+    `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every objective of a
+    multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of each).
     """
 
     id: str
@@ -64,6 +66,8 @@ class Question:
     partition: str = ""
     num_hops: int = 0
     evidence: list[Evidence] = field(default_factory=list)
+    context: str = ""
+    objectives: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,150 @@
-"""Corpora as streams of passages: wiki-18 jsonl (plain or gzip) and parquet."""
+"""Corpora as streams of passages, of any size: wiki-18 jsonl (plain or gzip) and parquet, local or by URL.
+
+A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and `text`; either may have a
+`partition`. `read_segments` reads many rows at once with Arrow; where Arrow finds anything odd, the same rows are read one by one, so that
+whatever is refused has its line, and both ways give the same passages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.json as pj
+
 from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError
-from mempipe.data.rows import read_rows
+from mempipe.data import rows
+from mempipe.data.rows import BadRow, BadRows, InputFile
 from mempipe.types import Passage
 
+pc: Any = pyarrow.compute  # its functions are made at run time, which no type checker sees
 
-def read_corpus(path: str | Path) -> Iterator[Passage]:
-    """The passages of a `.jsonl`, `.jsonl.gz` or `.parquet` file, in order.
+CorpusFile = InputFile
+PASSAGE_COLUMNS = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("partition", pa.string())])
+_SOURCE_TEXTS = ("contents", "title", "text", "partition")
+_ROWS_AT_ONCE = 8192  # of parquet
+_LOOK_AHEAD = 1024  # rows
+_MAX_BRACKETS = 100
+"""On one line that Arrow reads. Python refuses to nest about ten times deeper, Arrow does not, and nesting needs brackets."""
+_NO_JSON = (re.compile(rb"NaN\s*[,}\]]"), re.compile(rb"Inf(?:inity)?\s*[,}\]]"))
+"""Numbers that Arrow reads and JSON does not have."""
 
-    A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and `text`; either may
-    have a `partition`. Lone surrogates become U+FFFD. Raises ConfigError, naming the line or row, for what cannot be read, lacks a field,
-    has no text or repeats an id.
+
+@dataclass(frozen=True, slots=True)
+class CorpusPosition:
+    """Where to go on reading: in `file`, behind its first `row` lines or rows, good or bad; `counts` are the bad rows so far, by kind."""
+
+    file: int = 0
+    row: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class SeenIds:
+    """Which ids came before, in 16 bytes an id: two 64-bit hashes in sorted runs, each at least twice as long as the next."""
+
+    def __init__(self) -> None:
+        self._runs: list[npt.NDArray[np.uint64]] = []  # [2, n], ordered by the first hash
+
+    def __len__(self) -> int:
+        return sum(run.shape[1] for run in self._runs)
+
+    def known(self, ids: pa.Array | Sequence[str]) -> npt.NDArray[np.bool_]:
+        """[n] which of them were added before."""
+        return self._known(_hashes(ids))
+
+    def add(self, ids: pa.Array | Sequence[str]) -> npt.NDArray[np.bool_]:
+        """[n] which of them were added before or stand earlier in `ids`; all are known from now on."""
+        hashes = _hashes(ids)
+        order = np.lexsort(hashes[::-1])  # stable: of equal ids the first one stays first
+        ordered = hashes[:, order]
+        repeated = self._known(hashes)
+        repeated[order[1:]] |= (ordered[:, 1:] == ordered[:, :-1]).all(axis=0)
+        if not repeated.all():
+            self._runs.append(ordered[:, ~repeated[order]])
+        while len(self._runs) > 1 and self._runs[-2].shape[1] < 2 * self._runs[-1].shape[1]:
+            self._runs[-2:] = [_merged(*self._runs[-2:])]
+        return repeated
+
+    def _known(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        known = np.zeros(hashes.shape[1], dtype=bool)
+        for run in self._runs:
+            places = np.searchsorted(run[0], hashes[0])
+            same = np.flatnonzero(places < run.shape[1])
+            while len(same := same[run[0, places[same]] == hashes[0, same]]):
+                known[same] |= run[1, places[same]] == hashes[1, same]
+                places[same] += 1  # others with the same first hash
+                same = same[places[same] < run.shape[1]]
+        return known
+
+
+def corpus_files(sources: str | Path | Sequence[str | Path]) -> list[CorpusFile]:
+    """The files of a corpus: a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by fsspec URL.
+
+    Raises ConfigError for what does not exist, has another suffix, or is a folder without such files.
     """
-    seen: set[str] = set()
-    for place, row in read_rows(Path(path)):
-        passage = _passage(row, place)
-        if passage.id in seen:
-            raise ConfigError(f"{place}: passage id {passage.id!r} occurs twice")
-        seen.add(passage.id)
-        yield passage
+    return rows.input_files(sources, suffixes=(*rows.JSONL, *rows.PARQUET))
+
+
+def read_segments(
+    files: Sequence[CorpusFile],
+    *,
+    size: int,
+    start: CorpusPosition = CorpusPosition(),
+    seen: SeenIds | None = None,
+    max_bad_rows: int = 0,
+    max_line_bytes: int = 2**20,
+) -> Iterator[tuple[pa.RecordBatch, CorpusPosition]]:
+    """Batches [size] of PASSAGE_COLUMNS in the order of the files (the last may be shorter), each with the position of what follows it.
+
+    A batch's position is that of the next good row, so the bad rows between them are in its counts. Starting there, with `seen` holding the
+    ids before it, gives the batches that an undisturbed reading gives; at a yield `seen` holds the ids of the batches so far. Memory does
+    not depend on the size of the corpus but for `seen`. Lone surrogates become U+FFFD.
+
+    Bad rows (not a JSON object in UTF-8, longer than `max_line_bytes`, without id or text, of a wrong type, an id for the second time) are
+    passed over. Raises ConfigError, naming file and line, for more than `max_bad_rows` of them and for a file that is truncated.
+    """
+    if size < 1:
+        raise ConfigError(f"a segment has {size} passages; it needs at least 1")
+    seen = SeenIds() if seen is None else seen
+    bad = BadRows(max_bad_rows, counts=start.counts)
+    parts: list[pa.RecordBatch] = []
+    missing = size
+    for chunk in _chunks(files, start, max_line_bytes):
+        chunk.report(bad, 0, np.array([], dtype=bool))
+        done = 0
+        while done < len(chunk.numbers):
+            # A full segment waits for the next good row: known ids are bad rows, and nothing may enter `seen` before it is handed out.
+            ids = chunk.passages.column("id").slice(done, missing or _LOOK_AHEAD)
+            repeated = seen.add(ids) if missing else seen.known(ids)
+            taken = len(ids) if missing or repeated.all() else int(np.argmin(repeated))
+            chunk.report(bad, done, repeated[:taken])
+            part = chunk.passages.slice(done, taken).filter(pa.array(~repeated[:taken]))
+            done += taken
+            if not missing and taken < len(ids):
+                yield _joined(parts), CorpusPosition(chunk.file, int(chunk.numbers[done]) - 1, dict(bad.counts))
+                parts, missing = [], size
+            elif part.num_rows:
+                parts.append(part)
+                missing -= part.num_rows
+    if parts:
+        yield _joined(parts), CorpusPosition(len(files), 0, dict(bad.counts))
+
+
+def read_corpus(path: str | Path | Sequence[str | Path], *, max_bad_rows: int = 0) -> Iterator[Passage]:
+    """The passages of a corpus, one by one. Raises ConfigError as `corpus_files` and `read_segments` do."""
+    for batch, _ in read_segments(corpus_files(path), size=_ROWS_AT_ONCE, max_bad_rows=max_bad_rows):
+        for row in batch.to_pylist():
+            yield Passage(**row)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -39,23 +158,205 @@ def split_contents(contents: str) -> tuple[str, str]:
     return title, text.strip()
 
 
-def _passage(row: dict[str, Any], place: str) -> Passage:
+def join_contents(title: str, text: str) -> str:
+    """The wiki-18 contents that `split_contents` splits again; a title's newlines become spaces, since its line ends with the first."""
+    return f'"{title.replace(chr(10), " ")}"\n{text}'
+
+
+class _Chunk:
+    """Some rows of one file: the good ones as PASSAGE_COLUMNS with their numbers (counted from 1), ids not yet compared, and the faults."""
+
+    def __init__(self, file: int, place: str, passages: pa.RecordBatch, numbers: npt.NDArray[np.int64], faults: list[tuple[int, BadRow]]):
+        self.file, self.passages, self.numbers = file, passages, numbers
+        self._place, self._faults = place, faults
+
+    def report(self, bad: BadRows, done: int, repeated: npt.NDArray[np.bool_]) -> None:
+        """Counts the `repeated` ones of the passages from `done` on, and the faults up to the passage behind them, in the file's order."""
+        following = self.numbers[done + len(repeated) :][:1]
+        before = [fault for fault in self._faults if not len(following) or fault[0] < following[0]]
+        self._faults = self._faults[len(before) :]
+        for number, fault in merge(before, self._duplicates(done, repeated), key=lambda fault: fault[0]):
+            bad.add(f"{self._place} {number}", str(fault), kind=fault.kind)
+
+    def _duplicates(self, done: int, repeated: npt.NDArray[np.bool_]) -> Iterator[tuple[int, BadRow]]:
+        for i in np.flatnonzero(repeated) + done:
+            identity = self.passages.column("id")[i].as_py()
+            yield int(self.numbers[i]), BadRow("duplicate_id", f"passage id {identity!r} occurs twice")
+
+
+def _chunks(files: Sequence[CorpusFile], start: CorpusPosition, max_line_bytes: int) -> Iterator[_Chunk]:
+    for index in range(start.file, len(files)):
+        file, first = files[index], start.row if index == start.file else 0
+        if file.is_parquet:
+            for number, batch in rows.parquet_batches(file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS]):
+                numbers = np.arange(number + 1, number + 1 + batch.num_rows)
+                read = _read_columns(batch, numbers) or _read_rows(rows.rows_of_batch(batch), numbers)
+                yield _Chunk(index, f"{file.url}, row", *read)
+        else:
+            for number, lines in rows.line_blocks(file, first=first, max_line_bytes=max_line_bytes):
+                yield _Chunk(index, f"{file.url}, line", *_read_lines(lines, number, max_line_bytes))
+
+
+_Read = tuple[pa.RecordBatch, npt.NDArray[np.int64], list[tuple[int, BadRow]]]
+"""Passages, the number of each, and the numbered faults."""
+
+
+def _read_lines(lines: Sequence[bytes | None], before: int, max_line_bytes: int) -> _Read:
+    numbers = np.arange(before + 1, before + 1 + len(lines))
+    table = _parse_lines(lines)
+    fast = None if table is None else _read_columns(table, numbers)
+    return fast or _read_rows(rows.rows_of_lines(lines, max_line_bytes=max_line_bytes), numbers)
+
+
+def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
+    """One row per line, of `id` and the source texts; None unless every line is for certain one plain object that Python reads alike."""
+    if None in lines:
+        return None
+    joined = b"\n".join(lines)  # pyrefly: ignore[bad-argument-type]
+    boundaries = joined.count(b"}\n{") + joined.count(b"}\r\n{")
+    if boundaries != len(lines) - 1 or not joined.startswith(b"{") or not joined.endswith((b"}", b"}\r")):
+        return None
+    for unexpected in ("error", "ignore"):
+        if unexpected == "ignore" and not _reads_alike(lines, joined):
+            return None
+        for id_type in (pa.string(), pa.int64()):
+            schema = pa.schema([("id", id_type), *((name, pa.string()) for name in _SOURCE_TEXTS)])
+            try:
+                table = pj.read_json(
+                    pa.BufferReader(joined),
+                    read_options=pj.ReadOptions(use_threads=False, block_size=len(joined) + 1),
+                    parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
+                )
+            except pa.ArrowInvalid:
+                continue
+            # Each line begins one object and ends one; as many objects as lines means that each line is one.
+            batch = table.combine_chunks().to_batches()[0]
+            return batch if batch.num_rows == len(lines) else None
+    return None
+
+
+def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
+    """Whether fields that Arrow passes over are for certain what JSON allows: it does not look for text that is no UTF-8, nor the rest."""
+    try:
+        joined.decode()
+    except UnicodeDecodeError:
+        return False
+    if any(pattern.search(joined) for pattern in _NO_JSON):
+        return False
+    few = joined.count(b"[") + joined.count(b"{") <= len(lines) + _MAX_BRACKETS
+    return few or all(line.count(b"[") + line.count(b"{") <= _MAX_BRACKETS for line in lines if line)
+
+
+def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Read | None:
+    """The passages of rows whose columns all have the right type, or None; what `parse_passage` does, for a whole column at a time."""
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    identities = columns.pop("id", None)
+    if identities is None or not (_is_text(identities) or pa.types.is_integer(identities.type)) or not all(map(_is_text, columns.values())):
+        return None
+    try:
+        batch.validate(full=True)  # UTF-8, above all
+    except pa.ArrowInvalid:
+        return None
+    contents, empty = columns.get("contents"), pa.nulls(batch.num_rows, pa.string())
+    if contents is not None and not contents.null_count:
+        titles, texts = _split_contents(contents.cast(pa.string()))
+    elif contents is None or contents.null_count == batch.num_rows:
+        titles = columns.get("title", empty).cast(pa.string()).fill_null("")
+        texts = pc.utf8_trim_whitespace(columns.get("text", empty).cast(pa.string()))
+    else:
+        return None
+    partitions = columns.get("partition", empty).cast(pa.string()).fill_null("")
+    ids = identities.cast(pa.string())
+    good = pc.and_(_is_filled(ids), _is_filled(texts))
+    passages = pa.record_batch([ids, titles, texts, partitions], schema=PASSAGE_COLUMNS)
+    if pc.all(good).as_py():
+        return passages, numbers, []
+    kept = np.asarray(good)
+    _, none, faults = _read_rows(rows.rows_of_batch(batch.filter(pc.invert(good))), numbers[~kept])
+    assert not len(none), "a row is bad by column and good by itself"
+    return passages.filter(good), numbers[kept], faults
+
+
+def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDArray[np.int64]) -> _Read:
+    passages: list[Passage] = []
+    good: list[int] = []
+    faults: list[tuple[int, BadRow]] = []
+    for number, row in zip(numbers.tolist(), found, strict=True):
+        if isinstance(row, BadRow):
+            faults.append((number, row))
+        elif row is not None:
+            try:
+                passages.append(parse_passage(row))
+                good.append(number)
+            except BadRow as fault:
+                faults.append((number, fault))
+    columns = [pa.array([getattr(passage, name) for passage in passages], pa.string()) for name in PASSAGE_COLUMNS.names]
+    return pa.record_batch(columns, schema=PASSAGE_COLUMNS), np.array(good, dtype=np.int64), faults
+
+
+def parse_passage(row: dict[str, Any]) -> Passage:
+    """The passage that a row stands for. Raises BadRow."""
     identity = row.get("id")
     if type(identity) not in (str, int) or identity == "":
-        raise ConfigError(f"{place}: id is {identity!r}; a passage needs a text or a whole number")
+        kind = "missing_field" if identity is None or identity == "" else "wrong_type"
+        raise BadRow(kind, f"id is {repr(identity)[:80]}; a passage needs a text or a whole number")
     if row.get("contents") is not None:
-        title, text = split_contents(_text(row, "contents", place))
+        title, text = split_contents(_text(row, "contents"))
     else:
-        title, text = _text(row, "title", place, default=""), _text(row, "text", place).strip()
+        title, text = _text(row, "title", default=""), _text(row, "text").strip()
     if not text:
-        raise ConfigError(f"{place}: passage {identity!r} has no text")
-    return Passage(id=str(identity), title=title, text=text, partition=_text(row, "partition", place, default=""))
+        raise BadRow("empty", f"passage {identity!r} has no text")
+    return Passage(id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default=""))
 
 
-def _text(row: dict[str, Any], name: str, place: str, *, default: str | None = None) -> str:
+def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
     value = row.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
         found = "missing" if value is None else repr(value)[:80]
-        raise ConfigError(f"{place}: {name} is {found}; a passage needs `contents`, or `title` and `text`, as text")
+        kind = "missing_field" if value is None else "wrong_type"
+        raise BadRow(kind, f"{name} is {found}; a passage needs `contents`, or `title` and `text`, as text")
     return replace_surrogates(value)
+
+
+def _split_contents(contents: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """`split_contents` of a whole column."""
+    lines = pc.split_pattern(contents, "\n", max_splits=1)
+    first, last = lines.offsets[:-1], pc.subtract(lines.offsets[1:], 1)
+    has_title = pc.not_equal(first, last)
+    titles = pc.utf8_trim_whitespace(lines.values.take(first))
+    quoted = pc.and_(pc.and_(pc.starts_with(titles, '"'), pc.ends_with(titles, '"')), pc.greater_equal(pc.binary_length(titles), 2))
+    titles = pc.if_else(quoted, pc.utf8_slice_codeunits(titles, 1, -1), titles)
+    return pc.if_else(has_title, titles, ""), pc.utf8_trim_whitespace(lines.values.take(last))
+
+
+def _is_text(column: pa.Array) -> bool:
+    return pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+
+
+def _is_filled(texts: pa.Array) -> pa.Array:
+    return pc.greater(pc.binary_length(texts), 0).fill_null(False)
+
+
+def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    try:
+        return pa.concat_batches(parts)
+    except pa.ArrowInvalid as error:
+        num_rows = sum(part.num_rows for part in parts)
+        raise ConfigError(f"a segment of {num_rows} passages holds more than 2 GiB of text; make segments smaller") from error
+
+
+def _hashes(ids: pa.Array | Sequence[str]) -> npt.NDArray[np.uint64]:
+    """[2, n]"""
+    texts = pl.Series(ids, dtype=pl.String) if not isinstance(ids, pa.Array) else pl.Series(pl.from_arrow(ids))
+    return np.stack([texts.hash(seed=seed).to_numpy() for seed in (1, 2)])
+
+
+def _merged(left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Two sorted runs as one."""
+    merged = np.empty((2, left.shape[1] + right.shape[1]), dtype=np.uint64)
+    from_right = np.zeros(merged.shape[1], dtype=bool)
+    from_right[np.searchsorted(left[0], right[0], side="right") + np.arange(right.shape[1])] = True
+    merged[:, from_right] = right
+    merged[:, ~from_right] = left
+    return merged

@@ -1,12 +1,15 @@
-"""Question files of several formats, read into one record: `Question`.
+"""Question files of every published format, read into one record: `Question`.
 
-Read: FlashRAG jsonl, mempipe's own parquet, and the parquet files that MemSearcher and Search-R1 train from.
+A row's fields tell its format (`_FORMATS`); a file is `.jsonl`, `.jsonl.gz`, `.json` (one list) or `.parquet`, local or by URL.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +18,53 @@ import pyarrow.parquet as pq
 
 from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError
-from mempipe.data.rows import read_rows
+from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, InputFile, input_files, read_rows
 from mempipe.data.trajectories import arrow_schema
 from mempipe.types import Question, from_row, to_row
 
 
-def read_questions(path: str | Path) -> list[Question]:
-    """All questions of a `.jsonl`, `.jsonl.gz` or `.parquet` file, in order. Lone surrogates in texts become U+FFFD.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionFile:
+    """What was understood of a question file: its questions, how many were of each format, and the rows passed over."""
 
-    FlashRAG's supporting facts give `num_hops` (the different titles) but no `evidence`: a title is no passage id, and what a middle fact
-    contributes is not recorded. Raises ConfigError, naming line or row and field, for an unknown format, a missing or wrong value, a
-    question without golden answers, a repeated id and a file without questions.
+    questions: list[Question]
+    formats: dict[str, int]
+    bad: BadRows
+
+
+def read_questions(path: str | Path, *, max_bad_rows: int = 0) -> list[Question]:
+    """All questions of a file, in order, as `read_question_file` reads them."""
+    return read_question_file(path, max_bad_rows=max_bad_rows).questions
+
+
+def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFile:
+    """The questions of a file (or a folder of files), in order. Lone surrogates in texts become U+FFFD.
+
+    `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Supporting facts give `num_hops` (the different
+    titles) but no `evidence`: a title is no passage id, and what a middle fact contributes is not recorded.
+
+    Bad rows (of no known format, with a missing or wrong value, without golden answers, an id for the second time) are passed over. Raises
+    ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot be read, has no question or lacks its texts.
     """
-    path = Path(path)
+    bad = BadRows(max_bad_rows)
     questions: dict[str, Question] = {}
-    for number, (place, row) in enumerate(read_rows(path)):
-        question = _question(row, place=place, path=path, number=number)
-        if question.id in questions:
-            raise ConfigError(f"{place}: question id {question.id!r} occurs twice")
-        questions[question.id] = question
+    formats: Counter[str] = Counter()
+    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+        for number, (place, row) in enumerate(read_rows(file, bad=bad)):
+            try:
+                name, question = _question(row, file=file, number=number)
+                if question.id in questions:
+                    raise BadRow("duplicate_id", f"question id {question.id!r} occurs twice")
+            except BadRow as fault:
+                bad.add(place, str(fault), kind=fault.kind)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from error
+            else:
+                questions[question.id] = question
+                formats[name] += 1
     if not questions:
         raise ConfigError(f"{path} holds no question")
-    return list(questions.values())
+    return QuestionFile(questions=list(questions.values()), formats=dict(formats), bad=bad)
 
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
@@ -70,69 +98,183 @@ def check_lengths(questions: Iterable[Question], *, count_tokens: Callable[[str]
         )
 
 
-def _question(row: dict[str, Any], *, place: str, path: Path, number: int) -> Question:
-    if row.keys() >= {"id", "text", "golden_answers"}:
-        return _own(row, place)
-    if row.keys() >= {"question", "reward_model"}:
-        return _reward_model_row(row, place, number)
-    if row.keys() >= {"id", "question", "golden_answers"}:
-        return Question(
-            id=_text(row["id"], "id", place),
-            text=_text(row["question"], "question", place),
-            golden_answers=_answers(row["golden_answers"], "golden_answers", place),
-            source=path.parent.name if path.name.split(".")[0] in ("train", "dev", "test") else path.name.split(".")[0],
-            num_hops=_num_hops(row),
-        )
-    raise ConfigError(
-        f"{place}: fields {sorted(row)} are of no known format; expected id, question and golden_answers (FlashRAG), id, text and "
-        "golden_answers (mempipe), or question and reward_model (MemSearcher, Search-R1)"
+def _question(row: dict[str, Any], *, file: InputFile, number: int) -> tuple[str, Question]:
+    for name, (fields, read) in _FORMATS.items():
+        if row.keys() >= fields:
+            return name, read(row, file, number)
+    known = "; ".join(f"{', '.join(sorted(fields))} ({name})" for name, (fields, _) in _FORMATS.items())
+    raise BadRow("unknown_format", f"fields {sorted(row)} are of no known format; expected {known}")
+
+
+def _mempipe(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    checked = {
+        "id": _text(row["id"], "id"),
+        "text": _text(row["text"], "text"),
+        "golden_answers": _answers(row["golden_answers"], "golden_answers"),
+    }
+    given = {name: value for name, value in row.items() if value is not None}
+    try:
+        return from_row(Question, given | checked)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRow("wrong_type", f"not a row that write_questions wrote: {type(error).__name__} {error}") from error
+
+
+def _flashrag(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    stem = file.name.partition(".")[0]
+    return Question(
+        id=_text(row["id"], "id"),
+        text=_text(row["question"], "question"),
+        golden_answers=_answers(row["golden_answers"], "golden_answers"),
+        source=file.folder if stem in ("train", "dev", "test") else stem,
+        num_hops=_num_titles(_struct(row, "metadata").get("supporting_facts")),
     )
 
 
-def _own(row: dict[str, Any], place: str) -> Question:
-    checked = {
-        "id": _text(row["id"], "id", place),
-        "text": _text(row["text"], "text", place),
-        "golden_answers": _answers(row["golden_answers"], "golden_answers", place),
-    }
-    try:
-        return from_row(Question, row | checked)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{place}: not a row that write_questions wrote: {type(error).__name__} {error}") from error
+def _hotpotqa(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    return Question(
+        id=_text(row["_id"], "_id"),
+        text=_text(row["question"], "question"),
+        golden_answers=[_text(row["answer"], "answer")],
+        source="hotpotqa",
+        num_hops=_num_titles(row.get("supporting_facts")),
+    )
 
 
-def _reward_model_row(row: dict[str, Any], place: str, number: int) -> Question:
-    """MemSearcher has ground_truth: list, Search-R1 ground_truth: {target: list}."""
-    truth = (row["reward_model"] or {}).get("ground_truth")
-    extra = row.get("extra_info") or {}
-    source = _text(row.get("data_source"), "data_source", place)
-    key: Any = number  # MemSearcher names one data source for all, so its own index need not be unique
-    field = "reward_model.ground_truth"
-    if isinstance(truth, dict):
-        key, truth, field = extra.get("index", number), truth.get("target"), f"{field}.target"
+def _ruler(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    source = file.name.partition(".")[0]
+    return Question(
+        id=f"{source}-{_index(row, number)}",
+        text=_text(row["input"], "input"),
+        golden_answers=_answers(row["answers"], "answers"),
+        source=source,
+        context=_context(row["context"]),
+    )
+
+
+def _memagent(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    extra = _struct(row, "extra_info")
+    source = _text(row.get("data_source"), "data_source")
+    return Question(
+        id=f"{source}-{_index(extra, number)}",
+        text=_text(extra.get("question") or _prompt(row), "extra_info.question"),
+        golden_answers=_answers(_ground_truth(row), "reward_model.ground_truth"),
+        source=source,
+        context=_context(row["context"]),
+    )
+
+
+def _mem1(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    """Several objectives, or one as in Search-R1; what is asked stands in the prompt, unless a column holds it."""
+    truth, field = _ground_truth(row), "reward_model.ground_truth"
+    targets = truth.get("target") if isinstance(truth, dict) else None
+    if not isinstance(targets, list) or not targets or not isinstance(targets[0], list):
+        raise BadRow(
+            "wrong_type", f"{field} is {str(truth)[:80]}; without a question column, {field}.target holds a list for each objective"
+        )
+    source, extra = _text(row.get("data_source"), "data_source"), _struct(row, "extra_info")
+    indices = extra.get("indices")
+    key = "+".join(map(str, indices)) if isinstance(indices, list) and indices else number
+    objectives = [_answers(target, f"{field}.target[{i}]") for i, target in enumerate(targets)]
     return Question(
         id=f"{source}-{extra.get('split') or 'row'}-{key}",
-        text=_text(row["question"], "question", place),
-        golden_answers=_answers(truth, field, place),
+        text=_text(row["question"], "question") if row.get("question") else _asked_in(_prompt(row), len(objectives)),
+        golden_answers=["; ".join(answers[0] for answers in objectives)],
+        source=source,
+        objectives=objectives,
+    )
+
+
+def _reward_model(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    """MemSearcher has ground_truth: list, Search-R1 ground_truth: {target: list}, MEM1 {target: list of lists}."""
+    truth, field = _ground_truth(row), "reward_model.ground_truth"
+    source, extra = _text(row.get("data_source"), "data_source"), _struct(row, "extra_info")
+    key: Any = number  # MemSearcher names one data source for all, so its own index need not be unique
+    if isinstance(truth, dict):
+        key, truth, field = _index(extra, number), truth.get("target"), f"{field}.target"
+        if isinstance(truth, list) and truth and isinstance(truth[0], list):
+            return _mem1(row, file, number)
+    return Question(
+        id=f"{source}-{extra.get('split') or 'row'}-{key}",
+        text=_text(row["question"], "question"),
+        golden_answers=_answers(truth, field),
         source=source,
     )
 
 
-def _num_hops(row: dict[str, Any]) -> int:
-    """The number of different supporting titles, 0 when the data set names none."""
-    metadata = row.get("metadata")
-    facts = metadata.get("supporting_facts") if isinstance(metadata, dict) else None
-    titles = facts.get("title") if isinstance(facts, dict) else None
+_FORMATS: Mapping[str, tuple[set[str], Callable[[dict[str, Any], InputFile, int], Question]]] = {
+    "mempipe": ({"id", "text", "golden_answers"}, _mempipe),
+    "MemAgent": ({"prompt", "context", "reward_model"}, _memagent),
+    "Search-R1 or MemSearcher": ({"question", "reward_model"}, _reward_model),
+    "MEM1": ({"prompt", "reward_model"}, _mem1),
+    "FlashRAG": ({"id", "question", "golden_answers"}, _flashrag),
+    "RULER": ({"context", "input", "answers"}, _ruler),
+    "HotpotQA": ({"_id", "question", "answer"}, _hotpotqa),
+}
+"""Name, fields and reader of every format; the first whose fields a row has."""
+
+_QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
+
+
+def _asked_in(prompt: str, num_objectives: int) -> str:
+    """What follows "Question:" in a MEM1 prompt, up to the end of the line: as many questions as objectives, joined by "; "."""
+    for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):
+        line = asked.strip().partition("\n")[0].strip()
+        if line and line.count("; ") >= num_objectives - 1:
+            return replace_surrogates(line)
+    raise BadRow("missing_field", f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '")
+
+
+def _prompt(row: dict[str, Any]) -> str:
+    """The last user message."""
+    prompt = row["prompt"]
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+    if not contents or not isinstance(contents[-1], str):
+        raise BadRow("wrong_type", f"prompt is {str(prompt)[:80]}; expected messages with role and content, one of them the user's")
+    return contents[-1]
+
+
+def _context(value: Any) -> str:
+    if isinstance(value, list):
+        raise ConfigError(
+            "context is a list of document numbers, as in RULER files of more than 10,000 documents; such a file does not hold its texts. "
+            "Use one of 6,400 documents or fewer, or write the documents themselves into context"
+        )
+    return _text(value, "context")
+
+
+def _ground_truth(row: dict[str, Any]) -> Any:
+    return _struct(row, "reward_model").get("ground_truth")
+
+
+def _struct(row: dict[str, Any], name: str) -> dict[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _index(row: dict[str, Any], number: int) -> Any:
+    index = row.get("index")
+    return number if index is None else index
+
+
+def _num_titles(facts: Any) -> int:
+    """The number of different supporting titles, 0 when the data set names none: {title: [...]} or [[title, sentence], ...]."""
+    if isinstance(facts, dict):
+        titles = facts.get("title")
+    else:
+        titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
     return len(set(map(str, titles))) if isinstance(titles, list) else 0
 
 
-def _text(value: Any, name: str, place: str) -> str:
+def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{place}: {name} is {str(value)[:80]!r}; expected a text")
+        kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
+        raise BadRow(kind, f"{name} is {str(value)[:80]!r}; expected a text")
     return replace_surrogates(value.strip())
 
 
-def _answers(value: Any, name: str, place: str) -> list[str]:
+def _answers(value: Any, name: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(answer, str) and answer.strip() for answer in value):
-        raise ConfigError(f"{place}: {name} is {str(value)[:80]}; expected a list of at least one text")
+        kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
+        raise BadRow(kind, f"{name} is {str(value)[:80]}; expected a list of at least one text")
     return [replace_surrogates(answer) for answer in value]

@@ -1,75 +1,340 @@
-"""Rows of jsonl, jsonl.gz and parquet files, each with its place in the file, for readers whose errors say where."""
+"""Files of rows: local or by fsspec URL; jsonl, jsonl.gz, json and parquet; with a place for every row and a count of those that are bad.
+
+A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be passed over.
+Faults of a whole file (missing, truncated, of another kind) are a ConfigError whatever the limit; what the disk or the network did stays
+the OSError that it is.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.config import ConfigError
 
-_ROWS_AT_ONCE = 4096
+JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
+BLOCK_BYTES = 8 * 2**20
+"""Read at once from a file of lines; what memory a reader needs follows from it."""
+MAX_LINE_BYTES = 256 * 2**20
+"""Of one row with a long context (6,400 documents are 4 MB)."""
+_BOM = b"\xef\xbb\xbf"
+_NUM_EXAMPLES = 5
+_ROWS_AT_ONCE = 256
+_HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<path>[^/].*)")
+
+Source = str | Path
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) in order; a place is "FILE, line 3" or "FILE, row 3", counted from 1. Blank lines are passed over.
+class BadRow(ValueError):
+    """A row that a reader cannot use: `kind` is a short slug to count by, the message says what is wrong with which field."""
 
-    Files are streamed, so that their size does not matter. Raises ConfigError, naming the place, for a file that is missing, truncated or
-    of another kind, and for a line that is not a JSON object in UTF-8.
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(problem)
+        self.kind = kind
+
+
+class BadRows:
+    """Bad rows by kind, with the first of them; more than `limit` (`max_bad_rows`) raise ConfigError. `counts` are those of before."""
+
+    def __init__(self, limit: int = 0, *, counts: Mapping[str, int] | None = None) -> None:
+        if limit < 0:
+            raise ConfigError(f"max_bad_rows is {limit}; it is a number of rows, 0 or more")
+        self.limit = limit
+        self.counts: dict[str, int] = dict(counts or {})
+        self.examples: list[str] = []
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, place: str, problem: str, *, kind: str) -> None:
+        """Counts one. Raises ConfigError with the first ones once there are too many; with limit 0 its message is the row's own."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if len(self.examples) < _NUM_EXAMPLES:
+            self.examples.append(f"{place}: {problem}")
+        if self.total <= self.limit:
+            return
+        if not self.limit:
+            raise ConfigError(f"{place}: {problem}")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        raise ConfigError("\n  ".join([f"{self.total} bad rows ({kinds}), more than max_bad_rows {self.limit}:", *self.examples]))
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file to read: a local path or an fsspec URL, and its size in bytes."""
+
+    url: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """What stands behind the last slash."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder that it lies in."""
+        return self.url.rpartition("/")[0].rpartition("/")[2]
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.name.endswith(PARQUET)
+
+    def open(self) -> BinaryIO:
+        """The file's bytes, as they are stored. Raises OSError."""
+        if not _is_url(self.url):
+            return Path(self.url).open("rb")
+        filesystem, path = fsspec.url_to_fs(self.url)
+        return filesystem.open(path, "rb")
+
+
+def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]) -> list[InputFile]:
+    """The files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a list of any.
+
+    A source is a local path, an fsspec URL or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Raises ConfigError for what does not
+    exist or cannot be reached, has another suffix, or is a folder without such files.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".jsonl" or path.suffixes[-2:] == [".jsonl", ".gz"]:
-        for number, line in enumerate(_lines(path), start=1):
-            if line.strip():
-                place = f"{path}, line {number}"
-                yield place, _parse(line, place)
-    else:
-        raise ConfigError(f"{path} ends in neither .jsonl, .jsonl.gz nor .parquet")
+    listed = [sources] if isinstance(sources, str | Path) else list(sources)
+    if not listed:
+        raise ConfigError("no file is named; expected a file, a folder or a list of them")
+    return [file for source in listed for file in _find(_url(source), suffixes)]
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) in order; a place is "FILE, line 3", "FILE, row 3" or "FILE, item 3", counted from 1. Blank lines are passed over.
+
+    Lines and parquet are streamed; a `.json` file is one list, held in memory. Lines that are not a JSON object in UTF-8 go to `bad` (None:
+    the first is fatal). Raises ConfigError, naming the place, for a file that is truncated or of another kind.
+    """
+    bad = bad or BadRows()
+    for place, row in _json_items(file) if file.name.endswith(JSON) else _table_or_lines(file):
+        if isinstance(row, BadRow):
+            bad.add(place, str(row), kind=row.kind)
+        else:
+            yield place, row
+
+
+def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iterator[tuple[int, list[bytes | None]]]:
+    """The lines behind the first `first`, many at a time: (number of lines before, lines without their "\\n").
+
+    Bytes, since only "\\n" ends a line of jsonl. A line of more than `max_line_bytes` is None and never held whole. Lines passed over are
+    counted, not parsed. Raises ConfigError, naming the last whole line, for gzip that is truncated or none.
+    """
     number = 0
     try:
-        # Bytes: a text file decodes ahead of the line it returns, and only "\n" ends a line of jsonl.
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                number += 1
-                yield line
+        with file.open() as stored, _Blocks(stored, is_gzip=file.name.endswith(".gz")) as blocks:
+            number = blocks.skip_lines(first)
+            rest, overlong = b"", False
+            while block := blocks.read():
+                block = block.removeprefix(_BOM) if not number and not rest else block
+                lines: list[bytes | None] = [*(rest + block).split(b"\n")]
+                rest = lines.pop() or b""
+                lines = [line if line is None or len(line) <= max_line_bytes else None for line in lines]
+                if overlong and lines:
+                    lines[0], overlong = None, False
+                if overlong or len(rest) > max_line_bytes:
+                    rest, overlong = b"", True
+                if lines:
+                    yield number, lines
+                    number += len(lines)
+            if rest or overlong:
+                yield number, [None if overlong else rest]
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ConfigError(f"{path} is truncated or not gzip, after line {number}: {error}") from error
+        raise ConfigError(f"{file.url} is truncated or not gzip, after line {number}: {error}") from error
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def parquet_batches(
+    file: InputFile, *, first: int = 0, size: int, columns: Iterable[str] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows behind the first `first`, up to `size` at a time: (number of rows before, rows); of `columns` those that there are.
+
+    Row groups passed over are not read. Raises ConfigError, naming the last row that could be read, for what is truncated or no parquet.
+    """
+    number = 0
+    try:
+        with file.open() as stored, pq.ParquetFile(stored) as parquet:
+            found = None if columns is None else [name for name in columns if name in parquet.schema_arrow.names]
+            groups = list(range(parquet.num_row_groups))
+            while groups and number + (rows := parquet.metadata.row_group(groups[0]).num_rows) <= first:
+                number += rows
+                groups.pop(0)
+            for batch in parquet.iter_batches(batch_size=size, row_groups=groups, columns=found):
+                before = max(first - number, 0)
+                if before < batch.num_rows:
+                    yield number + before, batch.slice(before)
+                number += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's, not Arrow's
+            raise
+        raise ConfigError(f"{file.url} is truncated or not parquet, after row {number}: {' '.join(str(error).split())}") from error
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises BadRow for anything else: NaN and Infinity are not JSON, and text is UTF-8."""
     try:
         row = json.loads(line.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8, byte {error.start} is {line[error.start]:#04x}") from error
+        raise BadRow("not_utf8", f"not UTF-8, byte {error.start} is {line[error.start]:#04x}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from error
+        raise BadRow("not_json", f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{place}: expected an object, got {line.decode()[:80].strip()!r}")
+        raise BadRow("not_object", f"expected an object, got {line.decode()[:80].strip()!r}")
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
+def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iterator[dict[str, Any] | BadRow | None]:
+    """What each line holds: its object, what is wrong with it, or None for a blank line."""
+    for line in lines:
+        if line is None:
+            yield BadRow("too_long", f"longer than {max_line_bytes} bytes")
+        elif not line.strip():
+            yield None
+        else:
+            try:
+                yield parse_object(line)
+            except BadRow as problem:
+                yield problem
+
+
+def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
+    """The rows as Python objects; Parquet does not promise that a text is UTF-8."""
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is truncated or not parquet, after row {number}: {' '.join(str(error).split())}") from error
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield BadRow("not_utf8", f"not UTF-8: byte {error.start} of a text is {error.object[error.start]:#04x}")
+
+
+class _Blocks:
+    """About BLOCK_BYTES at a time. Of a gzip file that breaks off, everything before the break comes first."""
+
+    def __init__(self, stored: BinaryIO, *, is_gzip: bool) -> None:
+        self._stream: Any = gzip.GzipFile(fileobj=stored) if is_gzip else stored
+        self._is_gzip = is_gzip
+        self._ahead = b""
+        self._error: Exception | None = None
+
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def read(self) -> bytes:
+        if self._ahead:
+            block, self._ahead = self._ahead, b""
+            return block
+        if not self._is_gzip:
+            return self._stream.read(BLOCK_BYTES)
+        parts: list[bytes] = []
+        size = 0
+        while size < BLOCK_BYTES and self._error is None:
+            try:
+                part = self._stream.read1(BLOCK_BYTES)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                self._error = error
+            else:
+                if not part:
+                    break
+                parts.append(part)
+                size += len(part)
+        if self._error is not None and not parts:
+            raise self._error
+        return b"".join(parts)
+
+    def skip_lines(self, count: int) -> int:
+        """Passes over `count` lines, or as many as there are; returns their number."""
+        number = 0
+        while number < count and (block := self.read()):
+            if number + block.count(b"\n") >= count:
+                self._ahead = block.split(b"\n", count - number)[-1]
+                return count
+            number += block.count(b"\n")
+        return number
+
+
+def _url(source: Source) -> str:
+    text = str(source)
+    hub = _HUB_NAME.fullmatch(text)
+    if hub and not Path(text).exists():
+        return f"hf://datasets/{hub['repository']}/{hub['path']}"
+    return text.removeprefix("file://") if text.startswith("file:///") else text
+
+
+def _is_url(source: str) -> bool:
+    return "://" in source
+
+
+def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
+    found, is_folder = _find_remote(source) if _is_url(source) else _find_local(Path(source))
+    expected = f"{', '.join(suffixes[:-1])} nor {suffixes[-1]}"
+    if not is_folder and not source.endswith(suffixes):
+        raise ConfigError(f"{source} ends in neither {expected}")
+    files = sorted((file for file in found if file.name.endswith(suffixes)), key=lambda file: file.name)
+    if not files:
+        raise ConfigError(f"{source} is a folder without a file that ends in {expected.replace(' nor ', ' or ')}")
+    return files
+
+
+def _find_local(path: Path) -> tuple[list[InputFile], bool]:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist")
+    is_folder = path.is_dir()
+    return [InputFile(str(file), file.stat().st_size) for file in (path.iterdir() if is_folder else [path]) if file.is_file()], is_folder
+
+
+def _find_remote(url: str) -> tuple[list[InputFile], bool]:
+    try:
+        filesystem, path = fsspec.url_to_fs(url)
+        entry = filesystem.info(path)
+        is_folder = entry["type"] == "directory"
+        entries = filesystem.ls(path, detail=True) if is_folder else [entry]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{url} does not exist") from error
+    except Exception as error:  # every file system has errors of its own, and all mean that the named place cannot be read
+        raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    files = [file for file in entries if file["type"] == "file"]
+    return [InputFile(filesystem.unstrip_protocol(file["name"]) if is_folder else url, int(file["size"] or 0)) for file in files], is_folder
+
+
+def _table_or_lines(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    if file.is_parquet:
+        for number, batch in parquet_batches(file, size=_ROWS_AT_ONCE):
+            for i, row in enumerate(rows_of_batch(batch), start=number + 1):
+                yield f"{file.url}, row {i}", row
+        return
+    for number, lines in line_blocks(file, max_line_bytes=MAX_LINE_BYTES):
+        for i, row in enumerate(rows_of_lines(lines, max_line_bytes=MAX_LINE_BYTES), start=number + 1):
+            if row is not None:
+                yield f"{file.url}, line {i}", row
+
+
+def _json_items(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    with file.open() as stored:
+        content = stored.read()
+    try:
+        items = json.loads(content.removeprefix(_BOM).decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
+    if not isinstance(items, list):
+        raise ConfigError(f"{file.url} holds {type(items).__name__}, expected a list of objects")
+    for i, item in enumerate(items, start=1):
+        wrong = None if isinstance(item, dict) else BadRow("not_object", f"expected an object, got {str(item)[:80]!r}")
+        yield f"{file.url}, item {i}", wrong or item
 
 
 def _refuse_constant(name: str) -> NoReturn:
