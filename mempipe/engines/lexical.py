@@ -51,10 +51,10 @@ class LexicalIndex:
         self.num_passages: int = settings["num_passages"]
 
     @classmethod
-    def build(cls, batches: Iterable[pa.RecordBatch], folder: str | Path, *, k1: float = 0.9, b: float = 0.4) -> Self:
+    def build(cls, batches: Iterable[pa.RecordBatch], folder: str | Path, *, k1: float = 1.2, b: float = 0.75) -> Self:
         """Writes the index of the passages (columns `title` and `text`) into `folder` and opens it.
 
-        The same passages give the same bytes, however they are cut into batches. k1 and b are Pyserini's for passages. Raises ConfigError
+        The same passages give the same bytes, however they are cut into batches. k1 and b are Lucene's defaults. Raises ConfigError
         for an impossible k1 or b, and when there is no passage or none with a word that counts.
         """
         from bm25s import BM25
