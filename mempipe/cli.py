@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
     qa = add("qa", _data_qa, "show what was understood of a question file", data)
-    qa.add_argument("file")
+    qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
+    qa.add_argument("--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)")
+    qa.add_argument("--limit", type=int, default=5, help="questions shown")
     return parser
 
 
@@ -193,12 +195,19 @@ def _data_world(arguments: argparse.Namespace) -> None:
 
 
 def _data_qa(arguments: argparse.Namespace) -> None:
-    from mempipe.data.qa import read_questions
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    questions = read_questions(arguments.file)
-    print(f"{len(questions)} questions")
-    for question in questions[:5]:
-        print(f"  {question.id}: {question.text!r} -> {question.golden_answers}")
+    from mempipe.data.qa import describe_questions, read_question_file
+
+    file = read_question_file(arguments.file, max_bad_rows=arguments.max_bad_rows)
+    print("\n".join(describe_questions(file)))
+    table = Table("id", "question", "golden answers")
+    for question in file.questions[: max(arguments.limit, 0)]:
+        table.add_row(*(Text(text[:300]) for text in (question.id, question.text, " | ".join(question.golden_answers))))
+    if table.row_count:
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -98,12 +98,43 @@ def check_lengths(questions: Iterable[Question], *, count_tokens: Callable[[str]
         )
 
 
+def describe_questions(file: QuestionFile) -> list[str]:
+    """What is in a question file, for people: formats, sources, what the questions come with, lengths in characters, bad rows."""
+    questions = file.questions
+    sources = Counter(question.source or "(none)" for question in questions)
+    with_what = {
+        "evidence": sum(bool(question.evidence) for question in questions),
+        "hops": sum(question.num_hops > 0 for question in questions),
+        "objectives": sum(bool(question.objectives) for question in questions),
+        "context": sum(bool(question.context) for question in questions),
+    }
+    lengths = {"question": [len(q.text) for q in questions], "first golden answer": [len(q.golden_answers[0]) for q in questions]}
+    if with_what["context"]:
+        lengths["context"] = [len(question.context) for question in questions if question.context]
+    lines = [
+        f"{len(questions)} questions",
+        f"format: {_counts(file.formats)}",
+        f"sources: {_counts(sources)}",
+        "with " + ", ".join(f"{name} {count / len(questions):.0%}" for name, count in with_what.items()),
+    ]
+    for name, values in lengths.items():
+        values.sort()
+        lines.append(f"characters of a {name}: {values[0]} to {values[-1]}, half of them at most {values[(len(values) - 1) // 2]}")
+    if file.bad.counts:
+        lines += [f"bad rows: {_counts(file.bad.counts)}; the first:", *(f"  {example}" for example in file.bad.examples)]
+    return lines
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 def _question(row: dict[str, Any], *, file: InputFile, number: int) -> tuple[str, Question]:
-    for name, (fields, read) in _FORMATS.items():
-        if row.keys() >= fields:
-            return name, read(row, file, number)
-    known = "; ".join(f"{', '.join(sorted(fields))} ({name})" for name, (fields, _) in _FORMATS.items())
-    raise BadRow("unknown_format", f"fields {sorted(row)} are of no known format; expected {known}")
+    for known in _FORMATS:
+        if row.keys() >= known.fields and known.applies(row):
+            return known.name, known.read(row, file, number)
+    expected = "; ".join(f"{', '.join(sorted(known.fields))} ({known.name})" for known in _FORMATS)
+    raise BadRow("unknown_format", f"fields {sorted(row)} are of no known format; expected {expected}")
 
 
 def _mempipe(row: dict[str, Any], file: InputFile, number: int) -> Question:
@@ -163,20 +194,33 @@ def _memagent(row: dict[str, Any], file: InputFile, number: int) -> Question:
     )
 
 
-def _mem1(row: dict[str, Any], file: InputFile, number: int) -> Question:
-    """Several objectives, or one as in Search-R1; what is asked stands in the prompt, unless a column holds it."""
-    truth, field = _ground_truth(row), "reward_model.ground_truth"
-    targets = truth.get("target") if isinstance(truth, dict) else None
-    if not isinstance(targets, list) or not targets or not isinstance(targets[0], list):
-        raise BadRow(
-            "wrong_type", f"{field} is {str(truth)[:80]}; without a question column, {field}.target holds a list for each objective"
-        )
-    source, extra = _text(row.get("data_source"), "data_source"), _struct(row, "extra_info")
-    indices = extra.get("indices")
-    key = "+".join(map(str, indices)) if isinstance(indices, list) and indices else number
-    objectives = [_answers(target, f"{field}.target[{i}]") for i, target in enumerate(targets)]
+def _memsearcher(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    source = _text(row.get("data_source"), "data_source")
     return Question(
-        id=f"{source}-{extra.get('split') or 'row'}-{key}",
+        # One data source is named for all, so the row's own index need not be unique.
+        id=f"{source}-{_split(row)}-{number}",
+        text=_text(row["question"], "question"),
+        golden_answers=_answers(_ground_truth(row), "reward_model.ground_truth"),
+        source=source,
+    )
+
+
+def _search_r1(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    source = _text(row.get("data_source"), "data_source")
+    return Question(
+        id=f"{source}-{_split(row)}-{_index(_struct(row, 'extra_info'), number)}",
+        text=_text(row["question"], "question"),
+        golden_answers=_answers(_ground_truth(row).get("target"), "reward_model.ground_truth.target"),
+        source=source,
+    )
+
+
+def _mem1(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    source, indices = _text(row.get("data_source"), "data_source"), _struct(row, "extra_info").get("indices")
+    targets = _ground_truth(row)["target"]
+    objectives = [_answers(target, f"reward_model.ground_truth.target[{i}]") for i, target in enumerate(targets)]
+    return Question(
+        id=f"{source}-{_split(row)}-{'+'.join(map(str, indices)) if isinstance(indices, list) and indices else number}",
         text=_text(row["question"], "question") if row.get("question") else _asked_in(_prompt(row), len(objectives)),
         golden_answers=["; ".join(answers[0] for answers in objectives)],
         source=source,
@@ -184,33 +228,33 @@ def _mem1(row: dict[str, Any], file: InputFile, number: int) -> Question:
     )
 
 
-def _reward_model(row: dict[str, Any], file: InputFile, number: int) -> Question:
-    """MemSearcher has ground_truth: list, Search-R1 ground_truth: {target: list}, MEM1 {target: list of lists}."""
-    truth, field = _ground_truth(row), "reward_model.ground_truth"
-    source, extra = _text(row.get("data_source"), "data_source"), _struct(row, "extra_info")
-    key: Any = number  # MemSearcher names one data source for all, so its own index need not be unique
-    if isinstance(truth, dict):
-        key, truth, field = _index(extra, number), truth.get("target"), f"{field}.target"
-        if isinstance(truth, list) and truth and isinstance(truth[0], list):
-            return _mem1(row, file, number)
-    return Question(
-        id=f"{source}-{extra.get('split') or 'row'}-{key}",
-        text=_text(row["question"], "question"),
-        golden_answers=_answers(truth, field),
-        source=source,
-    )
+def _has_targets(row: dict[str, Any]) -> bool:
+    return isinstance(_ground_truth(row), dict)
 
 
-_FORMATS: Mapping[str, tuple[set[str], Callable[[dict[str, Any], InputFile, int], Question]]] = {
-    "mempipe": ({"id", "text", "golden_answers"}, _mempipe),
-    "MemAgent": ({"prompt", "context", "reward_model"}, _memagent),
-    "Search-R1 or MemSearcher": ({"question", "reward_model"}, _reward_model),
-    "MEM1": ({"prompt", "reward_model"}, _mem1),
-    "FlashRAG": ({"id", "question", "golden_answers"}, _flashrag),
-    "RULER": ({"context", "input", "answers"}, _ruler),
-    "HotpotQA": ({"_id", "question", "answer"}, _hotpotqa),
-}
-"""Name, fields and reader of every format; the first whose fields a row has."""
+def _has_objectives(row: dict[str, Any]) -> bool:
+    targets = _ground_truth(row).get("target") if _has_targets(row) else None
+    return isinstance(targets, list) and any(isinstance(target, list) for target in targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    name: str
+    fields: set[str]
+    read: Callable[[dict[str, Any], InputFile, int], Question]
+    applies: Callable[[dict[str, Any]], bool] = lambda row: True
+
+
+_FORMATS = (  # the first that a row fits
+    _Format("mempipe", {"id", "text", "golden_answers"}, _mempipe),
+    _Format("MemAgent", {"prompt", "context", "reward_model"}, _memagent),
+    _Format("MEM1", {"prompt", "reward_model"}, _mem1, _has_objectives),
+    _Format("Search-R1", {"question", "reward_model"}, _search_r1, _has_targets),
+    _Format("MemSearcher", {"question", "reward_model"}, _memsearcher),
+    _Format("FlashRAG", {"id", "question", "golden_answers"}, _flashrag),
+    _Format("RULER", {"context", "input", "answers"}, _ruler),
+    _Format("HotpotQA", {"_id", "question", "answer"}, _hotpotqa),
+)
 
 _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
@@ -250,6 +294,10 @@ def _ground_truth(row: dict[str, Any]) -> Any:
 def _struct(row: dict[str, Any], name: str) -> dict[str, Any]:
     value = row.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _split(row: dict[str, Any]) -> str:
+    return _struct(row, "extra_info").get("split") or "row"
 
 
 def _index(row: dict[str, Any], number: int) -> Any:

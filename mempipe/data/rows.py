@@ -304,7 +304,7 @@ def _find_remote(url: str) -> tuple[list[InputFile], bool]:
         is_folder = entry["type"] == "directory"
         entries = filesystem.ls(path, detail=True) if is_folder else [entry]
     except FileNotFoundError as error:
-        raise ConfigError(f"{url} does not exist") from error
+        raise ConfigError(f"{url} does not exist or cannot be reached") from error
     except Exception as error:  # every file system has errors of its own, and all mean that the named place cannot be read
         raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     files = [file for file in entries if file["type"] == "file"]
