@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gzip
 import json
+import threading
+import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mempipe.cli import main
 from mempipe.config import ConfigError
-from mempipe.data.qa import check_lengths, long_questions, read_questions, write_questions
+from mempipe.data.qa import check_lengths, describe_questions, long_questions, read_question_file, read_questions, write_questions
 from mempipe.data.world import World
 from mempipe.types import Question
 
@@ -59,6 +67,44 @@ def search_r1_row(source: str, index: int) -> dict[str, Any]:
     }
 
 
+def memagent_row(index: int) -> dict[str, Any]:
+    return {
+        "data_source": "hotpotqa",
+        "prompt": [{"role": "user", "content": "Who?"}],
+        "context": "Document 1:\nNile\nA river.\n\nDocument 2:\nRhine\nAnother.",
+        "ability": "memory",
+        "reward_model": {"style": "rule", "ground_truth": ["Ann", "Anne"]},
+        "extra_info": {"index": index, "question": "Who?", "num_docs": 2},
+    }
+
+
+def ruler_item(index: int) -> dict[str, Any]:
+    return {"context": "Document 1:\nA river.", "input": "Who?", "answers": ["Ann"], "num_docs": 50, "index": index}
+
+
+def mem1_row(*indices: int) -> dict[str, Any]:
+    asked = "; ".join(f"who is {index}?" for index in indices)
+    return {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": f"Answer several questions: use the tools.\nQuestion: {asked}\n"}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": [[f"Ann {index}", "x"] for index in indices]}},
+        "extra_info": {"split": "train", "indices": list(indices)},
+    }
+
+
+def hotpotqa_item(identity: str) -> dict[str, Any]:
+    return {
+        "_id": identity,
+        "question": "Who?",
+        "answer": "Ann",
+        "type": "bridge",
+        "level": "hard",
+        "supporting_facts": [["Nile", 0], ["Rhine", 1], ["Nile", 2]],
+        "context": [["Nile", ["A river.", " In Africa."]], ["Rhine", ["Another."]]],
+    }
+
+
 def test_flashrag_rows_become_questions_named_after_their_data_set(tmp_path):
     named = read_questions(jsonl(tmp_path / "popqa.jsonl", FLASHRAG))
     assert named == [Question(id="q1", text="Who?", golden_answers=["Ann", "Anne"], source="popqa")]
@@ -103,6 +149,181 @@ def test_search_r1_ids_tell_data_sets_apart_and_targets_are_the_golden_answers(t
     questions = read_questions(parquet(tmp_path / "t.parquet", search_r1_row("nq", 0), search_r1_row("popqa", 0)))
     assert [q.id for q in questions] == ["nq-test-0", "popqa-test-0"]
     assert questions[0].golden_answers == ["Ann", "Anne"]
+
+
+def test_memagent_rows_bring_their_text_and_the_plain_question(tmp_path):
+    first, second = read_questions(parquet(tmp_path / "train.parquet", memagent_row(7), memagent_row(9)))
+    assert (first.id, second.id, first.text, first.source) == ("hotpotqa-7", "hotpotqa-9", "Who?", "hotpotqa")
+    assert (first.context, first.golden_answers) == (memagent_row(7)["context"], ["Ann", "Anne"])
+    without = memagent_row(7) | {"extra_info": {"index": 7, "num_docs": 2}}
+    assert read_questions(parquet(tmp_path / "t.parquet", without)) == [first]
+
+
+def test_ruler_items_bring_their_text_and_are_named_after_the_file(tmp_path):
+    path = tmp_path / "eval_50.json"
+    path.write_text(json.dumps([ruler_item(0), ruler_item(1)]))
+    first, second = read_questions(path)
+    assert first == Question(id="eval_50-0", text="Who?", golden_answers=["Ann"], source="eval_50", context="Document 1:\nA river.")
+    assert second.id == "eval_50-1"
+
+
+def test_a_ruler_file_of_document_numbers_is_refused_whatever_the_limit(tmp_path):
+    path = tmp_path / "eval_12800.json"
+    path.write_text(json.dumps([ruler_item(0), ruler_item(1) | {"context": [3, 1, 2]}]))
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path, max_bad_rows=100)
+    assert str(caught.value).startswith(f"{path}, item 2: context is a list of document numbers, as in RULER files of more than 10,000")
+
+
+@pytest.mark.parametrize("num_objectives", [1, 2, 3])
+def test_mem1_rows_keep_the_answers_of_every_objective(tmp_path, num_objectives):
+    indices = range(num_objectives)
+    (question,) = read_questions(parquet(tmp_path / "t.parquet", mem1_row(*indices)))
+    assert question.text == "; ".join(f"who is {i}?" for i in indices)
+    assert question.objectives == [[f"Ann {i}", "x"] for i in indices]
+    assert question.golden_answers == ["; ".join(f"Ann {i}" for i in indices)]
+    assert (question.id, question.source) == (f"nq-train-{'+'.join(map(str, indices))}", "nq")
+    (named,) = read_questions(parquet(tmp_path / "q.parquet", mem1_row(*indices) | {"question": "a?; b?"}))
+    assert named == dataclasses.replace(question, text="a?; b?")
+
+
+def test_hotpotqa_items_have_hops_and_no_context(tmp_path):
+    path = tmp_path / "hotpot_dev_distractor_v1.json"
+    path.write_text(json.dumps([hotpotqa_item("a"), hotpotqa_item("b")]))
+    expected = Question(id="a", text="Who?", golden_answers=["Ann"], source="hotpotqa", num_hops=2)
+    assert read_questions(path) == [expected, dataclasses.replace(expected, id="b")]
+
+
+def test_context_and_objectives_survive_our_own_parquet(tmp_path):
+    questions = read_questions(parquet(tmp_path / "m.parquet", mem1_row(0, 1))) + read_questions(
+        parquet(tmp_path / "a.parquet", memagent_row(0))
+    )
+    write_questions(tmp_path / "q.parquet", questions)
+    assert read_questions(tmp_path / "q.parquet") == questions
+    old = parquet(tmp_path / "old.parquet", {"id": "a", "text": "Who?", "golden_answers": ["Ann"], "source": "s", "context": None})
+    assert read_questions(old) == [Question(id="a", text="Who?", golden_answers=["Ann"], source="s")]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (memagent_row(0) | {"context": ""}, "context is ''"),
+        (memagent_row(0) | {"context": None}, "context is 'None'"),
+        (memagent_row(0) | {"reward_model": {"ground_truth": []}}, "reward_model.ground_truth is []"),
+        (memagent_row(0) | {"extra_info": {"index": 0}, "prompt": "Who?"}, "prompt is Who?; expected messages"),
+        (mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["Ann"], []]}}}, "reward_model.ground_truth.target[1] is []"),
+        (mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["a"], ["b"], ["c"]]}}}, "with 3 questions joined by '; '"),
+        (mem1_row(0) | {"prompt": [{"role": "user", "content": "Who is it?"}]}, "has no line 'Question: …'"),
+        (ruler_item(0) | {"answers": "Ann"}, "answers is Ann"),
+        (ruler_item(0) | {"input": None}, "input is 'None'"),
+        (hotpotqa_item("a") | {"answer": ""}, "answer is ''"),
+        (hotpotqa_item("a") | {"_id": None}, "_id is 'None'"),
+        (
+            {"question": "Who?", "answer": "Ann"},
+            "fields ['answer', 'question'] are of no known format; expected golden_answers, id, text (mempipe)",
+        ),
+    ],
+)
+def test_wrong_rows_of_every_format_are_refused_by_item_and_field(tmp_path, row, reason):
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps([FLASHRAG, row]))
+    message = refusal(path)
+    assert message.startswith(f"{path}, item 2: ") and reason in message
+    assert [question.id for question in read_questions(path, max_bad_rows=1)] == ["q1"]
+
+
+def test_json_files_that_are_no_list_or_cut_are_refused(tmp_path):
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps([FLASHRAG])[:-5])
+    assert refusal(path).startswith(f"{path} is truncated or not JSON: ")
+    path.write_text(json.dumps(FLASHRAG))
+    assert refusal(path) == f"{path} holds dict, expected a list of objects"
+    path.write_text('[{"id": NaN}]')
+    assert refusal(path) == f"{path} is truncated or not JSON: NaN is not JSON"
+    path.write_text("[3]")
+    assert refusal(path) == f"{path}, item 1: expected an object, got '3'"
+    path.write_bytes(b'["\xff"]')
+    assert "is truncated or not JSON: 'utf-8' codec can't decode byte 0xff" in refusal(path)
+
+
+def test_bad_rows_are_counted_by_kind_and_passed_over_up_to_the_limit(tmp_path):
+    path = jsonl(tmp_path / "q.jsonl", FLASHRAG, FLASHRAG | {"id": "q2", "question": ""}, FLASHRAG, {"a": 1}, FLASHRAG | {"id": "q3"})
+    with path.open("ab") as file:
+        file.write(b'{\n{"id": "\xff"}\n')
+    file = read_question_file(path, max_bad_rows=5)
+    assert [question.id for question in file.questions] == ["q1", "q3"] and file.formats == {"FlashRAG": 2}
+    assert file.bad.counts == {"empty": 1, "duplicate_id": 1, "unknown_format": 1, "not_json": 1, "not_utf8": 1}
+    assert [example.split(": ")[0] for example in file.bad.examples] == [f"{path}, line {number}" for number in (2, 3, 4, 6, 7)]
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path, max_bad_rows=4)
+    assert str(caught.value).startswith("5 bad rows (1 empty, 1 duplicate_id, 1 unknown_format, 1 not_json, 1 not_utf8), more than")
+    assert f"{path}, line 6: not JSON" in str(caught.value)
+
+
+def test_a_folder_of_question_files_is_one(tmp_path):
+    jsonl(tmp_path / "data" / "a.jsonl", FLASHRAG)
+    (tmp_path / "data" / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(FLASHRAG | {"id": "q2"}).encode()))
+    assert [(q.id, q.source) for q in read_questions(tmp_path / "data")] == [("q1", "a"), ("q2", "b")]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_questions_are_read_from_a_web_server_and_from_memory(tmp_path):
+    jsonl(tmp_path / "nq" / "test.jsonl", FLASHRAG)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/nq"
+    try:
+        assert read_questions(f"{url}/test.jsonl") == read_questions(tmp_path / "nq" / "test.jsonl")
+        with pytest.raises(ConfigError, match=r"none.jsonl does not exist or cannot be reached"):
+            read_questions(f"{url}/none.jsonl")
+    finally:
+        server.shutdown()
+        server.server_close()
+    fsspec.filesystem("memory").pipe("/nq/test.jsonl", (tmp_path / "nq" / "test.jsonl").read_bytes())
+    assert read_questions("memory://nq/test.jsonl")[0].source == "nq"
+
+
+@pytest.mark.parametrize("name", ["OWNER/NAME:nq/train.jsonl", "hf://datasets/OWNER/NAME/nq/train.jsonl"])
+def test_a_hub_data_set_without_a_network_is_refused_at_once(monkeypatch, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    fsspec.filesystem("hf").clear_instance_cache()
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^hf://datasets/OWNER/NAME/nq/train.jsonl cannot be read: .*offline"):
+        read_questions(name)
+    assert time.monotonic() - started < 10
+
+
+def test_a_file_is_described_for_people(tmp_path, capsys):
+    path = jsonl(tmp_path / "q.jsonl", FLASHRAG, FLASHRAG | {"id": "q2", "question": "Who [red]is[/red] it, and why?"}, {"a": 1})
+    assert main(["data", "qa", str(path), "--max-bad-rows", "1", "--limit", "2"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "2 questions",
+        "format: 2 FlashRAG",
+        "sources: 2 q",
+        "with evidence 0%, hops 0%, objectives 0%, context 0%",
+        "characters of a question: 4 to 30, half of them at most 4",
+        "bad rows: 1 unknown_format; the first:",
+        f"  {path}, line 3: fields ['a'] are of no known format",
+    ):
+        assert line in out
+    assert "[red]is[/red]" in out and "Ann | Anne" in out
+    assert main(["data", "qa", str(path)]) == 2
+    assert f"error: {path}, line 3: " in capsys.readouterr().err
+
+
+def test_the_description_counts_what_questions_come_with(tmp_path):
+    path = parquet(tmp_path / "t.parquet", memagent_row(0), memagent_row(1))
+    lines = describe_questions(read_question_file(path))
+    assert "format: 2 MemAgent" in lines and "with evidence 0%, hops 0%, objectives 0%, context 100%" in lines
+    length = len(memagent_row(0)["context"])
+    assert f"characters of a context: {length} to {length}, half of them at most {length}" in lines
+    for row, name in ((mem1_row(0, 1), "MEM1"), (search_r1_row("nq", 0), "Search-R1"), (memsearcher_row(0), "MemSearcher")):
+        assert read_question_file(parquet(path, row)).formats == {name: 1}
 
 
 @pytest.mark.parametrize(
