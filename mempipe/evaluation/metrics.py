@@ -1,37 +1,132 @@
-"""Answer metrics that published results are stated in. All take a prediction and its golds and give a number in [0, 1]."""
+"""Answer metrics that published results are stated in. Each takes a prediction and its golds and gives a number in [0, 1].
+
+`METRICS` names them all; `score_question` applies them to one attempt. A question that was not answered scores 0 and stays in the
+denominator. With several objectives a question scores the mean over them, so that the mean over questions is the papers' sum / n.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean
 
+from mempipe.agents.protocol import last_boxed
 from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer
+from mempipe.types import Question
+
+Metric = Callable[[str, Sequence[str]], float]
+OBJECTIVE_SEPARATOR = ";"
 
 
 def em(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Exact match after SQuAD normalisation: the main figure of MemSearcher (arXiv 2511.02805) and Search-R1 (arXiv 2503.09516)."""
+    """Exact match after SQuAD normalisation: the main figure of MemSearcher (arXiv 2511.02805), MEM1 (arXiv 2506.15841) and Search-R1
+    (arXiv 2503.09516)."""
     return exact_match(prediction, golden_answers)
 
 
 def f1(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best token F1; what MemSearcher trains on, and FlashRAG's f1."""
+    """Best token F1 over the golds; what MemSearcher trains on, and FlashRAG's f1."""
     return answer_f1(prediction, golden_answers)
 
 
-def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Whether a normalised gold stands inside the normalised prediction: FlashRAG's acc, also called sub-EM.
+def precision(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Best share of the prediction's words that a gold has: FlashRAG's precision, beside f1 in MemSearcher's evaluation."""
+    return max((_shared(prediction, gold)[0] for gold in _as_list(golden_answers)), default=0.0)
+
+
+def recall(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Best share of a gold's words that the prediction has: FlashRAG's recall, beside f1 in MemSearcher's evaluation."""
+    return max((_shared(prediction, gold)[1] for gold in _as_list(golden_answers)), default=0.0)
+
+
+def acc(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Cover-EM, whether a normalised gold stands inside the normalised prediction: FlashRAG's acc and Search-R1's subem.
 
     Rewards long answers. A gold that normalises to nothing ("the") is covered by a prediction that does so too, not by every one.
     """
     predicted = normalize_answer(prediction)
-    golds = [golden_answers] if isinstance(golden_answers, str) else golden_answers
-    return float(any(gold in predicted if gold else not predicted for gold in map(normalize_answer, golds)))
+    return float(any(gold in predicted if gold else not predicted for gold in map(normalize_answer, _as_list(golden_answers))))
 
 
-def either_way_em(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Whether gold stands in prediction or prediction in gold: MemAgent's reported number on RULER-HQA (arXiv 2507.02259).
+def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Whether gold stands in prediction or prediction in gold: the number that MemAgent (arXiv 2507.02259) reports on RULER-HQA.
 
     Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction for anything.
     """
     predicted = normalize_answer(prediction)
-    golds = [golden_answers] if isinstance(golden_answers, str) else golden_answers
-    return float(any(gold in predicted or predicted in gold for gold in map(normalize_answer, golds)))
+    return float(any(gold in predicted or predicted in gold for gold in map(normalize_answer, _as_list(golden_answers))))
+
+
+def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Equality of the boxed (or whole) prediction with a gold, both lower-cased and stripped as MATH answers are: MemAgent's reward.
+
+    Articles and punctuation count: "The Beatles" is not "Beatles".
+    """
+    boxed = last_boxed(prediction)
+    predicted = strip_math((prediction if boxed is None else boxed).lower())
+    return float(any(predicted == strip_math(gold.lower()) for gold in _as_list(golden_answers)))
+
+
+METRICS: dict[str, Metric] = {metric.__name__: metric for metric in (em, f1, acc, precision, recall, sub_em_two_way, math_match)}
+
+
+def definitions() -> dict[str, str]:
+    """What each metric says, for reports and for the files that hold its values."""
+    return {name: " ".join((inspect.getdoc(metric) or "").split()) for name, metric in METRICS.items()}
+
+
+def split_objectives(answer: str, num_objectives: int) -> list[str | None]:
+    """The answers to each objective, in order, of a text that joins them by ";". Missing ones are None; those too many are left out."""
+    parts: list[str | None] = [part.strip() for part in answer.split(OBJECTIVE_SEPARATOR)]
+    return [*parts, *[None] * num_objectives][:num_objectives]
+
+
+def score_objectives(answer: str | None, question: Question) -> list[dict[str, float]]:
+    """Every metric for each objective of a question; one without objectives has a single one."""
+    golds = question.objectives or [question.golden_answers]
+    if answer is None:
+        answers: list[str | None] = [None] * len(golds)
+    else:
+        answers = split_objectives(answer, len(golds)) if question.objectives else [answer]
+    return [
+        {name: 0.0 if text is None else metric(text, gold) for name, metric in METRICS.items()}
+        for text, gold in zip(answers, golds, strict=True)
+    ]
+
+
+def score_question(answer: str | None, question: Question) -> dict[str, float]:
+    """Every metric for one attempt at a question: the mean over its objectives, 0 where there is no answer."""
+    rows = score_objectives(answer, question)
+    return {name: fmean(row[name] for row in rows) for name in METRICS}
+
+
+def strip_math(text: str) -> str:
+    """A MATH answer without what does not change its value: spaces, degrees, percent, units, `\\left`, ways to write a fraction."""
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = re.sub(r"\\[td]frac", r"\\frac", text)
+    text = re.sub(r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\%", "", text.partition("\\text{ ")[0])
+    text = re.sub(r"^\.|(?<=[ {])\.", "0.", text)
+    name, equals, value = text.partition("=")
+    if equals and "=" not in value and len(name) <= 2:  # x = 5
+        text = value
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = re.sub(r"\\frac([^{}])([^{}])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac([^{}])\{", r"\\frac{\1}{", text)
+    text = "\\frac{1}{2}" if text == "0.5" else text
+    return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
+
+
+def _shared(prediction: str, gold: str) -> tuple[float, float]:
+    """Precision and recall of the normalised words; 0 where `answer_f1` finds nothing right (yes and no match only themselves)."""
+    if not answer_f1(prediction, [gold]):
+        return 0.0, 0.0
+    predicted, expected = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    shared = (Counter(predicted) & Counter(expected)).total()
+    return shared / len(predicted), shared / len(expected)
+
+
+def _as_list(golden_answers: Sequence[str]) -> Sequence[str]:
+    """A single gold given as a string is one answer, not its letters."""
+    return [golden_answers] if isinstance(golden_answers, str) else golden_answers

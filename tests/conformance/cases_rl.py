@@ -15,7 +15,7 @@ import torch
 from conformance.cases_agents import FINISHES, PUBLISHED, braces_of_last_box, call_is_valid, play, tags_pair
 from conformance.common import Adapter, Case, Difference
 from mempipe.config import AlgorithmConfig, RewardConfig
-from mempipe.evaluation.metrics import cover_em, either_way_em, em, f1
+from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.losses import kl_to_reference, mean_metrics, policy_loss
 from mempipe.rl.packing import Aggregation, MicroBatch, pack_step, split_updates
@@ -113,12 +113,12 @@ def recall_rewards(case: Case) -> dict[str, Any]:
 
 def flashrag_metrics(case: Case) -> dict[str, float]:
     answer, golds = case["input"]["pred"], case["input"]["golden_answers"]
-    return {"em": em(answer, golds), "acc": cover_em(answer, golds), "f1": f1(answer, golds)}
+    return {"em": em(answer, golds), "acc": acc(answer, golds), "f1": f1(answer, golds)}
 
 
 def memagent_metrics(case: Case) -> dict[str, Any]:
     answer, golds = case["input"]["pred"], [case["input"]["gold"]]
-    return {"sub_em": bool(either_way_em(answer, golds)), "em": bool(em(answer, golds)), "f1": f1(answer, golds)}
+    return {"sub_em": bool(sub_em_two_way(answer, golds)), "em": bool(em(answer, golds)), "f1": f1(answer, golds)}
 
 
 # Groups
