@@ -49,10 +49,12 @@ class Encoder(Protocol):
 def _checked(init: Callable[P, None]) -> Callable[P, None]:
     """The constructor of an encoder with its arguments checked against their types. Raises ConfigError, one line per wrong setting."""
     validated = validate_call(init)
-    allowed = ", ".join(name for name in inspect.signature(init).parameters if name != "self")
+    parameters = list(inspect.signature(init).parameters)
+    allowed = ", ".join(parameters[1:])
 
     def sentence(kind: str, error: Any) -> str:
-        name = error["loc"][0]
+        place = error["loc"][0]
+        name = parameters[place] if isinstance(place, int) else place
         if error["type"] == "unexpected_keyword_argument":
             return f"{kind} encoder has no setting {name!r}; it has {allowed}"
         if error["type"].startswith("missing"):
