@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, InputFile, input_files, read_rows
+from mempipe.data.ruler import expand_context
 from mempipe.data.trajectories import arrow_schema
 from mempipe.types import Question, from_row, to_row
 
@@ -46,25 +47,33 @@ def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFi
     Bad rows (of no known format, with a missing or wrong value, without golden answers, an id for the second time) are passed over. Raises
     ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot be read, has no question or lacks its texts.
     """
-    bad = BadRows(max_bad_rows)
-    questions: dict[str, Question] = {}
-    formats: Counter[str] = Counter()
+    bad, formats = BadRows(max_bad_rows), Counter[str]()
+    return QuestionFile(questions=list(_read(path, bad=bad, formats=formats)), formats=formats, bad=bad)
+
+
+def iter_questions(path: str | Path) -> Iterator[Question]:
+    """The questions of `read_questions` one by one: long contexts are never in memory together. Raises as it does, on the way."""
+    return _read(path, bad=BadRows(), formats=Counter())
+
+
+def _read(path: str | Path, *, bad: BadRows, formats: Counter[str]) -> Iterator[Question]:
+    seen: set[str] = set()
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
         for number, (place, row) in enumerate(read_rows(file, bad=bad)):
             try:
                 name, question = _question(row, file=file, number=number)
-                if question.id in questions:
+                if question.id in seen:
                     raise BadRow("duplicate_id", f"question id {question.id!r} occurs twice")
             except BadRow as fault:
                 bad.add(place, str(fault), kind=fault.kind)
             except ConfigError as error:
                 raise ConfigError(f"{place}: {error}") from error
             else:
-                questions[question.id] = question
+                seen.add(question.id)
                 formats[name] += 1
-    if not questions:
+                yield question
+    if not seen:
         raise ConfigError(f"{path} holds no question")
-    return QuestionFile(questions=list(questions.values()), formats=dict(formats), bad=bad)
 
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
@@ -178,7 +187,7 @@ def _ruler(row: dict[str, Any], file: InputFile, number: int) -> Question:
         text=_text(row["input"], "input"),
         golden_answers=_answers(row["answers"], "answers"),
         source=source,
-        context=_context(row["context"]),
+        context=_context(row["context"], file),
     )
 
 
@@ -190,7 +199,7 @@ def _memagent(row: dict[str, Any], file: InputFile, number: int) -> Question:
         text=_text(extra.get("question") or _prompt(row), "extra_info.question"),
         golden_answers=_answers(_ground_truth(row), "reward_model.ground_truth"),
         source=source,
-        context=_context(row["context"]),
+        context=_context(row["context"], file),
     )
 
 
@@ -278,13 +287,8 @@ def _prompt(row: dict[str, Any]) -> str:
     return contents[-1]
 
 
-def _context(value: Any) -> str:
-    if isinstance(value, list):
-        raise ConfigError(
-            "context is a list of document numbers, as in RULER files of more than 10,000 documents; such a file does not hold its texts. "
-            "Use one of 6,400 documents or fewer, or write the documents themselves into context"
-        )
-    return _text(value, "context")
+def _context(value: Any, file: InputFile) -> str:
+    return expand_context(value, folder=Path(file.url).parent) if isinstance(value, list) else _text(value, "context")
 
 
 def _ground_truth(row: dict[str, Any]) -> Any:
