@@ -67,10 +67,12 @@ class SeenIds:
         hashes = _hashes(ids)
         order = np.lexsort(hashes[::-1])  # stable: of equal ids the first one stays first
         ordered = hashes[:, order]
-        repeated = self._known(hashes)
-        repeated[order[1:]] |= (ordered[:, 1:] == ordered[:, :-1]).all(axis=0)
-        if not repeated.all():
-            self._runs.append(ordered[:, ~repeated[order]])
+        known = self._known(ordered)  # sorted, since that is several times faster than a search here and there
+        known[1:] |= (ordered[:, 1:] == ordered[:, :-1]).all(axis=0)
+        if not known.all():
+            self._runs.append(ordered[:, ~known])
+        repeated = np.empty_like(known)
+        repeated[order] = known
         while len(self._runs) > 1 and self._runs[-2].shape[1] < 2 * self._runs[-1].shape[1]:
             self._runs[-2:] = [_merged(*self._runs[-2:])]
         return repeated

@@ -200,6 +200,20 @@ def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_
         assert fast == read_all(files, size=1000)
 
 
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            [b'{"id":"1","text":"x","o":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"id":"2","text":"x"}'],
+            "line 1: not JSON: maximum recursion",
+        ),
+        ([b'{"id":"1","text":"x"}{"id":"2","text":"x"}', b"", b'{"id":"3","text":"x"}'], "line 1: not JSON: Extra data"),
+    ],
+)
+def test_what_arrow_would_read_and_python_would_not_is_refused(tmp_path, lines, reason):
+    assert reason in refusal(write(tmp_path / "c.jsonl", *lines))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(OBJECTS, max_size=20))
 def test_parquet_columns_and_rows_give_the_same_passages_and_faults(tmp_path_factory, found):
