@@ -1,5 +1,23 @@
 """Faults of the machinery, which are retried and never become data (promise 8)."""
 
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+_JITTER = random.Random()  # of its own: retries must not move the draws of anything that was seeded
+
 
 class InfrastructureFault(RuntimeError):
     """An engine, a retriever or a node failed; the question and the policy had nothing to do with it."""
+
+
+def retry_pauses(*, first_s: float = 0.25, longest_s: float = 8.0) -> Iterator[float]:
+    """Seconds to wait before each further try, without end: doubling, each drawn from its upper half.
+
+    The draw keeps callers that failed together from coming back together.
+    """
+    pause = first_s
+    while True:
+        yield pause * _JITTER.uniform(0.5, 1.0)
+        pause = min(2 * pause, longest_s)

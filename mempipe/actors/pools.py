@@ -1,7 +1,7 @@
 """Typed pools in front of the engine and retriever actors that route, retry and give up (promise 8).
 
-Infrastructure faults never reach the policy: Ray restarts a dead actor and its calls are repeated, elsewhere if there is another,
-until the deadline; then the call raises `RoleUnavailable`, and the group is tried again or the run ends.
+Infrastructure faults never reach the policy: Ray restarts a dead actor, and a call that died with it or failed in it is repeated,
+elsewhere if there is another, until the deadline; then it raises `RoleUnavailable`, and the group is tried again or the run ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from ray.exceptions import RayActorError
 from mempipe.actors.exchange import Line
 from mempipe.actors.handles import Handle
 from mempipe.config import GenerationConfig, RetrievalConfig, SamplingConfig
-from mempipe.faults import InfrastructureFault
+from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.types import Completion, SearchResult
 
-RETRY_PAUSE_S = 0.5
-REST_S = 30.0  # for which calls go elsewhere after a replica died, if there is another
+REST_S = 30.0  # for which calls go elsewhere after a replica died or failed, if there is another
 
 
 class RoleUnavailable(InfrastructureFault):
@@ -39,11 +38,12 @@ class Pool:
         self._rests_until = [0.0] * len(self._lines)
 
     async def call(self, *arguments: Any) -> Any:
-        """The answer of one replica to a request. A replica that died is given time to come back; other errors pass through.
+        """The answer of one replica to a request. One that died or failed is given time to recover; other errors pass through.
 
         Raises RoleUnavailable after the deadline.
         """
         deadline = time.monotonic() + self._timeout_s
+        pauses = retry_pauses()
         while True:
             i = min(range(len(self._lines)), key=self._load)
             self._under_way[i] += 1
@@ -52,17 +52,18 @@ class Pool:
                     return await self._lines[i].ask(*arguments)
             except TimeoutError as error:
                 raise RoleUnavailable(f"no {self._role} answered within {self._timeout_s:g} s") from error
-            except RayActorError as error:
+            except (RayActorError, InfrastructureFault) as error:
                 self.num_retries += 1
                 self._rests_until[i] = time.monotonic() + REST_S
-                if time.monotonic() + RETRY_PAUSE_S > deadline:
-                    raise RoleUnavailable(f"{self._role} died and did not come back within {self._timeout_s:g} s: {error}") from error
-                await asyncio.sleep(RETRY_PAUSE_S)
+                pause = next(pauses)
+                if time.monotonic() + pause > deadline:
+                    raise RoleUnavailable(f"{self._role} failed and did not recover within {self._timeout_s:g} s: {error}") from error
             finally:
                 self._under_way[i] -= 1
+            await asyncio.sleep(pause)
 
     def _load(self, i: int) -> tuple[bool, int]:
-        """Replicas that died lately come last, then those with many calls."""
+        """Replicas that died or failed lately come last, then those with many calls."""
         return self._rests_until[i] > time.monotonic(), self._under_way[i]
 
 

@@ -1,0 +1,101 @@
+"""The retrieval service on Ray Serve: replicas of one index behind one address (`mempipe index serve`, or `serve run`, or a Serve config).
+
+Replicas on one machine share the index through the page cache, since its files are memory-mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from starlette.types import ASGIApp
+
+from mempipe.actors.launch import WORKER_ENV, connected
+from mempipe.config import ConfigError
+from mempipe.engines.index_folder import check_index
+from mempipe.engines.retrieval import Retriever
+from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app, parse_service_config
+
+NAME = "retrieval"
+HEALTH_CHECK_PERIOD_S = 5.0
+
+
+class RetrievalReplica:
+    """One opened index and its routes."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._service = RetrievalService(Retriever(config.index), config)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return make_app(self._service)
+
+    def check_health(self) -> None:
+        """Raises when Serve should put a fresh replica in this one's place."""
+        self._service.check_health()
+
+
+def app(args: dict[str, Any]) -> Application:
+    """The application of the settings in `args` (`ServiceConfig`), of which `index` is needed. Raises ConfigError.
+
+    `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`
+    """
+    config = parse_service_config(args)
+    check_index(config.index)
+    deployment: Any = serve.deployment(serve.ingress()(RetrievalReplica))
+    return deployment.options(
+        name=NAME,
+        num_replicas=config.num_replicas,
+        # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns requests away before.
+        max_ongoing_requests=4 * config.max_in_flight,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": WORKER_ENV}},
+    ).bind(config)
+
+
+@contextmanager
+def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
+    """A local Ray cluster that serves the index, until the end of the block; gives the address.
+
+    Raises ConfigError for wrong settings and a port that is taken, before anything starts, and when a cluster is meant.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            "RAY_ADDRESS is set, but `mempipe index serve` runs on this machine alone; unset it, "
+            "or deploy jobs/configs/retrieval_service.yaml to the cluster with `serve deploy`"
+        )
+    application = app(settings)
+    _check_free(host, port)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with connected("", name=NAME):
+        try:
+            serve.start(http_options={"host": host, "port": port})
+            serve.run(application, name=NAME, route_prefix="/")
+            yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        finally:
+            serve.shutdown()
+
+
+def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
+    """`mempipe index serve`: serves until Ctrl-C or SIGTERM."""
+    stop = threading.Event()
+    with served(settings, host=host, port=port) as url:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        print(f"serving {settings['index']} at {url} until Ctrl-C; try")
+        print(f"""  curl {url}/search -H 'content-type: application/json' -d '{{"query": "capital of Peru", "top_n": 3}}'""", flush=True)
+        stop.wait()
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose another") from error

@@ -1,0 +1,298 @@
+"""The retrieval service as an ASGI application, without Ray: the routes of the published search servers, with limits.
+
+- POST /retrieve is Search-R1's and MEM1's. Their server fails for `return_scores` false, or mixes documents up when there are exactly two
+  queries; here it answers documents without scores. An empty query is answered, as there: their clients post the searches of a whole
+  batch at once, and one trajectory's empty search must not take the others' answers.
+- POST /search and /batch_search are MemSearcher's. An empty query is refused with 400, as there.
+- All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are ignored, as there.
+- The published servers have no limits; these are in the OpenAPI schema, and what is beyond them is refused with 422 (413 for the body).
+- 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one that failed.
+"""
+
+# No postponed annotations: FastAPI reads those of the routes, and they name types that are made with the service's limits.
+
+import asyncio
+import logging
+import reprlib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, StrictBool, ValidationError, model_validator
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mempipe.config import ConfigError, RetrievalConfig
+from mempipe.data.corpus import join_contents
+from mempipe.engines.retrieval import BatchingRetriever, RetrievalTimeout, Retriever
+from mempipe.faults import InfrastructureFault
+from mempipe.types import Passage, SearchResult
+
+SNAPSHOT_HEADER = "x-mempipe-snapshot"
+RETRY_AFTER_S = 1
+MAX_FAILURES = 3
+"""Searches that may fail one after the other, timeouts aside, before the service calls itself unhealthy."""
+logger = logging.getLogger(__name__)
+
+
+class ServiceConfig(RetrievalConfig):
+    """A retrieval service; `num_passages` and the `max_` settings hold for its callers."""
+
+    num_passages: int = Field(10, ge=1)
+    """Passages per query when a request names no number (MemSearcher's server: 10)."""
+    max_passages: int = Field(100, ge=1)
+    max_query_chars: int = Field(4096, ge=1)
+    max_queries: int = Field(512, ge=1)
+    """The most queries of one request."""
+    max_body_bytes: int = Field(8 * 2**20, ge=1)
+    """The largest request body."""
+    max_in_flight: int = Field(64, ge=1)
+    """Requests that one replica works on at the same time; further ones get 503 at once."""
+
+    @model_validator(mode="after")
+    def _has_index(self) -> "ServiceConfig":
+        if not self.index:
+            raise ValueError("index is empty; a retrieval service searches an index folder")
+        return self
+
+
+def parse_service_config(values: dict[str, Any]) -> ServiceConfig:
+    """The service that `values` describe. Raises ConfigError with one line per wrong setting."""
+    try:
+        return ServiceConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(e["loc"], e) for e in error.errors())) from error
+
+
+class RetrievalService:
+    """An index with its batching front, and what is counted about them. For one event loop."""
+
+    def __init__(self, retriever: Retriever, config: ServiceConfig) -> None:
+        self.retriever = retriever
+        self.config = config
+        self._front = BatchingRetriever(retriever, config)
+        self._num_failures = 0
+
+    async def search(self, queries: Sequence[str], *, num_passages: int | None, partition: str) -> list[SearchResult]:
+        """One result per query. Raises HTTPException 422 for what the index cannot answer, RetrievalTimeout and RetrievalError."""
+        count = self.config.num_passages if num_passages is None else num_passages
+        try:
+            results = await asyncio.gather(*(self._front.search(text, num_passages=count, partition=partition) for text in queries))
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        except RetrievalTimeout:
+            raise  # the load may be to blame, and a fresh start would only add to it
+        except InfrastructureFault:
+            self._num_failures += 1
+            raise
+        self._num_failures = 0
+        return results
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when search after search failed, so that whoever watches starts the service anew."""
+        if self._num_failures >= MAX_FAILURES:
+            raise RuntimeError(f"the last {self._num_failures} searches failed; the log says why")
+
+
+class Document(BaseModel):
+    id: str
+    contents: str = Field(description="The title in quotes, a newline, the text.")
+    partition: str = Field("", description="Absent in a corpus without partitions.")
+
+
+class ScoredDocument(BaseModel):
+    document: Document
+    score: float
+
+
+class RetrieveAnswer(BaseModel):
+    result: list[list[ScoredDocument]] | list[list[Document]]
+
+
+class Health(BaseModel):
+    status: str
+    snapshot: str = Field(description="Hash of the index.")
+    num_passages: int = Field(description="Passages of the index.")
+    max_passages: int
+    max_query_chars: int
+    max_queries: int
+
+
+class Problem(BaseModel):
+    detail: str
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"headers": {SNAPSHOT_HEADER: {"description": "Hash of the index that answered.", "schema": {"type": "string"}}}},
+    400: {"model": Problem, "description": "The body cannot be read, or a query is empty where that is refused."},
+    413: {"model": Problem, "description": "The body is too large."},
+    422: {"model": Problem, "description": "A field is missing, of another type or beyond a limit, or the index has no such partition."},
+    503: {
+        "model": Problem,
+        "description": "Too many requests are under way, or the search failed or took too long; the same request may be made again.",
+        "headers": {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}},
+    },
+}
+
+
+def make_app(service: RetrievalService) -> FastAPI:
+    """The routes in front of `service`."""
+    config = service.config
+    Text = Annotated[str, Field(strict=True, max_length=config.max_query_chars)]
+    Texts = Annotated[list[Text], Field(max_length=config.max_queries)]
+    Count = Annotated[int, Field(strict=True, ge=1, le=config.max_passages)]
+    default = f"null: {config.num_passages}"
+
+    class Retrieve(BaseModel):
+        queries: Texts
+        topk: Count | None = Field(None, description=default)
+        return_scores: StrictBool = False
+        partition: str = ""
+
+    class Search(BaseModel):
+        query: Text
+        top_n: Count | None = Field(None, description=default)
+        return_score: StrictBool = False
+        partition: str = ""
+
+    class BatchSearch(BaseModel):
+        query: Texts
+        top_n: Count | None = Field(None, description=default)
+        return_score: StrictBool = False
+        partition: str = ""
+
+    # The documentation page would be fetched from elsewhere; /openapi.json says the same.
+    app = FastAPI(title="mempipe retrieval", docs_url=None, redoc_url=None)
+    app.add_middleware(_Gate, max_body_bytes=config.max_body_bytes, max_in_flight=config.max_in_flight)
+    app.add_exception_handler(RequestValidationError, _refused)
+    app.add_exception_handler(InfrastructureFault, _not_now)
+    snapshot = {SNAPSHOT_HEADER: service.retriever.snapshot}
+
+    # Answers are written as they are, not validated against their models: one may hold 50,000 documents.
+
+    @app.post("/retrieve", response_model=RetrieveAnswer, responses=RESPONSES)
+    async def retrieve(request: Retrieve) -> JSONResponse:
+        results = await service.search(request.queries, num_passages=request.topk, partition=request.partition)
+        documents: list[list[Any]] = [_documents(result) for result in results]
+        if request.return_scores:
+            documents = [
+                [{"document": document, "score": passage.score} for document, passage in zip(found, result.passages, strict=True)]
+                for found, result in zip(documents, results, strict=True)
+            ]
+        return JSONResponse({"result": documents}, headers=snapshot)
+
+    @app.post("/search", response_model=list[Document] | tuple[list[Document], list[float]], responses=RESPONSES)
+    async def search(request: Search) -> JSONResponse:
+        _refuse_empty([request.query])
+        (result,) = await service.search([request.query], num_passages=request.top_n, partition=request.partition)
+        answer = [_documents(result), _scores(result)] if request.return_score else _documents(result)
+        return JSONResponse(answer, headers=snapshot)
+
+    @app.post("/batch_search", response_model=list[list[Document]] | tuple[list[list[Document]], list[list[float]]], responses=RESPONSES)
+    async def batch_search(request: BatchSearch) -> JSONResponse:
+        _refuse_empty(request.query)
+        results = await service.search(request.query, num_passages=request.top_n, partition=request.partition)
+        documents = [_documents(result) for result in results]
+        return JSONResponse([documents, [_scores(result) for result in results]] if request.return_score else documents, headers=snapshot)
+
+    @app.get("/health", responses={503: RESPONSES[503]})
+    async def health() -> Health:
+        try:
+            service.check_health()
+        except RuntimeError as error:
+            raise HTTPException(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)}) from error
+        limits = config.model_dump(include={"max_passages", "max_query_chars", "max_queries"})
+        return Health(status="ok", snapshot=service.retriever.snapshot, num_passages=service.retriever.num_passages, **limits)
+
+    @app.get("/partitions")
+    async def partitions() -> list[str]:
+        return service.retriever.partitions
+
+    return app
+
+
+class _Gate:
+    """Reads the body before anything else does, up to its limit, and turns requests away when too many are under way."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_in_flight: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        more = True
+        while more and len(body) <= self._max_body_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if len(body) > self._max_body_bytes:
+            await _problem(413, f"the body has more than {self._max_body_bytes} bytes; send fewer queries")(scope, receive, send)
+            return
+        if self._in_flight >= self._max_in_flight:
+            await _problem(503, f"{self._in_flight} requests are under way, the most that are allowed")(scope, receive, send)
+            return
+        unread = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        self._in_flight += 1
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            self._in_flight -= 1
+
+
+def _problem(status: int, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None)
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    # Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
+    return _problem(422, "; ".join(_sentence(e["loc"][1:], e) for e in error.errors()[:3]))
+
+
+async def _not_now(request: Request, error: Exception) -> JSONResponse:
+    logger.warning("%s: %s", request.url.path, error)
+    return _problem(503, str(error))
+
+
+def _sentence(where: Sequence[int | str], error: Any) -> str:
+    """What pydantic found wrong, and where."""
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']}"
+    if error["type"] == "extra_forbidden":
+        return f"{'.'.join(map(str, where))} is not a setting of the service"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing":
+        return f"{'.'.join(map(str, where)) or 'the body'} is missing"
+    return f"{'.'.join(map(str, where)) or 'the body'} is {reprlib.repr(error['input'])}: {error['msg']}"
+
+
+def _refuse_empty(queries: Sequence[str]) -> None:
+    if not all(query.strip() for query in queries):
+        raise HTTPException(400, "a query is empty; each needs a text")
+
+
+def _documents(result: SearchResult) -> list[dict[str, str]]:
+    return [_document(passage) for passage in result.passages]
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    document = {"id": passage.id, "contents": join_contents(passage.title, passage.text)}
+    return document | {"partition": passage.partition} if passage.partition else document
+
+
+def _scores(result: SearchResult) -> list[float]:
+    return [passage.score for passage in result.passages]

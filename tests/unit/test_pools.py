@@ -1,0 +1,101 @@
+"""Calls through a pool, with scripted replicas: infrastructure faults are sat out (promise 8), everything else passes through."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from mempipe.actors.pools import Pool, RoleUnavailable
+from mempipe.engines.retrieval import RetrievalError, RetrievalTimeout
+from mempipe.faults import retry_pauses
+
+
+class ScriptedLine:
+    """Answers a request with what the script says next: an exception is raised, anything else returned; "hang" never answers."""
+
+    def __init__(self, script: Sequence[Any]) -> None:
+        self._script = list(script)
+        self.num_asked = 0
+
+    async def ask(self, *arguments: Any) -> Any:
+        self.num_asked += 1
+        answer = self._script.pop(0)
+        if answer == "hang":
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def pool_of(*scripts: Sequence[Any], timeout_s: float = 60.0) -> tuple[Pool, list[ScriptedLine]]:
+    pool = Pool([None] * len(scripts), role="retriever", timeout_s=timeout_s)
+    lines = [ScriptedLine(script) for script in scripts]
+    pool._lines = lines  # type: ignore[assignment]
+    return pool, lines
+
+
+@pytest.fixture
+def pauses(monkeypatch) -> Iterator[list[float]]:
+    """The pauses that would have been made."""
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("mempipe.actors.pools.asyncio.sleep", sleep)
+    yield made
+
+
+FAULTS = [RayActorError(), RetrievalError("the disk is gone"), RetrievalTimeout("60 s")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+async def test_promise_8_a_call_is_repeated_after_an_infrastructure_fault(pauses, fault):
+    pool, (line,) = pool_of([fault, fault, fault, "passages"])
+    assert await pool.call("query") == "passages"
+    assert (line.num_asked, pool.num_retries, len(pauses)) == (4, 3, 3)
+    for pause, longest in zip(pauses, (0.25, 0.5, 1.0), strict=True):
+        assert longest / 2 <= pause <= longest
+
+
+async def test_a_replica_that_failed_rests_while_there_is_another(pauses):
+    pool, (first, second) = pool_of([RetrievalError("x")], ["a", "b", "c"])
+    assert [await pool.call("query") for _ in range(3)] == ["a", "b", "c"]
+    assert (first.num_asked, second.num_asked) == (1, 3)
+
+
+@pytest.mark.parametrize("error", [ValueError("no such partition"), RuntimeError("a bug")], ids=lambda e: type(e).__name__)
+async def test_other_errors_pass_through_at_once(pauses, error):
+    pool, (line,) = pool_of([error, "never"])
+    with pytest.raises(type(error), match=str(error)):
+        await pool.call("query")
+    assert (line.num_asked, pauses) == (1, [])
+
+
+async def test_what_does_not_recover_is_told_by_its_role_before_the_deadline():
+    pool, (line,) = pool_of([RetrievalError("the disk is gone")] * 100, timeout_s=0.7)
+    started = time.monotonic()
+    with pytest.raises(RoleUnavailable, match=r"retriever failed and did not recover within 0\.7 s: the disk is gone"):
+        await pool.call("query")
+    assert time.monotonic() - started < 0.7
+    assert line.num_asked > 1
+
+
+async def test_no_answer_is_told_at_the_deadline():
+    pool, _ = pool_of(["hang"], timeout_s=0.05)
+    with pytest.raises(RoleUnavailable, match=r"no retriever answered within 0\.05 s"):
+        await pool.call("query")
+    assert pool._under_way == [0]
+
+
+def test_pauses_double_up_to_eight_seconds_and_differ_between_callers():
+    first, second = (list(itertools.islice(retry_pauses(), 10)) for _ in range(2))
+    for pause, longest in zip(first, [0.25, 0.5, 1, 2, 4, 8, 8, 8, 8, 8], strict=True):
+        assert longest / 2 <= pause <= longest
+    assert first != second
