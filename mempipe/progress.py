@@ -20,7 +20,8 @@ LINE_EVERY_S = 15.0
 class Progress:
     """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`."""
 
-    def __init__(self, title: str, *, total: int, done: int = 0) -> None:
+    def __init__(self, title: str, *, total: int | None, done: int = 0) -> None:
+        """`total` is None where nobody knows it yet."""
         self._title, self._total, self._done = title, total, done
         self._console = Console()
         self._last_line = time.monotonic()
@@ -36,7 +37,7 @@ class Progress:
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total, completed=self._done, numbers="")
         else:
-            self._console.print(f"{self._title}: {self._done}/{self._total}")
+            self._console.print(self._count())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -48,9 +49,12 @@ class Progress:
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._bar:
             self._bar.update(self._task, advance=by, numbers=text)
-        elif self._done >= self._total or time.monotonic() - self._last_line > LINE_EVERY_S:
+        elif self._done == self._total or time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self._console.print(f"{self._title}: {self._done}/{self._total}  {text}")
+            self._console.print(f"{self._count()}  {text}")
+
+    def _count(self) -> str:
+        return f"{self._title}: {self._done}" + ("" if self._total is None else f"/{self._total}")
 
     def note(self, text: str) -> None:
         """A line that stays."""

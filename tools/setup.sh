@@ -7,6 +7,8 @@ PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
     echo "mempipe needs Python 3.11 or newer; $PYTHON is $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11" >&2
     exit 2
 }
+exec 9>"$VENV.lock"
+flock 9 # `make quickstart` and `make test` in two terminals: the second waits for the first
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 

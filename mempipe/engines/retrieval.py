@@ -1,57 +1,37 @@
-"""Dense retrieval: an index folder of passages and vectors, exact search in it, and a batching front for many concurrent searches.
+"""Retrieval: the passages of an index folder that answer a query best, and a batching front for many concurrent searches.
 
-An index folder appears whole or not at all:
-
-    passages.arrow    id, title, text, partition of every passage, memory-mapped
-    index.faiss       their vectors in the same order (flat, inner product), memory-mapped
-    manifest.json     encoder, dimension, counts, row range of every partition, size and sha256 of the other two
-
-A passage's score is the inner product in float64, rounded to float32; passages are ordered by score, then by row. So an answer does not
-depend on the searches that share its batch, nor on the library that proposed the candidates.
+A search ranks by vectors (inner product), by words (BM25) or by both (reciprocal rank fusion), whichever the index has. An answer does not
+depend on the searches that share its batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import itertools
-import json
-import os
-import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import faiss
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
-from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError, RetrievalConfig
-from mempipe.engines.encoders import Encoder, HashingEncoder, Vectors, check_same_encoder, make_encoder
+from mempipe.engines.encoders import Encoder, check_same_encoder, make_encoder
+from mempipe.engines.fusion import reciprocal_rank_fusion
+from mempipe.engines.index_folder import MANIFEST, Manifest, VectorFiles, read_manifest, verify
+from mempipe.engines.lexical import LexicalIndex
+from mempipe.engines.passages import ArrowPassages, JsonlPassages, Passages
+from mempipe.engines.vectors import Scored, Shard, Shards, VectorIndex
 from mempipe.faults import InfrastructureFault
-from mempipe.types import Passage, SearchResult
+from mempipe.types import SearchResult
 
-Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""Rows and their scores, best first."""
-
-FORMAT = 1
-PASSAGES, VECTORS, MANIFEST = "passages.arrow", "index.faiss", "manifest.json"
-ENCODE_BATCH = 4096  # passages
 CACHED_RESULTS = 10_000
 CACHED_PASSAGES = 65_536
 MAX_BATCH = 256  # searches
-SCAN_LIMIT = 2**20
-"""Numbers (rows x non-zero columns) up to which a query is scored against every row; beyond, faiss proposes candidates."""
-NUM_SPARE = 16
-"""Candidates beyond those asked for: faiss rounds otherwise, so that passages of nearly the same score may come in another order."""
-_COLUMNS = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("partition", pa.string())])
+FUSION_DEPTH = 100
+"""Passages of each ranking that fusion looks at, at least."""
 
 
 class RetrievalError(InfrastructureFault):
@@ -60,28 +40,6 @@ class RetrievalError(InfrastructureFault):
 
 class RetrievalTimeout(RetrievalError):
     """A search was not answered within `retrieval.timeout_s`, waiting included."""
-
-
-def build_index(passages: Iterable[Passage], folder: str | Path, *, encoder: Encoder | None = None) -> dict[str, Any]:
-    """Encodes the passages (by default with a HashingEncoder) and writes the index folder; returns its manifest.
-
-    Passages of one partition must come one after the other. The same passages and encoder give the same bytes. Raises ConfigError when
-    they do not, when there are none, and when `folder` exists and holds anything; OSError when the disk is full. Nothing is left then.
-    """
-    folder, encoder = Path(folder), encoder or HashingEncoder()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"index folder {folder} exists; remove it or choose another")
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        manifest = _write_files(passages, partial, encoder)
-        for name in (PASSAGES, VECTORS, MANIFEST):
-            _sync(partial / name)
-        partial.replace(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,36 +54,46 @@ class Query:
 class Retriever:
     """An opened index. One `search` at a time; `check` and `cached` may be called while it runs."""
 
-    def __init__(self, folder: str | Path, *, encoder: Encoder | None = None, checksums: bool = False) -> None:
-        """`encoder` spares loading the one that the manifest names; `checksums` reads every byte.
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        mode: str = "auto",
+        encoder: Encoder | None = None,
+        encoder_path: str = "",
+        checksums: bool = False,
+        open_vectors: Callable[[Sequence[Path], VectorFiles], VectorIndex] | None = None,
+    ) -> None:
+        """`mode` is "dense", "lexical", "fusion", or "auto": all that the index has. `encoder` spares loading the one that the manifest
+        names, `encoder_path` says where that one lies now; `checksums` reads every byte; `open_vectors` may put the vectors elsewhere.
 
-        Raises ConfigError when a file is missing, truncated, or not what the manifest says, and when the encoder is another.
+        Raises ConfigError when a file is missing, truncated, or not what the manifest says, when the encoder is another, and when the index
+        has not what the mode needs.
         """
         folder = Path(folder)
-        manifest, self.snapshot = _read_manifest(folder)
+        manifest, self.snapshot = read_manifest(folder)
         if checksums:
             verify(folder)
-        if encoder is not None:
-            check_same_encoder(encoder.spec(), manifest["encoder"])
-        self._partitions: dict[str, list[int]] = manifest["partitions"]
-        self._index = _open_vectors(folder / VECTORS)
-        self._columns = _open_passages(folder / PASSAGES)
-        self._first_rows = np.cumsum([0, *(len(columns[0]) for columns in self._columns)])
-        self._encoder = encoder or make_encoder(manifest["encoder"])
-        self.num_passages, dimension = int(manifest["num_passages"]), int(manifest["dimension"])
-        for name, found, expected in (
-            (f"{VECTORS} holds {{}} vectors", self._index.ntotal, self.num_passages),
-            (f"{PASSAGES} holds {{}} passages", int(self._first_rows[-1]), self.num_passages),
-            (f"{VECTORS} has {{}} dimensions", self._index.d, dimension),
-            ("the encoder makes {} dimensions", self._encoder.dimension, dimension),
-        ):
-            if found != expected:
-                raise ConfigError(f"index {folder}: {name.format(found)}, its manifest says {expected}; build it again")
-        # A view of the memory-mapped file, [num_passages, dimension].
-        self._vectors = faiss.rev_swig_ptr(self._index.get_xb(), self.num_passages * dimension).reshape(self.num_passages, dimension)
-        self._gpu_index = _gpu_copy(self._index)
-        self._row = functools.lru_cache(maxsize=CACHED_PASSAGES)(self._read_row)
-        self._cache = _Cache(CACHED_RESULTS)
+        self.mode = _mode(mode, manifest, folder)
+        if mode not in ("auto", _mode("auto", manifest, folder)):
+            self.snapshot += f"-{mode}"  # the same index, other answers
+        self._partitions = manifest.passages.partitions
+        self._passages = _open_passages(folder, manifest)
+        self.num_passages = len(self._passages)
+        if self.num_passages != manifest.passages.count:
+            found, expected = self.num_passages, manifest.passages.count
+            raise ConfigError(f"index {folder} holds {found} passages, its manifest says {expected}; build it again")
+        self._vectors = self._encoder = self._lexical = None
+        if manifest.vectors is not None and self.mode != "lexical":
+            if encoder is not None:
+                check_same_encoder(encoder.spec(), manifest.vectors.encoder)
+            self._vectors = (open_vectors or open_shards)([folder / name for name in manifest.vectors.files], manifest.vectors)
+            self._encoder = encoder or make_encoder(manifest.vectors.encoder, path=encoder_path)
+            self._check_vectors(folder, manifest.vectors)
+        if manifest.lexical is not None and self.mode != "dense":
+            self._lexical = LexicalIndex.open(folder / manifest.lexical.folder)
+        self._passage = functools.lru_cache(maxsize=CACHED_PASSAGES)(self._passages.__getitem__)
+        self._cache = ResultCache(CACHED_RESULTS)
 
     @property
     def partitions(self) -> list[str]:
@@ -141,12 +109,13 @@ class Retriever:
 
     def cached(self, query: Query) -> SearchResult | None:
         """The answer, if it is known already."""
-        return self._cache.get(query, self.snapshot)
+        return self._cache.get(query)
 
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
         """The answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
-        A partition of fewer passages than asked for is returned whole; a text without a known word gets passages of score 0.
+        A partition, or a corpus, of fewer passages than asked for is returned whole by a search by vectors; a search by words returns the
+        passages that share one with the query.
         """
         results: dict[Query, SearchResult] = {}
         missing: list[Query] = []
@@ -157,63 +126,63 @@ class Retriever:
             else:
                 missing.append(query)
         if missing:
-            vectors = self._encoder.encode_queries([query.text for query in missing])
-            for query, (rows, scores) in zip(missing, self._best_rows(missing, vectors), strict=True):
-                passages = [Passage(**self._row(row), score=score) for row, score in zip(rows.tolist(), scores.tolist(), strict=True)]
+            for query, (rows, scores) in zip(missing, self._ranked(missing), strict=True):
+                passages = [replace(self._passage(row), score=score) for row, score in zip(rows.tolist(), scores.tolist(), strict=True)]
                 results[query] = SearchResult(passages=passages, snapshot=self.snapshot)
-                self._cache.put(query, self.snapshot, results[query])
+                self._cache.put(query, results[query])
         return [results[query] for query in queries]
 
-    def _best_rows(self, queries: Sequence[Query], vectors: Vectors) -> list[Scored]:
-        best: dict[int, Scored] = {}
-        for_faiss: dict[str, list[int]] = {}
-        for i, (query, vector) in enumerate(zip(queries, vectors, strict=True)):
-            start, stop = self._range(query.partition)
-            if (stop - start) * np.count_nonzero(vector) <= SCAN_LIMIT:
-                best[i] = self._scan(query, vector)
-            else:
-                for_faiss.setdefault(query.partition, []).append(i)
-        for partition, members in for_faiss.items():
-            depth = max(queries[i].num_passages for i in members) + NUM_SPARE
-            for i, rows in zip(members, self._candidates(vectors[members], partition, depth), strict=True):
-                rows = np.sort(rows[rows >= 0])  # faiss fills up with -1
-                rows, scores = _rank(rows, self._vectors[rows], vectors[i])
-                count = queries[i].num_passages
-                # With equal scores down to the last candidate, more of them may lie outside, and the first rows are due.
-                tied = len(rows) >= count and scores[count - 1] == scores[-1]
-                best[i] = self._scan(queries[i], vectors[i]) if tied else (rows[:count], scores[:count])
-        return [best[i] for i in range(len(queries))]
+    def _ranked(self, queries: Sequence[Query]) -> list[Scored]:
+        """Searched together are those that ask for as many passages of the same partition: how deep is searched may change an answer."""
+        vectors = self._encoder.encode_queries([query.text for query in queries]) if self._encoder else None
+        groups: dict[tuple[int, str], list[int]] = {}
+        for i, query in enumerate(queries):
+            groups.setdefault((query.num_passages, query.partition), []).append(i)
+        best: list[Scored | None] = [None] * len(queries)
+        for (count, partition), members in groups.items():
+            depth = max(count, FUSION_DEPTH) if self.mode == "fusion" else count
+            rows = self._partitions[partition] if partition else None
+            rankings = []
+            if self._vectors is not None and vectors is not None:
+                rankings.append(self._vectors.search(vectors[members], depth, rows=rows))
+            if self._lexical is not None:
+                rankings.append(self._lexical.search([queries[i].text for i in members], depth, rows=rows))
+            for i, *of_query in zip(members, *rankings, strict=True):
+                best[i] = of_query[0] if len(of_query) == 1 else _fused(of_query, count)
+        return [found for found in best if found is not None]
 
-    def _candidates(self, vectors: Vectors, partition: str, depth: int) -> npt.NDArray[np.int64]:
-        """Rows [num_queries, depth] of about the best scores, by faiss; on GPUs when the whole corpus is searched."""
-        start, stop = self._range(partition)
-        depth = min(depth, stop - start)
-        if not partition:
-            return (self._gpu_index or self._index).search(vectors, depth)[1]
-        selector: Any = {"sel": faiss.IDSelectorRange(start, stop)}
-        return self._index.search(vectors, depth, params=faiss.SearchParameters(**selector))[1]
+    def _check_vectors(self, folder: Path, spec: VectorFiles) -> None:
+        assert self._vectors is not None and self._encoder is not None
+        for name, found, expected in (
+            ("its vectors are {}", self._vectors.num_vectors, self.num_passages),
+            ("its vectors have {} dimensions", self._vectors.dimension, spec.dimension),
+            ("the encoder makes {} dimensions", self._encoder.dimension, spec.dimension),
+        ):
+            if found != expected:
+                raise ConfigError(f"index {folder}: {name.format(found)}, {MANIFEST} says {expected}; build it again")
 
-    def _scan(self, query: Query, vector: Vectors) -> Scored:
-        """The best rows by scoring every one of the partition, block by block."""
-        start, stop = self._range(query.partition)
-        size = max(SCAN_LIMIT // max(np.count_nonzero(vector), 1), 1)
-        blocks = [np.arange(first, min(first + size, stop)) for first in range(start, stop, size)]
-        ranked = [_rank(rows, self._vectors[rows[0] : rows[-1] + 1], vector, count=query.num_passages) for rows in blocks]
-        if len(ranked) == 1:
-            return ranked[0]
-        rows, scores = (np.concatenate(parts) for parts in zip(*ranked, strict=True))
-        order = np.argsort(-scores, kind="stable")[: query.num_passages]
-        return rows[order], scores[order]
 
-    def _range(self, partition: str) -> tuple[int, int]:
-        start, stop = self._partitions[partition] if partition else (0, self.num_passages)
-        return start, stop
+def open_shards(files: Sequence[Path], spec: VectorFiles) -> VectorIndex:
+    """The vectors of an index in this process."""
+    shards = [Shard(file, search=spec.search) for file in files]
+    return shards[0] if len(shards) == 1 else Shards(shards)
 
-    def _read_row(self, row: int) -> dict[str, str]:
-        # Not Table.take: it joins all chunks of a column first.
-        chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
-        place = row - int(self._first_rows[chunk])
-        return {name: column[place].as_py() for name, column in zip(_COLUMNS.names, self._columns[chunk], strict=True)}
+
+def _mode(wanted: str, manifest: Manifest, folder: Path) -> str:
+    natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
+    if wanted not in ("auto", natural) and natural != "fusion":
+        raise ConfigError(f"retrieval.mode is {wanted!r}, but index {folder} has only what {natural!r} needs; build it with both")
+    return natural if wanted == "auto" else wanted
+
+
+def _open_passages(folder: Path, manifest: Manifest) -> Passages:
+    files = [folder / name for name in manifest.passages.files]
+    return ArrowPassages(files) if manifest.passages.kind == "arrow" else JsonlPassages(files[0], files[1])
+
+
+def _fused(rankings: Sequence[Scored], count: int) -> Scored:
+    fused = reciprocal_rank_fusion([rows.tolist() for rows, _ in rankings])[:count]
+    return np.array([row for row, _ in fused], dtype=np.int64), np.array([score for _, score in fused], dtype=np.float32)
 
 
 class BatchingRetriever:
@@ -276,163 +245,29 @@ class BatchingRetriever:
                 future.set_exception(_batch_failed(len(batch), failure))
 
 
-def check_index(folder: str | Path) -> None:
-    """Raises ConfigError unless the files of an index are there and as long as its manifest says; reads nothing else."""
-    _read_manifest(Path(folder))
-
-
-def verify(folder: str | Path) -> None:
-    """Reads every byte and compares it with the manifest's checksums. Raises ConfigError for a file that was changed or cut."""
-    folder = Path(folder)
-    manifest, _ = _read_manifest(folder)
-    for name, file in manifest["files"].items():
-        if _sha256(folder / name) != file["sha256"]:
-            raise ConfigError(f"index {folder}: {name} was changed since it was built; build it again")
-
-
-def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, count: int | None = None) -> Scored:
-    """The best `count` (None: all) of `rows`, which ascend and have `vectors` [len(rows), dimension]; equal scores by row."""
-    columns = np.flatnonzero(query)
-    if 4 * len(columns) < len(query):  # few words: most of a vector need not be read from memory
-        vectors, query = vectors[:, columns], query[columns]
-    scores = (vectors.astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
-    order = np.argsort(-scores, kind="stable")[:count]
-    return rows[order], scores[order]
-
-
 def _batch_failed(num_searches: int, cause: Exception) -> RetrievalError:
     error = RetrievalError(f"a batch of {num_searches} searches failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
-class _Cache:
-    """The results used last, by query and snapshot; for any number of threads."""
+class ResultCache:
+    """The results used last; for any number of threads."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._results: OrderedDict[tuple[Query, str], SearchResult] = OrderedDict()
+        self._results: OrderedDict[Query, SearchResult] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, query: Query, snapshot: str) -> SearchResult | None:
+    def get(self, query: Query) -> SearchResult | None:
         with self._lock:
-            result = self._results.get((query, snapshot))
+            result = self._results.get(query)
             if result is not None:
-                self._results.move_to_end((query, snapshot))
+                self._results.move_to_end(query)
             return result
 
-    def put(self, query: Query, snapshot: str, result: SearchResult) -> None:
+    def put(self, query: Query, result: SearchResult) -> None:
         with self._lock:
-            self._results[query, snapshot] = result
+            self._results[query] = result
             if len(self._results) > self._size:
                 self._results.popitem(last=False)
-
-
-def _write_files(passages: Iterable[Passage], folder: Path, encoder: Encoder) -> dict[str, Any]:
-    index = faiss.IndexFlatIP(encoder.dimension)
-    partitions: dict[str, list[int]] = {}
-    remaining = iter(passages)
-    with pa.OSFile(str(folder / PASSAGES), "wb") as file, pa.ipc.new_file(file, _COLUMNS) as writer:
-        while batch := list(itertools.islice(remaining, ENCODE_BATCH)):
-            for row, passage in enumerate(batch, start=index.ntotal):
-                _extend(partitions, passage.partition, row)
-            vectors = encoder.encode_passages(batch)
-            assert vectors.shape == (len(batch), encoder.dimension), f"{encoder.name} encoder made vectors of shape {vectors.shape}"
-            index.add(vectors)
-            writer.write_batch(pa.record_batch([list(column) for column in _columns(batch)], schema=_COLUMNS))
-    if not index.ntotal:
-        raise ConfigError("the corpus holds no passage; an index needs at least one")
-    with (folder / VECTORS).open("wb") as file:  # through Python's file, which reports a full disk also on its last bytes
-        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, 1 << 20))  # pyrefly: ignore[missing-attribute]
-    manifest = {
-        "format": FORMAT,
-        "encoder": encoder.spec(),
-        "dimension": encoder.dimension,
-        "metric": "inner_product",
-        "num_passages": index.ntotal,
-        "partitions": partitions,
-        "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in (PASSAGES, VECTORS)},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    return manifest
-
-
-def _columns(passages: Sequence[Passage]) -> Iterator[Iterator[str]]:
-    for name in _COLUMNS.names:
-        yield (replace_surrogates(getattr(passage, name)) for passage in passages)
-
-
-def _extend(partitions: dict[str, list[int]], partition: str, row: int) -> None:
-    if not partition:
-        return
-    rows = partitions.setdefault(partition, [row, row])
-    if rows[1] != row:
-        raise ConfigError(f"passages of partition {partition!r} do not follow one another; sort the corpus by partition")
-    rows[1] = row + 1
-
-
-def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
-    """The manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
-    try:
-        text = (folder / MANIFEST).read_bytes()
-        manifest = json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"index {folder}: {MANIFEST} is truncated or changed: {error}; build it again") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise ConfigError(f"index {folder} has format {found!r}, this version reads {FORMAT}; build it again")
-    if lacking := {"encoder", "dimension", "num_passages", "partitions", "files"} - manifest.keys():
-        raise ConfigError(f"index {folder}: {MANIFEST} lacks {', '.join(sorted(lacking))}; build it again")
-    for name in (PASSAGES, VECTORS):
-        if not (folder / name).is_file():
-            raise ConfigError(f"index {folder} lacks {name}; build it again")
-        size, expected = (folder / name).stat().st_size, manifest["files"].get(name, {}).get("bytes")
-        if size != expected:
-            raise ConfigError(f"index {folder}: {name} has {size} bytes, its manifest says {expected}; build it again")
-    return manifest, hashlib.sha256(text).hexdigest()[:16]
-
-
-def _open_vectors(path: Path) -> Any:
-    try:
-        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    except RuntimeError as error:
-        raise ConfigError(f"{path} is no faiss index: {' '.join(str(error).split())[:200]}; build it again") from error
-    if not isinstance(index, faiss.IndexFlat):
-        raise ConfigError(f"{path} is a faiss {type(index).__name__}, expected a flat index; build it again")
-    return index
-
-
-def _open_passages(path: Path) -> list[list[pa.Array]]:
-    """The columns of every record batch."""
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            if not reader.schema.equals(_COLUMNS):
-                raise ConfigError(f"{path} has columns {reader.schema.names}, expected {_COLUMNS.names}; build it again")
-            return [reader.get_batch(i).columns for i in range(reader.num_record_batches)]
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is no Arrow file: {' '.join(str(error).split())[:200]}; build it again") from error
-
-
-def _gpu_copy(index: Any) -> Any:
-    """The index in float16, spread over all visible GPUs; None without one."""
-    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
-        return None
-    options = faiss.GpuMultipleClonerOptions()
-    options.useFloat16 = True
-    options.shard = True
-    return faiss.index_cpu_to_all_gpus(index, co=options)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

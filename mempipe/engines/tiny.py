@@ -48,8 +48,8 @@ SLOW_ANGLE = 0.02  # radians per position
 def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     """The tokenizer, saved to `folder`.
 
-    Byte-level, so it encodes any text and gives it back unchanged. Every word of the world is one token with a space before it and one
-    without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows nothing else.
+    Byte-level, so it encodes any text and gives it back (in NFC, as Qwen2 does). Every word of the world is one token with a space before
+    it and one without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows nothing else.
     """
     words = ["system", "user", "assistant", *world.vocabulary()]
     bpe = Qwen2Tokenizer().backend_tokenizer  # Qwen2's way of cutting text into words

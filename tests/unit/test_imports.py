@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "mlflow")
+HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "mlflow")
 
 # module -> heavy libraries that importing it may bring in
 ALLOWED = {
@@ -40,6 +40,12 @@ ALLOWED = {
     "mempipe.stream": ("ray", "transformers"),
     "mempipe.tracking": (),
     "mempipe.engines.tokenizer": ("transformers",),
+    "mempipe.engines.encoders": (),
+    "mempipe.engines.lexical": (),
+    "mempipe.engines.index_folder": (),
+    "mempipe.engines.passages": (),
+    "mempipe.engines.vectors": ("faiss",),
+    "mempipe.engines.index_build": ("faiss",),
     "mempipe.engines.retrieval": ("faiss",),
     "mempipe.engines.weights": ("torch",),
     "mempipe.engines.model": ("torch", "transformers"),

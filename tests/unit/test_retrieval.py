@@ -23,19 +23,12 @@ from mempipe.config import ConfigError, RetrievalConfig
 from mempipe.data.corpus import read_corpus
 from mempipe.data.qa import read_questions
 from mempipe.data.world import World, search_query
-from mempipe.engines import retrieval
+from mempipe.engines import retrieval, vectors
 from mempipe.engines.encoders import Encoder, HashingEncoder
-from mempipe.engines.retrieval import (
-    BatchingRetriever,
-    Query,
-    RetrievalError,
-    RetrievalTimeout,
-    Retriever,
-    build_index,
-    verify,
-)
+from mempipe.engines.index_build import build_index
+from mempipe.engines.index_folder import read_manifest, verify
+from mempipe.engines.retrieval import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
 from mempipe.types import Passage, SearchResult
-from pipelines.build_index import main as build_from_file
 from pipelines.build_index import search as search_folder
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -100,10 +93,10 @@ def encoder(request) -> Encoder:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, encoder) -> Path:
+@pytest.fixture(scope="module", params=[4_000_000, 100], ids=["one shard", "shards"])
+def folder(request, tmp_path_factory, encoder) -> Path:
     folder = tmp_path_factory.mktemp("index") / encoder.name
-    build_index(make_passages(), folder, encoder=encoder)
+    build_index(make_passages(), folder, encoder=encoder, segment_passages=50, faiss={"shard_passages": request.param})
     return folder
 
 
@@ -115,7 +108,7 @@ def retriever(folder, encoder) -> Retriever:
 @pytest.fixture(params=[2**20, 0], ids=["scan", "faiss"])
 def route(request, monkeypatch) -> None:
     """Every row scored, or candidates from faiss."""
-    monkeypatch.setattr(retrieval, "SCAN_LIMIT", request.param)
+    monkeypatch.setattr(vectors, "SCAN_LIMIT", request.param)
 
 
 @pytest.fixture
@@ -156,13 +149,6 @@ def test_more_passages_than_there_are_returns_all_of_them_once(retriever):
     assert sorted(passage.id for passage in result.passages) == sorted(passage.id for passage in make_passages())
 
 
-def test_rows_that_faiss_fills_up_with_are_no_passages(retriever, monkeypatch):
-    monkeypatch.setattr(retrieval, "SCAN_LIMIT", 0)
-    monkeypatch.setattr(retriever, "_candidates", lambda vectors, partition, depth: np.array([[3, -1, 1, -1]] * len(vectors)))
-    (result,) = retriever.search([Query(text="word1", num_passages=4)])
-    assert sorted(passage.id for passage in result.passages) == ["0/1", "0/3"]
-
-
 def test_passages_come_back_as_they_were_indexed(retriever):
     passages = {passage.id: passage for passage in make_passages()}
     for passage in retriever.search([Query(text="word1 word2", num_passages=300)])[0].passages:
@@ -177,11 +163,10 @@ def test_equal_passages_keep_the_order_of_the_corpus(tmp_path):
     assert len({passage.score for passage in result.passages}) == 1
 
 
-def test_many_chunks_of_passages_are_found_by_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(retrieval, "ENCODE_BATCH", 7)
-    build_index(make_passages(), tmp_path / "i")
+def test_passages_of_many_segments_are_found_by_row(tmp_path):
+    build_index(make_passages(), tmp_path / "i", segment_passages=7)
     retriever = Retriever(tmp_path / "i")
-    assert [retriever._row(i)["id"] for i in range(retriever.num_passages)] == [passage.id for passage in make_passages()]
+    assert [retriever._passages[i] for i in range(retriever.num_passages)] == make_passages()
 
 
 def test_impossible_queries_are_refused(retriever):
@@ -224,7 +209,7 @@ def test_weights_of_words_are_those_documented():
 def test_the_same_passages_give_the_same_bytes_and_snapshot(tmp_path):
     for name in ("a", "b"):
         build_index(make_passages(), tmp_path / name)
-    for file in ("passages.arrow", "index.faiss", "manifest.json"):
+    for file in ("passages/00000000.arrow", "vectors/00000.faiss", "manifest.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     build_index(make_passages()[1:], tmp_path / "c")
     a, b, c = (Retriever(tmp_path / name).snapshot for name in "abc")
@@ -232,10 +217,14 @@ def test_the_same_passages_give_the_same_bytes_and_snapshot(tmp_path):
 
 
 def test_the_manifest_says_what_is_in_the_folder(folder, encoder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["encoder"] == encoder.spec() and manifest["dimension"] == encoder.dimension
-    assert manifest["num_passages"] == len(make_passages()) == 7 * 40 + 21
-    assert manifest["partitions"]["part0"] == [0, 40] and manifest["partitions"]["part2"] == [81, 123]
+    manifest, _ = read_manifest(folder)
+    assert manifest.vectors is not None
+    assert manifest.vectors.encoder == encoder.spec() and manifest.vectors.dimension == encoder.dimension
+    assert manifest.passages.count == len(make_passages()) == 7 * 40 + 21
+    assert manifest.passages.partitions["part0"] == (0, 40) and manifest.passages.partitions["part2"] == (81, 123)
+    assert sorted(manifest.files) == sorted(
+        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"
+    )
     verify(folder)
 
 
@@ -288,7 +277,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", ["passages.arrow", "index.faiss"])
+@pytest.mark.parametrize("name", ["passages/00000000.arrow", "vectors/00000.faiss"])
 def test_missing_truncated_and_changed_files_are_refused(small, name):
     file = small / name
     content = file.read_bytes()
@@ -303,31 +292,72 @@ def test_missing_truncated_and_changed_files_are_refused(small, name):
     assert f"lacks {name}; build it again" in refusal(small)
 
 
-def change_manifest(folder: Path, **changes: Any) -> None:
+def change_manifest(folder: Path, part: str = "", **changes: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+    (manifest[part] if part else manifest).update(changes)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_manifests_that_do_not_fit_are_refused(small, tmp_path):
     assert "holds no index: manifest.json: No such file" in refusal(tmp_path / "none")
-    change_manifest(small, num_passages=4)
-    assert "index.faiss holds 3 vectors, its manifest says 4" in refusal(small)
-    change_manifest(small, num_passages=3, dimension=512)
-    assert "index.faiss has 1024 dimensions, its manifest says 512" in refusal(small)
+    change_manifest(small, "passages", count=4)
+    assert "holds 3 passages, its manifest says 4" in refusal(small)
+    change_manifest(small, "passages", count=3)
+    change_manifest(small, "vectors", dimension=512)
+    assert "its vectors have 1024 dimensions, manifest.json says 512" in refusal(small)
+    change_manifest(small, vectors=None)
+    assert "names neither vectors nor a lexical index" in refusal(small)
     change_manifest(small, format=0)
-    assert "has format 0, this version reads 1" in refusal(small)
-    (small / "manifest.json").write_text('{"format": 1}')
-    assert "manifest.json lacks dimension, encoder, files, num_passages, partitions" in refusal(small)
+    assert "has format 0, this version reads 2" in refusal(small)
+    (small / "manifest.json").write_text('{"format": 2}')
+    assert "passages: Field required, files: Field required" in refusal(small)
     (small / "manifest.json").write_text('{"format": 1')
     assert "manifest.json is truncated or changed" in refusal(small)
 
 
 def test_another_encoder_than_the_one_that_built_the_index_is_refused(small):
     assert "title_weight is 5.0, the index was built with 2.0" in refusal(small, encoder=HashingEncoder(title_weight=5.0))
-    change_manifest(small, encoder={"kind": "word2vec"})
-    assert "encoder kind is 'word2vec'" in refusal(small)
-    change_manifest(small, encoder={"kind": "hashing", "dimension": 1024, "shape": "round"})
+    change_manifest(small, "vectors", encoder={"kind": "word2vec"})
+    assert "'word2vec'" in refusal(small)
+    change_manifest(small, "vectors", encoder={"kind": "hashing", "dimension": 1024, "shape": "round"})
     assert "shape" in refusal(small)
+
+
+def test_a_mode_for_which_the_index_has_nothing_is_refused(small, tmp_path):
+    assert "retrieval.mode is 'fusion', but index" in refusal(small, mode="fusion")
+    assert Retriever(small, mode="dense").snapshot == Retriever(small).snapshot
+    build_index(make_passages(), tmp_path / "both", lexical=True)
+    modes = {mode: Retriever(tmp_path / "both", mode=mode) for mode in ("auto", "fusion", "dense", "lexical")}
+    assert modes["auto"].snapshot == modes["fusion"].snapshot
+    assert len({retriever.snapshot for retriever in modes.values()}) == 3
+
+
+# --- words, and both
+
+
+def test_fusion_ranks_by_the_places_in_both_rankings(tmp_path):
+    build_index(make_passages(), tmp_path / "i", lexical=True)
+    query = Query(text="word1 word2 word3", num_passages=5, partition="part3")
+    rankings = []
+    for mode in ("dense", "lexical"):
+        (result,) = Retriever(tmp_path / "i", mode=mode).search([dataclasses.replace(query, num_passages=100)])
+        rankings.append([passage.id for passage in result.passages])
+    scores: dict[str, float] = {}
+    for ranking in rankings:
+        for place, identity in enumerate(ranking, start=1):
+            scores[identity] = scores.get(identity, 0.0) + 1 / (60 + place)
+    (result,) = Retriever(tmp_path / "i").search([query])
+    rows = {passage.id: row for row, passage in enumerate(make_passages())}
+    assert [p.id for p in result.passages] == sorted(scores, key=lambda identity: (-scores[identity], rows[identity]))[:5]
+    assert [p.score for p in result.passages] == pytest.approx([scores[p.id] for p in result.passages], rel=1e-6)
+
+
+def test_a_search_by_words_returns_passages_that_share_one(tmp_path):
+    build_index(make_passages(), tmp_path / "i", lexical=True)
+    retriever = Retriever(tmp_path / "i", mode="lexical")
+    (result,) = retriever.search([Query(text="word7", num_passages=1000)])
+    assert sorted(p.id for p in result.passages) == sorted(p.id for p in make_passages() if "word7" in p.text.split())
+    assert retriever.search([Query(text="nothing of it", num_passages=3)])[0].passages == []
 
 
 # --- the cache
@@ -527,12 +557,8 @@ def test_hashing_finds_two_thirds_of_the_passages_that_real_questions_need(tmp_p
     assert sum(recalls) / len(recalls) > 0.65  # measured: 0.675
 
 
-def test_an_index_is_built_from_a_file_and_searched(tmp_path, capsys):
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text("".join(json.dumps({"id": i, "contents": f'"Title {i}"\nnumber n{i}'}) + "\n" for i in range(4)))
-    build_from_file(corpus, tmp_path / "i")
-    assert capsys.readouterr().out == f"4 passages, 1024 dimensions, in {tmp_path / 'i'}\n"
-    (row,) = search_folder(tmp_path / "i", "n2", num_passages=1)
-    assert row["score"] > 0.3 and {**row, "score": 0} == {"id": "2", "title": "Title 2", "text": "number n2", "partition": "", "score": 0}
+def test_a_folder_is_searched_by_command(small):
+    (row,) = search_folder(small, "t2", num_passages=1)
+    assert row["score"] > 0.3 and {**row, "score": 0} == {"id": "2", "title": "t2", "text": "text 2", "partition": "", "score": 0}
     with pytest.raises(ConfigError, match="partition 'x' is none of the index's 0"):
-        search_folder(tmp_path / "i", "n2", num_passages=1, partition="x")
+        search_folder(small, "t2", num_passages=1, partition="x")

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from mempipe.agents.memsearcher import MemSearcher
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tool
-from mempipe.agents.rendering import Layout
 from mempipe.config import Budget
 from mempipe.data import world as tiny_world
 from mempipe.data.world import NAME_POOLS, NO_NOISE, ScriptedPolicy, World
@@ -51,7 +52,7 @@ async def scripted_trajectory(tokenizer: HFTokenizer) -> Trajectory:
         named = [passage for passage in WORLD.passages if passage.title in query.split()]
         return SearchResult(passages=named + WORLD.passages[:1], snapshot="")
 
-    layout = Layout(tokenizer, prompts=load_prompts("tiny"), tool=TOOL, budget=BUDGET)
+    layout = MemSearcherLayout(tokenizer, prompts=load_prompts("tiny", MemSearcherPrompts), tool=TOOL, budget=BUDGET)
     agent = MemSearcher(layout, generate=generate, search=search)
     trajectory = await agent.rollout(question, trajectory_id="t", group_id="g", member=0)
     assert trajectory.end_reason is EndReason.ANSWERED
@@ -73,10 +74,10 @@ def test_names_differ_in_more_than_case_and_from_all_other_words():
 
 
 @given(st.text(max_size=30))
-def test_any_text_comes_back_unchanged_and_makes_no_special_token(tokenizer, text):
+def test_any_text_comes_back_and_makes_no_special_token(tokenizer, text):
     text = text.encode("utf-8", "ignore").decode()
     ids = tokenizer.encode_text(text)
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)  # as Qwen2's own tokenizer has it
     assert tokenizer.special_token_ids.isdisjoint(ids)
 
 

@@ -1,0 +1,156 @@
+"""The folder of an index: what its manifest says, and whether the files still are what it says.
+
+    manifest.json     counts, encoder, faiss kind, row range of every partition; size and checksum of every file
+    passages/         id, title, text and partition of every passage, as Arrow files in row order
+    vectors/          faiss indexes, one a shard, in row order
+    lexical/          a BM25 index
+
+`vectors` or `lexical` may be absent, not both. Files may lie elsewhere: an adopted index names other people's by their absolute path.
+The hash of the manifest is the snapshot that every search result carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mempipe.config import ConfigError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+SAMPLED_BLOCKS, BLOCK_BYTES = 256, 2**16
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Part):
+    """One file's size and sha256; `sampled`: of its size and 256 blocks spread over it, for files of others that are not read through."""
+
+    bytes: int
+    sha256: str
+    sampled: bool = False
+
+
+class PassageFiles(_Part):
+    kind: Literal["arrow", "jsonl"]
+    files: list[str]
+    """arrow: in row order; jsonl: the corpus and the offsets of its lines."""
+    count: int
+    partitions: dict[str, tuple[int, int]] = {}
+    """Name of a partition: its rows, from the first up to, not including, the second."""
+    skipped: dict[str, int] = {}
+    """Rows of the corpus that were left out, by reason."""
+
+
+class VectorFiles(_Part):
+    encoder: dict[str, Any]
+    """What `mempipe.engines.encoders.make_encoder` makes it of."""
+    dimension: int
+    factory: str
+    """faiss' name of the index's kind."""
+    search: str = ""
+    """faiss search parameters, e.g. "nprobe=64"."""
+    files: list[str]
+    """Shards in row order."""
+    recall_at_10: float | None = None
+    """Of an index that is not exact: the share of the 10 nearest passages that it finds, measured when it was built."""
+    num_recall_queries: int = 0
+
+
+class LexicalFiles(_Part):
+    spec: dict[str, Any]
+    folder: str
+
+
+class Manifest(_Part):
+    format: int = FORMAT
+    passages: PassageFiles
+    vectors: VectorFiles | None = None
+    lexical: LexicalFiles | None = None
+    files: dict[str, FileRecord]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    text = json.dumps(manifest.model_dump(), indent=1)
+    write_whole(folder / MANIFEST, lambda partial: partial.write_text(text))
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        values = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"index {folder}: {MANIFEST} is truncated or changed: {error}; build it again") from error
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"index {folder} has format {found!r}, this version reads {FORMAT}; build it again")
+    try:
+        manifest = Manifest.model_validate(values)
+    except ValidationError as error:
+        problems = ", ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"index {folder}: {MANIFEST} is not what this version writes ({problems}); build it again") from error
+    if manifest.vectors is None and manifest.lexical is None:
+        raise ConfigError(f"index {folder}: {MANIFEST} names neither vectors nor a lexical index; build it again")
+    for name, record in manifest.files.items():
+        if not (folder / name).is_file():
+            raise ConfigError(f"index {folder} lacks {name}; build it again")
+        if (size := (folder / name).stat().st_size) != record.bytes:
+            raise ConfigError(f"index {folder}: {name} has {size} bytes, its manifest says {record.bytes}; build it again")
+    return manifest, hashlib.sha256(text).hexdigest()[:16]
+
+
+def check_index(folder: str | Path) -> None:
+    """Raises ConfigError unless the files of an index are there and as long as its manifest says; reads nothing else."""
+    read_manifest(Path(folder))
+
+
+def verify(folder: str | Path) -> None:
+    """Reads the files and compares them with the manifest's checksums. Raises ConfigError for a file that was changed."""
+    folder = Path(folder)
+    manifest, _ = read_manifest(folder)
+    for name, record in manifest.files.items():
+        if record_of(folder / name, sampled=record.sampled) != record:
+            raise ConfigError(f"index {folder}: {name} was changed since it was built; build it again")
+
+
+def record_of(file: Path, *, sampled: bool = False) -> FileRecord:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        if not sampled:
+            return FileRecord(bytes=size, sha256=hashlib.file_digest(opened, "sha256").hexdigest())
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLED_BLOCKS):
+            opened.seek(max(size - BLOCK_BYTES, 0) * i // (SAMPLED_BLOCKS - 1))
+            digest.update(opened.read(BLOCK_BYTES))
+        return FileRecord(bytes=size, sha256=digest.hexdigest(), sampled=True)
+
+
+def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
+    """`write` makes a file that appears under its name when it is whole and on the disk."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        sync(partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Brings a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

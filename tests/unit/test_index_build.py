@@ -1,0 +1,284 @@
+"""Building an index: whatever kills it, going on ends with the same bytes; what cannot be built is refused by name."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+
+from mempipe.config import ConfigError, IndexConfig, load_index_config
+from mempipe.data.corpus import corpus_files
+from mempipe.engines.encoders import HashingEncoder, make_encoder
+from mempipe.engines.index_build import IndexBuild, adopt_index, build_index, encode_segment, make_index
+from mempipe.engines.index_folder import Manifest, read_manifest, verify
+from mempipe.engines.retrieval import Query, Retriever
+from mempipe.types import Passage
+
+ENCODER = {"kind": "hashing", "dimension": 32}
+WORDS = [f"word{i}" for i in range(80)]
+
+
+def write_corpus(path: Path, count: int = 500, *, partition: bool = False) -> Path:
+    rng = random.Random(0)
+    rows = [{"id": i, "contents": f'"Title {i}"\n{" ".join(rng.choices(WORDS, k=20))}'} for i in range(count)]
+    if partition:
+        rows = [row | {"partition": f"p{row['id'] // 90}"} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(corpus: Path, output: Path, **settings: Any) -> IndexConfig:
+    values = {"corpus": [str(corpus)], "output": str(output), "encoder": ENCODER, "segment_passages": 100} | settings
+    return IndexConfig.model_validate(values)
+
+
+def build(config: IndexConfig) -> Manifest:
+    job = IndexBuild(config, corpus_files(config.corpus))
+    encoder = make_encoder(config.encoder) if config.encoder else None
+    for segment in job.read():
+        if encoder and job.needs_vectors(segment):
+            encode_segment(job.folder, segment.number, encoder)
+    return job.finish(encoder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def die_behind(config: IndexConfig, num_renames: int) -> None:
+    """Builds in this process, which dies right before one more file would get its name."""
+    rename, done = os.replace, iter(range(num_renames))
+
+    def replace(*args: Any, **kwargs: Any) -> None:
+        if next(done, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*args, **kwargs)
+
+    os.replace = replace
+    build(config)
+
+
+def run_and_die(config: IndexConfig, num_renames: int) -> bool:
+    """Whether the process was killed; otherwise it finished the index."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mempipe.engines.index_build"])
+    process = context.Process(target=die_behind, args=(config, num_renames))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, seed):
+    settings = {"lexical": True, "faiss": {"factory": "IVF4,Flat", "search": "nprobe=2", "shard_passages": 200}}
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    build(config_of(corpus, tmp_path / "undisturbed", **settings))
+    rng = random.Random(seed)
+    kills = [run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])) for _ in range(10)]
+    assert all(kills)  # 24 files get their names: settings, 3 a segment, training, 3 shards, recall, words, manifest, the folder itself
+    for _ in range(30):
+        if not run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])):
+            break
+    assert contents(tmp_path / "i") == contents(tmp_path / "undisturbed")
+    assert not list(tmp_path.glob(".*"))
+    verify(tmp_path / "i")
+
+
+def test_a_build_with_other_settings_or_another_corpus_does_not_go_on(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    assert run_and_die(config_of(corpus, tmp_path / "i"), 3)
+    with pytest.raises(ConfigError, match=r"unfinished build with segment_passages 100, now it is 50; remove that folder"):
+        build(config_of(corpus, tmp_path / "i", segment_passages=50))
+    write_corpus(corpus, 501)
+    with pytest.raises(ConfigError, match="unfinished build with files"):
+        build(config_of(corpus, tmp_path / "i"))
+    write_corpus(corpus, 500)
+    assert build(config_of(corpus, tmp_path / "i", num_encoders=3)).passages.count == 500
+
+
+def test_two_builds_of_one_output_do_not_meet(tmp_path):
+    config = config_of(write_corpus(tmp_path / "c.jsonl"), tmp_path / "i")
+    first = IndexBuild(config, corpus_files(config.corpus))
+    with pytest.raises(ConfigError, match="which another process is building"):
+        IndexBuild(config, corpus_files(config.corpus))
+    del first
+    build(config)
+    with pytest.raises(ConfigError, match="which exists; remove it or choose another"):
+        build(config)
+
+
+def test_segments_and_shards_do_not_change_an_answer(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", partition=True)
+    shapes: list[dict[str, Any]] = [
+        {"segment_passages": 1000},
+        {"segment_passages": 7, "faiss": {"shard_passages": 100}},
+        {"segment_passages": 100, "faiss": {"shard_passages": 1}},
+    ]
+    queries = [Query(text=f"word{i} word{3 * i}", num_passages=9, partition=p) for i in range(20) for p in ("", "p0", "p1", "p5")]
+    answers = []
+    for i, shape in enumerate(shapes):
+        build(config_of(corpus, tmp_path / str(i), **shape))
+        answers.append([result.passages for result in Retriever(tmp_path / str(i)).search(queries)])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_memory_and_ray_built_indexes_are_the_same_bytes(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    config = config_of(corpus, tmp_path / "a")
+    build(config)
+    passages = [Retriever(tmp_path / "a")._passages[row] for row in range(500)]
+    build_index(passages, tmp_path / "b", encoder=HashingEncoder(dimension=32), segment_passages=100)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("factory", "search", "least"),
+    [
+        ("IVF8,Flat", "nprobe=8", 0.99),
+        ("IVF8,Flat", "nprobe=1", 0.2),
+        ("HNSW8", "efSearch=64", 0.9),
+        ("IVF8,PQ8x4", "nprobe=8", 0.2),
+        ("OPQ8,PQ8x4", "", 0.2),
+    ],
+)
+def test_every_kind_that_is_not_exact_reports_its_recall_against_an_exact_search(tmp_path, factory, search, least):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    settings = {"faiss": {"factory": factory, "search": search, "shard_passages": 300}}
+    manifest = build(config_of(corpus, tmp_path / "i", **settings))
+    assert manifest.vectors and manifest.vectors.recall_at_10 is not None and manifest.vectors.num_recall_queries == 256
+    # By hand: every passage as a query, on the opened index and on the plain vectors.
+    retriever = Retriever(tmp_path / "i")
+    vectors = HashingEncoder(dimension=32).encode_passages([retriever._passages[row] for row in range(500)])
+    exact = np.argsort(-(vectors @ vectors.T), axis=1, kind="stable")[:, :11]
+    assert retriever._vectors is not None
+    found = retriever._vectors.search(vectors, 11)
+    shares = []
+    for row in range(500):
+        wanted = [i for i in exact[row] if i != row][:10]
+        shares.append(len(set(wanted) & set(found[row][0].tolist())) / 10)
+    assert manifest.vectors.recall_at_10 == pytest.approx(float(np.mean(shares)), abs=0.04)
+    assert manifest.vectors.recall_at_10 >= least
+    build(config_of(corpus, tmp_path / "again", **settings))
+    assert contents(tmp_path / "i") == contents(tmp_path / "again")
+
+
+def test_half_precision_takes_half_the_space_and_is_searched_exactly(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    sizes = {}
+    for factory in ("Flat", "SQfp16"):
+        manifest = build(config_of(corpus, tmp_path / factory, faiss={"factory": factory}))
+        assert manifest.vectors and manifest.vectors.recall_at_10 is None
+        sizes[factory] = manifest.files["vectors/00000.faiss"].bytes
+    assert sizes["SQfp16"] < 0.52 * sizes["Flat"]
+
+
+def test_bad_rows_are_counted_up_to_the_limit_and_their_absence_is_in_the_manifest(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 20)
+    good = corpus.read_bytes()
+    bad = (
+        b'{"id": 3, "contents": "\\"Again\\"\\ntwice"}\n{"id": "x", "contents": "\\"Empty\\"\\n "}\n\xff\xfe\n'
+        + b'{"id": "long", "contents": "'
+        + b"a" * 2**20
+        + b'"}\n'
+    )
+    corpus.write_bytes(good + bad)
+    with pytest.raises(ConfigError, match=r"c.jsonl, line 21: .*'3'"):
+        build(config_of(corpus, tmp_path / "i"))
+    with pytest.raises(ConfigError, match=r"max_bad_rows"):
+        build(config_of(corpus, tmp_path / "j", max_bad_rows=3))
+    manifest = build(config_of(corpus, tmp_path / "k", max_bad_rows=4))
+    assert manifest.passages.count == 20
+    assert manifest.passages.skipped == {"duplicate_id": 1, "empty": 1, "not_utf8": 1, "too_long": 1}
+
+
+def test_what_faiss_cannot_make_is_refused_with_the_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'Flut'"):
+        make_index(config_of(tmp_path, tmp_path, faiss={"factory": "Flut"}).faiss, 32)
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'PQ7'"):
+        make_index(config_of(tmp_path, tmp_path, faiss={"factory": "PQ7"}).faiss, 32)
+    with pytest.raises(ConfigError, match=r"faiss.search is 'nprobe=4'"):
+        make_index(config_of(tmp_path, tmp_path, faiss={"search": "nprobe=4"}).faiss, 32)
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'IVF600,Flat'.*training points"):
+        build(config_of(write_corpus(tmp_path / "c.jsonl"), tmp_path / "i", faiss={"factory": "IVF600,Flat"}))
+
+
+def test_partitions_need_an_index_that_can_be_searched_by_rows(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", partition=True)
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'HNSW8', .*partitions.*Flat"):
+        build(config_of(corpus, tmp_path / "i", faiss={"factory": "HNSW8"}))
+
+
+def test_index_configs_name_what_is_wrong(tmp_path):
+    file = tmp_path / "i.yaml"
+    file.write_text("corpus: [a.jsonl]\noutput: x\nencoder: null\n")
+    with pytest.raises(ConfigError, match="there would be nothing to search"):
+        load_index_config(file)
+    assert load_index_config(file, ["lexical=true", "faiss.factory=SQfp16"]).faiss.factory == "SQfp16"
+    with pytest.raises(ConfigError, match=r"faiss.factry is not a setting"):
+        load_index_config(file, ["lexical=true", "faiss.factry=SQfp16"])
+    with pytest.raises(ConfigError, match=r"corpus"):
+        load_index_config(file, ["lexical=true", "corpus=3"])
+
+
+# --- other people's files
+
+
+def others_files(folder: Path, count: int = 50) -> tuple[Path, Path, list[Passage]]:
+    """What Search-R1's index builder leaves: a flat faiss file, and the jsonl that it read."""
+    corpus = write_corpus(folder / "wiki.jsonl", count)
+    passages = [
+        Passage(id=str(i), title=f"Title {i}", text=json.loads(line)["contents"].partition("\n")[2]) for i, line in enumerate(corpus.open())
+    ]
+    index = faiss.index_factory(32, "Flat", faiss.METRIC_INNER_PRODUCT)
+    index.add(HashingEncoder(dimension=32).encode_passages(passages))
+    faiss.write_index(index, str(folder / "e5_Flat.index"))
+    return folder / "e5_Flat.index", corpus, passages
+
+
+def test_an_index_of_others_opens_as_it_is(tmp_path):
+    index, corpus, passages = others_files(tmp_path)
+    adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    build_index(passages, tmp_path / "ours", encoder=HashingEncoder(dimension=32))
+    queries = [Query(text=f"word{i}", num_passages=7) for i in range(30)]
+    theirs, ours = (Retriever(folder, checksums=True).search(queries) for folder in (tmp_path / "i", tmp_path / "ours"))
+    assert [result.passages for result in theirs] == [result.passages for result in ours]
+    assert sum(file.stat().st_size for file in (tmp_path / "i").iterdir()) < 5000
+    data = bytearray(index.read_bytes())
+    data[-1] ^= 1
+    index.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"e5_Flat.index was changed since it was built"):
+        verify(tmp_path / "i")
+    index.write_bytes(data[:-1])
+    with pytest.raises(ConfigError, match=r"e5_Flat.index has \d+ bytes, its manifest says"):
+        read_manifest(tmp_path / "i")
+
+
+def test_files_that_do_not_belong_together_are_not_adopted(tmp_path):
+    index, corpus, _ = others_files(tmp_path)
+    with pytest.raises(ConfigError, match="has 32 dimensions, but the encoder makes 64"):
+        adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=64))
+    with corpus.open("a") as file:
+        file.write(json.dumps({"id": 99, "contents": "one more"}))
+    with pytest.raises(ConfigError, match=r"holds 50 vectors, but .* has 51 lines"):
+        adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    with pytest.raises(ConfigError, match=r"not a plain .jsonl file"):
+        adopt_index(index, index, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    assert not (tmp_path / "i").exists()
+
+
+def test_a_line_that_is_no_passage_is_named_when_it_is_found(tmp_path):
+    index, corpus, _ = others_files(tmp_path, 3)
+    lines = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([lines[0], "[" + " " * (len(lines[1]) - 2) + "]", lines[2]]))
+    adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    with pytest.raises(ConfigError, match=r"wiki.jsonl, row 2: not a passage"):
+        Retriever(tmp_path / "i").search([Query(text="word1", num_passages=3)])

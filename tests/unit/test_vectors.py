@@ -1,0 +1,119 @@
+"""Vector search: shards and kinds of index against NumPy, to the last digit where the index is exhaustive."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.config import ConfigError
+from mempipe.engines import vectors as module
+from mempipe.engines.vectors import Shard, Shards, merge
+
+N, D = 700, 32
+
+
+def unit(count: int, seed: int = 0) -> np.ndarray:
+    rows = np.random.default_rng(seed).standard_normal((count, D)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+VECTORS = unit(N)
+VECTORS[300:340] = VECTORS[10]  # ties, across shards too
+QUERIES = np.concatenate([unit(9, seed=1), VECTORS[[10, 299]]])
+
+
+def index_file(path: Path, vectors: np.ndarray, factory: str = "Flat", metric: int = faiss.METRIC_INNER_PRODUCT) -> Path:
+    index = faiss.index_factory(D, factory, metric)
+    if not index.is_trained:
+        index.train(VECTORS)
+    index.add(vectors)
+    faiss.write_index(index, str(path))
+    return path
+
+
+def by_numpy(query: np.ndarray, count: int, rows: tuple[int, int] = (0, N), stored: np.ndarray = VECTORS) -> tuple[list[int], list[float]]:
+    scores = (stored[rows[0] : rows[1]].astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
+    order = np.argsort(-scores, kind="stable")[:count]
+    return (order + rows[0]).tolist(), scores[order].tolist()
+
+
+def as_lists(found) -> list[tuple[list[int], list[float]]]:
+    return [(rows.tolist(), scores.tolist()) for rows, scores in found]
+
+
+@pytest.fixture(params=[2**20, 0], ids=["scan", "faiss"])
+def route(request, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SCAN_LIMIT", request.param)
+
+
+@pytest.fixture(params=[[N], [300, 400], [1, 350, 0, 9, 340]], ids=["one", "two", "five"])
+def index(request, tmp_path) -> Shards:
+    bounds = np.cumsum([0, *request.param])
+    files = [index_file(tmp_path / f"{i}.faiss", VECTORS[a:b]) for i, (a, b) in enumerate(itertools.pairwise(bounds))]
+    return Shards([Shard(file) for file in files])
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("count", [1, 10, 41, N, N + 5])
+def test_flat_search_in_any_shards_equals_numpy(index, count):
+    assert as_lists(index.search(QUERIES, count)) == [by_numpy(query, count) for query in QUERIES]
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("rows", [(0, 1), (5, 25), (290, 360), (350, 700), (699, 700)])
+def test_a_range_of_rows_is_searched_as_if_nothing_else_were_there(index, rows):
+    assert as_lists(index.search(QUERIES, 12, rows=rows)) == [by_numpy(query, 12, rows) for query in QUERIES]
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("factory", ["SQfp16", "SQ8", "PQ8x4"])
+def test_compressed_vectors_are_ranked_by_what_is_stored(tmp_path, factory):
+    shard = Shard(index_file(tmp_path / "i", VECTORS, factory))
+    stored = faiss.read_index(str(tmp_path / "i")).reconstruct_n(0, N)
+    assert as_lists(shard.search(QUERIES, 10)) == [by_numpy(query, 10, stored=stored) for query in QUERIES]
+
+
+def test_other_kinds_answer_as_faiss_does_and_never_with_rows_that_are_not_there(tmp_path):
+    shard = Shard(index_file(tmp_path / "i", VECTORS, "IVF16,Flat"), search="nprobe=1")
+    found = shard.search(QUERIES, N)
+    assert not shard.is_exhaustive
+    for rows, scores in found:
+        assert 0 < len(rows) < N and rows.min() >= 0 and len(set(rows.tolist())) == len(rows)
+        assert (np.diff(scores) <= 0).all()
+    wide = Shard(tmp_path / "i", search="nprobe=16").search(QUERIES[:9], 10)
+    assert [rows.tolist() for rows, _ in wide] == [by_numpy(query, 10)[0] for query in QUERIES[:9]]
+    with pytest.raises(ValueError, match="cannot be searched by partition"):
+        shard.search(QUERIES, 3, rows=(0, 10))
+
+
+def test_what_is_no_index_by_inner_product_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="ranks by distance"):
+        Shard(index_file(tmp_path / "l2", VECTORS, metric=faiss.METRIC_L2))
+    with pytest.raises(ConfigError, match=r"faiss.search is 'depth=3', which a faiss IndexFlat"):
+        Shard(index_file(tmp_path / "flat", VECTORS), search="depth=3")
+    (tmp_path / "text").write_text("no index at all")
+    for name in ("text", "none"):
+        with pytest.raises(ConfigError, match="is no faiss index"):
+            Shard(tmp_path / name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=30), st.data())
+def test_merging_parts_is_ranking_the_whole(scores, data):
+    owner = data.draw(st.lists(st.integers(0, 2), min_size=len(scores), max_size=len(scores)))
+    count = data.draw(st.integers(1, len(scores) + 2))
+    parts = []
+    for part in range(3):
+        rows = np.array([row for row, whose in enumerate(owner) if whose == part], dtype=np.int64)
+        values = np.array(scores, dtype=np.float32)[rows]
+        order = np.lexsort((rows, -values))
+        parts.append((rows[order], values[order]))
+    rows, values = merge(parts, count)
+    expected = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[:count]
+    assert rows.tolist() == expected and values.tolist() == [scores[row] for row in expected]
