@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+AgentName = Literal["memsearcher", "memagent", "mem1", "react"]
 
 
 class ConfigError(ValueError):
@@ -28,50 +31,95 @@ class Budget(Section):
     question_tokens: int = Field(695, ge=1)
     """Longer questions are refused when the data is read (MemSearcher: 695)."""
     memory_tokens: int = Field(1024, ge=1)
-    """The memory that goes from one context to the next."""
+    """The memory that goes from one context to the next (memsearcher, memagent)."""
     action_tokens: int = Field(1024, ge=1)
-    """Sampled tokens of the action message (thought and call or answer), stop token included."""
+    """Sampled tokens of the action message (thought and call or answer), stop token included. What mem1 carries is such a message."""
     memory_message_tokens: int = Field(1088, ge=1)
     """Sampled tokens of the memory message: the memory, its tags and the stop token."""
     observation_tokens: int = Field(2048, ge=1)
     """Passages and echoed calls of one turn; whole passages first, the last one cut at a token boundary."""
+    chunk_tokens: int = Field(5000, ge=1)
+    """memagent: tokens of the long text that one context reads (MemAgent: 5000)."""
+    max_chunks: int = Field(0, ge=0)
+    """memagent: longer texts are refused; 0: none is. Nothing is ever left out of a text that is read."""
     max_turns: int = Field(5, ge=1)
-    """Contexts per trajectory."""
+    """Turns of a trajectory that searches; a context each, except for react. memagent reads all chunks, however many."""
     context_tokens: int = Field(8192, ge=8)
-    """The model's context: template + question + memory + action + observation + memory message must fit."""
+    """The model's context: the parts of the agent's largest one (`Budget.parts`) and the template must fit."""
     on_overflow: Literal["cut", "end"] = "cut"
     """A memory longer than memory_tokens is cut at a token boundary, or ends the trajectory."""
 
-    @model_validator(mode="after")
-    def _messages_fit(self) -> Budget:
-        if sum(self.parts.values()) > self.context_tokens:
-            parts = " + ".join(f"{name} {tokens}" for name, tokens in self.parts.items())
-            raise ValueError(
-                f"budget.context_tokens is {self.context_tokens}, but {parts} tokens need {sum(self.parts.values())} before the template; "
-                "raise context_tokens or lower the parts"
-            )
-        return self
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """What shares a context with the template."""
-        return {
-            "question": self.question_tokens,
-            "memory": self.memory_tokens,
-            "action": self.action_tokens,
-            "observation": self.observation_tokens,
-            "memory message": self.memory_message_tokens,
-        }
+    def parts(self, agent: AgentName) -> dict[str, int]:
+        """What shares the largest context of `agent` with the template. react's grows until the next turn does not fit: here its least,
+        one search and an answer."""
+        question = {"question": self.question_tokens}
+        match agent:
+            case "memsearcher":
+                messages = {"action": self.action_tokens, "observation": self.observation_tokens}
+                return {**question, "memory": self.memory_tokens, **messages, "memory message": self.memory_message_tokens}
+            case "memagent":
+                start = {**question, "memory": self.memory_tokens}
+                update = {**start, "chunk": self.chunk_tokens, "memory message": self.memory_message_tokens}
+                return max(update, {**start, "answer": self.action_tokens}, key=lambda parts: sum(parts.values()))
+            case "mem1":
+                return {**question, "state": self.action_tokens, "observation": self.observation_tokens, "action": self.action_tokens}
+            case "react":
+                return {**question, "action": self.action_tokens, "observation": self.observation_tokens, "answer": self.action_tokens}
 
 
 class AgentConfig(Section):
     """Which agent, and the text it reads."""
 
-    name: Literal["memsearcher"] = "memsearcher"
-    prompts: str = "memsearcher"
-    """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys."""
+    name: AgentName = "memsearcher"
+    """MemSearcher (arXiv 2511.02805), MemAgent (2507.02259), MEM1 (2506.15841), or react: the full history (Search-R1, 2503.09516)."""
+    prompts: str = ""
+    """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty: the agent's own."""
     tool_name: str = "wikipedia_search"
-    """The one function the policy may call."""
+    """memsearcher: the one function the policy may call."""
+    chunk_first: bool = False
+    """memagent: the chunk stands before the memory, so that siblings share it in the prefix cache. Off, as published."""
+    final_answer_turn: bool = True
+    """react: after max_turns one more message is sampled, in which no search is made (as published)."""
+
+
+class CompatConfig(Section):
+    """Where published code departs from its paper, or its evaluation from its training: what to do as it does, item by item."""
+
+    preset: Literal["none", "memsearcher-train", "memsearcher-eval", "memagent-eval", "mem1", "search-r1"] = "none"
+    """Sets the flags below as that code behaves; a flag that is named beside it wins."""
+    bad_memory: Literal["end", "continue"] = "end"
+    """memsearcher: a memory message without a memory ends the trajectory, or leaves an empty memory."""
+    box_in_thought: bool = False
+    """memsearcher, memagent: a box inside a thought is an answer too."""
+    answer_sentence: bool = False
+    """memagent: the answer is what follows the last "the answer is", not the last box."""
+    question_mark: bool = False
+    """A question that does not end in "?" is given one."""
+    literal_newlines: bool = False
+    """memsearcher: after every passage stands a backslash and an n, twice, instead of what the prompt set puts between passages."""
+    num_passages: int | None = Field(None, ge=1)
+    """Passages of a search that names no number, whatever retrieval.num_passages makes the tool schema promise; null: what it promises."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, dict) else None
+        return {**COMPAT_PRESETS[preset][1], **values} if isinstance(preset, str) and preset in COMPAT_PRESETS else values
+
+    def active(self) -> list[str]:
+        """The flags that change something, each with its value."""
+        fields = {name: field.default for name, field in type(self).model_fields.items() if name != "preset"}
+        return [f"{name}: {getattr(self, name)}" for name, default in fields.items() if getattr(self, name) != default]
+
+
+COMPAT_PRESETS: dict[str, tuple[AgentName, dict[str, Any]]] = {
+    "memsearcher-train": ("memsearcher", {"box_in_thought": True, "question_mark": True, "literal_newlines": True, "num_passages": 10}),
+    "memsearcher-eval": ("memsearcher", {"bad_memory": "continue", "literal_newlines": True, "num_passages": 10}),
+    "memagent-eval": ("memagent", {"answer_sentence": True}),
+    "mem1": ("mem1", {"question_mark": True, "num_passages": 3}),
+    "search-r1": ("react", {"question_mark": True, "num_passages": 3}),
+}
+"""The agent that each preset is for, and its flags."""
 
 
 class SamplingConfig(Section):
@@ -97,6 +145,8 @@ class ModelConfig(Section):
 class RetrievalConfig(Section):
     index: str = ""
     """Folder made by `mempipe index build`: passages, faiss index, manifest."""
+    url: str = ""
+    """Address of a running service (`mempipe index serve`, or Search-R1's server) that is searched instead of an index folder."""
     num_passages: int = Field(5, ge=1)
     """Passages per search when the call names no number: told in the tool schema and used by the retriever."""
     max_passages: int = Field(10, ge=1)
@@ -111,6 +161,15 @@ class RetrievalConfig(Section):
     def _default_allowed(self) -> RetrievalConfig:
         if self.num_passages > self.max_passages:
             raise ValueError(f"retrieval.num_passages is {self.num_passages}, more than retrieval.max_passages {self.max_passages}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RetrievalConfig:
+        if self.index and self.url:
+            raise ValueError(f"retrieval.index is {self.index!r} and retrieval.url is {self.url!r}; a run searches one of them")
+        address = urlsplit(self.url)
+        if self.url and (address.scheme not in ("http", "https") or not address.hostname or address.port == 0):
+            raise ValueError(f"retrieval.url is {self.url!r}; an address is of the form http://host:8000")
         return self
 
 
@@ -131,6 +190,30 @@ class GenerationConfig(Section):
     """Deadline of one completion, waiting included."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Largest |Δ log-prob| between learner and engine on the canary prompts after a sync (fp32: 1e-3 is right, bf16: 0.05)."""
+
+
+class EndpointConfig(Section):
+    """A model behind an OpenAI-compatible server."""
+
+    url: str
+    """Of the API, e.g. http://127.0.0.1:8000/v1."""
+    model: str
+    """The name under which the server knows the model."""
+    tokenizer: str = ""
+    """A Hugging Face folder or name with the model's tokenizer and chat template; needed where token ids are sent."""
+    api_key_env: str = ""
+    """The environment variable that holds the key; empty: none is sent."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one completion, retries included."""
+    max_concurrency: int = Field(64, ge=1)
+    """Requests under way at the same time, per process that asks."""
+
+    @model_validator(mode="after")
+    def _is_address(self) -> EndpointConfig:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
+            raise ValueError(f"endpoint.url is {self.url!r}; an address is of the form http://host:8000/v1, without a user or a password")
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -161,11 +244,29 @@ class AlgorithmConfig(Section):
 
 
 class RewardConfig(Section):
-    answer: Literal["f1", "em"] = "f1"
+    answer: Literal["f1", "em", "math", "objectives_em"] = "f1"
+    """What a right answer earns: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or the number of
+    objectives that match exactly (MEM1). All but the last are means over the objectives of a question."""
     wrong_answer: float = Field(0.1, ge=0, le=1)
     """Reward of a well-formed answer that scores 0 (MemSearcher: 0.1)."""
     monotone: bool = False
     """Pay a partly right answer at least wrong_answer. Off, as published: MemSearcher pays an F1 of 0.06 less than a wrong answer."""
+    format: Literal["none", "search_r1"] = "none"
+    """search_r1: exact match and the order of the tags are paid together, by the three scores below (react with answer: em)."""
+    structure_score: float = Field(0.2, ge=0, le=1)
+    """search_r1: what the right order of tags is worth: a right answer without it earns that much less, a wrong one with it that much."""
+    retrieval_score: float = Field(0.0, ge=0, le=1)
+    """search_r1: added for a wrong answer in the right order of tags when a gold was among what was found."""
+    attempt_score: float = Field(0.1, ge=0, le=1)
+    """search_r1: what a wrong answer in the wrong order of tags earns."""
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> RewardConfig:
+        if self.format != "none" and self.answer != "em":
+            raise ValueError(
+                f"reward.format is {self.format!r}, which pays exact match, but reward.answer is {self.answer!r}; set it to em"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -268,6 +369,7 @@ class RunConfig(Section):
     """A running cluster; empty: the job's own cluster, or a local one."""
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()
+    compat: CompatConfig = CompatConfig()
     budget: Budget = Budget()
     sampling: SamplingConfig = SamplingConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
@@ -305,9 +407,96 @@ class RunConfig(Section):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
         return self
 
+    @model_validator(mode="after")
+    def _context_fits(self) -> RunConfig:
+        parts, limit = self.budget.parts(self.agent.name), self.budget.context_tokens
+        if sum(parts.values()) > limit:
+            listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
+            raise ValueError(
+                f"budget.context_tokens is {limit}, but {listed} tokens need {sum(parts.values())} before the template; "
+                "raise context_tokens or lower the parts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agent_agrees(self) -> RunConfig:
+        name, compat = self.agent.name, self.compat
+        meant, _ = COMPAT_PRESETS.get(compat.preset, (name, {}))
+        if meant != name:
+            raise ValueError(f"compat.preset is {compat.preset!r}, which is for agent.name {meant!r}, but agent.name is {name!r}")
+        if compat.num_passages is not None and compat.num_passages > self.retrieval.max_passages:
+            raise ValueError(
+                f"compat.num_passages is {compat.num_passages}, more than retrieval.max_passages {self.retrieval.max_passages}"
+            )
+        if self.warm_start is not None and name != "memsearcher":
+            raise ValueError(f"warm_start is set, whose script plays agent.name 'memsearcher', but agent.name is {name!r}; set it to null")
+        if self.reward.format == "search_r1" and name != "react":
+            raise ValueError(f"reward.format is 'search_r1', which reads the tags of agent.name 'react', but agent.name is {name!r}")
+        return self
+
+
+class FaissConfig(Section):
+    """How vectors are kept and searched."""
+
+    factory: str = "Flat"
+    """faiss factory string: Flat, SQfp16 (half the memory), IVF4096,Flat, IVF65536_HNSW32,PQ64, HNSW32, ..."""
+    search: str = ""
+    """faiss search parameters, e.g. nprobe=64 or efSearch=128."""
+    train_passages: int = Field(1_000_000, ge=1)
+    """Passages drawn at random to train the kinds that need it (IVF, PQ, SQ8)."""
+    shard_passages: int = Field(4_000_000, ge=1)
+    """Passages in one faiss file. The build holds one shard in memory; shards can be searched by actors on several nodes."""
+    graph_threads: int = Field(1, ge=1)
+    """Threads that add to an HNSW graph. With more than one the graph, and so its checksum, differs from build to build."""
+
+
+class IndexConfig(Section):
+    """An index to be built: `mempipe index build`."""
+
+    corpus: list[str]
+    """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs."""
+    output: str
+    """The folder of the finished index; all nodes of the cluster must see it."""
+    encoder: dict[str, Any] | None = {"kind": "hashing"}
+    """kind (hashing, huggingface, sentence_transformers) and its settings, path above all; null: no vectors."""
+    lexical: bool = False
+    """A BM25 index, for lexical search or, beside vectors, for their fusion."""
+    faiss: FaissConfig = FaissConfig()
+    segment_passages: int = Field(16_384, ge=1)
+    """Passages read, encoded and written together: what a killed build loses at most, for each encoder."""
+    num_encoders: int = Field(0, ge=0)
+    """Actors that encode; 0: one for every GPU of the cluster, or for every two CPUs."""
+    max_bad_rows: int = Field(0, ge=0)
+    """Rows that are no passages (not JSON, no text, an id for the second time, ...) and are left out; one more is an error."""
+    max_line_bytes: int = Field(2**20, ge=1)
+    """A longer line of jsonl is a bad row."""
+    seed: int = 1
+    """Of the passages drawn for training and for measuring recall."""
+    ray_address: str = ""
+    """A running cluster; empty: the job's own cluster, or a local one."""
+
+    @model_validator(mode="after")
+    def _something_to_search(self) -> IndexConfig:
+        if self.encoder is None and not self.lexical:
+            raise ValueError("encoder is null and lexical is false: there would be nothing to search; set one of them")
+        return self
+
+
+C = TypeVar("C", bound=Section)
+
+
+def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
+    """The index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides), IndexConfig)
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
+    return parse_config(load_values(path, overrides))
+
+
+def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings that a YAML file names, with `key=value` overrides, not checked yet. Raises ConfigError."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -320,15 +509,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} holds {type(values).__name__}, expected a mapping of settings")
     for override in overrides:
         _apply(values, override)
-    return parse_config(values)
+    return values
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:
     """The run that nested dicts describe. Raises ConfigError with one line per wrong setting."""
+    return parse_section(values, RunConfig)
+
+
+def parse_section(values: dict[str, Any], kind: type[C]) -> C:
+    """The section of type `kind` that nested dicts describe. Raises ConfigError with one line per wrong setting."""
     try:
-        return RunConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(e) for e in error.errors())) from error
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The nested settings that `key=value` words describe. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply(values, override)
+    return values
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from mempipe.config import ConfigError, ModelConfig, RunConfig
 
 GIB = 2**30
+SERVICE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _files(config: RunConfig) -> list[Finding]:
     for setting, value, required in (
         ("data.train", config.data.train, True),
         ("data.validation", config.data.validation, False),
-        ("retrieval.index", config.retrieval.index, True),
+        *([] if config.retrieval.url else [("retrieval.index", config.retrieval.index, True)]),
     ):
         if not value:
             findings.append(
@@ -129,12 +130,27 @@ def _files(config: RunConfig) -> list[Finding]:
             findings.append(Finding("fatal", f"{setting} is {value!r}, which does not exist on this machine"))
         else:
             findings.append(Finding("ok", f"{setting}: {value}"))
+    if config.retrieval.url:
+        findings.append(_service(config.retrieval.url))
     folder = config.folder.parent
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         findings.append(Finding("fatal", f"output is {config.output!r}: no permission to write to {folder}"))
     return findings
+
+
+def _service(url: str) -> Finding:
+    import httpx
+
+    try:
+        health = httpx.get(f"{url.rstrip('/')}/health", timeout=SERVICE_TIMEOUT_S, trust_env=False)
+        described = health.json() if health.is_success else {}
+        return Finding("ok", f"retrieval.url: {url}, snapshot {described['snapshot']}, {described['num_passages']} passages")
+    except httpx.RequestError as error:
+        return Finding("note", f"retrieval.url {url} cannot be reached from this machine: {error!r}")
+    except (KeyError, TypeError, ValueError):
+        return Finding("note", f"retrieval.url {url} is no mempipe service; searches in partitions and snapshots need one")
 
 
 def _template(config: RunConfig) -> list[Finding]:
@@ -152,7 +168,7 @@ def _template(config: RunConfig) -> list[Finding]:
 
 def _context(config: RunConfig, *, template_tokens: int | None) -> list[Finding]:
     room, row = config.budget.context_tokens, config.learner.max_tokens_per_micro_batch
-    parts = dict(config.budget.parts)
+    parts = dict(config.budget.parts(config.agent.name))
     if template_tokens is not None:
         parts["template"] = template_tokens
     total = sum(parts.values())

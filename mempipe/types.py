@@ -39,6 +39,7 @@ class EndReason(StrEnum):
     BAD_MEMORY = "bad_memory"  # the memory message held no (or an empty) memory block
     MEMORY_OVERFLOW = "memory_overflow"  # memory longer than its budget while `budget.on_overflow` is "end"
     MAX_TURNS = "max_turns"
+    CONTEXT_LIMIT = "context_limit"  # the history of a ReAct agent left no room for another turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ class Context:
     num_prompt_tokens: int  # injected before the first sampled token
     num_question_tokens: int
     num_memory_tokens: int  # of the memory the context started from
-    num_observation_tokens: int = 0
+    num_observation_tokens: int = 0  # of passages and echoed calls, or of the chunk that was read
+    num_dropped_tokens: int = 0  # sampled after the end of an action: in no context, in no loss
     action: str = ""
     searches: list[Search] = field(default_factory=list)
     memory_before: str = ""
@@ -159,13 +161,15 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The `group_size` trajectories of one question, scored together."""
+    """The `group_size` trajectories of one question, scored together; in an evaluation none where the question could not be answered,
+    and `failed` says why."""
 
     id: str
     question: Question
     trajectories: list[Trajectory]
     num_retries: int = 0  # calls that were repeated after an infrastructure fault
     seconds: float = 0.0
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

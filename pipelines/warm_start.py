@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mempipe.actors.launch import launch_learners, learner_settings
-from mempipe.agents import make_layout
-from mempipe.agents.memsearcher import MemSearcher
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
 from mempipe.config import OptimizerConfig, RunConfig
 from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy, make_questions
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
@@ -68,7 +67,7 @@ def imitation_samples(config: RunConfig) -> list[TrainingSample]:
 async def scripted_trajectories(questions: Sequence[Question], config: RunConfig, *, noise: Noise, name: str) -> list[Trajectory]:
     """The script's attempt at every question, through the agent's own rollout loop and the run's own index."""
     tokenizer = load_tokenizer(config.model.path)
-    layout = make_layout(config, tokenizer=tokenizer)
+    layout = MemSearcherLayout.from_config(config, tokenizer=tokenizer)
     retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
 
     async def attempt(i: int, question: Question) -> Trajectory:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from mempipe.agents.memsearcher import MemSearcher
-from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer, Tool
+from typing import Any
+
+from mempipe.agents.mem1 import Mem1, Mem1Layout
+from mempipe.agents.memagent import MemAgent, MemAgentLayout
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
+from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
+from mempipe.agents.react import React, ReactLayout
 from mempipe.agents.rendering import Layout
+from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
 
 
 def make_layout(config: RunConfig, *, tokenizer: Tokenizer) -> Layout:
-    """The agent's prompts in the model's chat template. Raises ConfigError when they and the budget do not fit the context."""
-    tool = Tool.from_config(config.agent, config.retrieval)
-    return Layout(tokenizer, prompts=load_prompts(config.agent.prompts), tool=tool, budget=config.budget)
+    """The configured agent's prompts in the model's chat template. Raises ConfigError when they and the budget do not fit the context."""
+    match config.agent.name:
+        case "memsearcher":
+            return MemSearcherLayout.from_config(config, tokenizer=tokenizer)
+        case "memagent":
+            return MemAgentLayout.from_config(config, tokenizer=tokenizer)
+        case "mem1":
+            return Mem1Layout.from_config(config, tokenizer=tokenizer)
+        case "react":
+            return ReactLayout.from_config(config, tokenizer=tokenizer)
 
 
-def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> MemSearcher:
+def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
     """The agent that `config` names."""
-    return MemSearcher(make_layout(config, tokenizer=tokenizer), generate=generate, search=search)
+    match make_layout(config, tokenizer=tokenizer):
+        case MemSearcherLayout() as layout:
+            return MemSearcher(layout, generate=generate, search=search)
+        case MemAgentLayout() as layout:
+            return MemAgent(layout, generate=generate, search=search)
+        case Mem1Layout() as layout:
+            return Mem1(layout, generate=generate, search=search)
+        case ReactLayout() as layout:
+            return React(layout, generate=generate, search=search)
+        case layout:
+            raise AssertionError(f"no agent has a {type(layout).__name__}")

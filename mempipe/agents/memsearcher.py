@@ -6,66 +6,150 @@ memory message. The same code serves training, evaluation and serving; only `gen
 
 from __future__ import annotations
 
-import asyncio
-import time
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
-from mempipe.agents.protocol import Action, GenerateFn, SearchFn, ToolCall, parse_action, parse_memory
-from mempipe.agents.rendering import Layout
-from mempipe.types import Completion, Context, EndReason, FinishReason, Question, Search, Trajectory
+from mempipe.agents.prompt_set import PromptSet, load_prompts, split_slots
+from mempipe.agents.protocol import Action, Tokenizer, Tool, ToolCall, parse_action, parse_memory
+from mempipe.agents.rendering import SearchLayout, alternate, encode_pieces, fit_passages, opened_thought, unless_open
+from mempipe.agents.turn import Agent, Memory, Message, Turn
+from mempipe.config import Budget, CompatConfig, ConfigError, RunConfig
+from mempipe.types import EndReason, Passage, Question
 
 
-class MemSearcher:
-    """The agent, bound to an engine and a retriever. It keeps no state between rollouts: any number of them may run at the same time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemSearcherPrompts(PromptSet):
+    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key. Raises ConfigError."""
 
-    def __init__(self, layout: Layout, *, generate: GenerateFn, search: SearchFn) -> None:
-        self._layout = layout
-        self._budget = layout.budget
-        self._generate = generate
-        self._search = search
+    REQUIRED: ClassVar = {"user": {"question", "memory"}, "observation": {"passages"}, "passage": {"text"}}
+    OPTIONAL: ClassVar = {"system": {"tools"}, "observation": {"call"}, "passage": {"title", "index"}}
 
-    async def rollout(
-        self,
-        question: Question,
-        *,
-        trajectory_id: str,
-        group_id: str,
-        member: int,
-        on_context: Callable[[Context], None] | None = None,
-    ) -> Trajectory:
-        """One attempt at `question`, not scored yet. `on_context` is called with every context as soon as it is finished.
+    system: str
+    user: str
+    action_prefill: str
+    observation: str
+    passage: str
+    passage_separator: str
+    memory_prefill: str
+    empty_memory: str
 
-        Raises ValueError when the question is longer than its budget, and whatever `generate` and `search` raise.
-        """
-        question_ids = self._layout.question(question)
-        memory = self._memory(self._layout.empty_memory)
-        contexts: list[Context] = []
-        end_reason, answer = EndReason.MAX_TURNS, None
-        while len(contexts) < self._budget.max_turns:
-            turn = _Turn(index=len(contexts), question_ids=question_ids, memory=memory)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What stands between an action with calls and the memory message."""
+
+    token_ids: list[int]
+    num_tokens: int  # of them, those that count against budget.observation_tokens
+
+
+class MemSearcherLayout(SearchLayout):
+    """Prompts and observations of one tokenizer, prompt set, tool and budget.
+
+    `action_start` and `memory_start` are what an assistant message holds before the first sampled token; `closing_id` is the token
+    with which the chat template ends one. Raises as `Layout` does.
+    """
+
+    AGENT = "memsearcher"
+    TAGS = ("think", "tool_call", "tool_response", "memory", "question")
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompts: MemSearcherPrompts, tool: Tool, budget: Budget, compat: CompatConfig | None = None
+    ) -> None:
+        compat = compat or CompatConfig()
+        passage, separator = prompts.passage, prompts.passage_separator
+        if compat.literal_newlines:
+            passage, separator = passage + "\\n\\n", ""
+        system = prompts.system.replace("{tools}", tool.schema())
+        super().__init__(tokenizer, system=system, passage=passage, separator=separator, tool=tool, budget=budget, compat=compat)
+        chat, calls = self._chat, split_slots(prompts.observation)
+        action_prefill = unless_open(prompts.action_prefill, chat.after_user)
+        memory_prefill = unless_open(prompts.memory_prefill, chat.after_observation)
+
+        self.action_start = opened_thought(chat.after_user) + action_prefill
+        self.memory_start = opened_thought(chat.after_observation) + memory_prefill
+        self.empty_memory = self._checked_empty_memory(prompts.empty_memory)
+        self._prompt = encode_pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
+        self._reply = encode_pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
+        self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
+        self.closing_id = self._take_closing_id(chat.after_action)
+        self.template_tokens = self._prompt.num_tokens + self._reply.num_tokens + 1  # the closing id
+        self._check_budget()
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *, tokenizer: Tokenizer) -> MemSearcherLayout:
+        prompts = load_prompts(config.agent.prompts or "memsearcher", MemSearcherPrompts)
+        tool = Tool.from_config(config.agent, config.retrieval, config.compat)
+        return cls(tokenizer, prompts=prompts, tool=tool, budget=config.budget, compat=config.compat)
+
+    def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
+        """A context up to its first sampled token."""
+        return self._prompt.filled({"question": question, "memory": memory})
+
+    def observation_room(self, calls: Sequence[ToolCall]) -> int:
+        """Tokens of the observation budget that are left for passages; below 1 the calls are too long or too many."""
+        between = len(self._next_call) + sum(map(len, self._reply.literals[1:-1]))
+        return self.budget.observation_tokens - sum(len(self._echo(call)) for call in calls) - (len(calls) - 1) * between
+
+    def observation(self, calls: Sequence[ToolCall], results: Sequence[Sequence[Passage]], *, last_id: int) -> Observation:
+        """The answer to `calls` after an action whose last token is `last_id`, with as many of the passages as there is room for."""
+        room = self.observation_room(calls)
+        shown = fit_passages([self._passage_pieces(passages) for passages in results], room=room)
+        # The policy may end a message with a stop token that is not the template's; then the template's follows it.
+        token_ids = [] if last_id == self.closing_id else [self.closing_id]
+        first, *inner, last = self._reply.literals
+        for number, (call, passages) in enumerate(zip(calls, shown, strict=True)):
+            slots = {"call": self._echo(call), "passages": passages}
+            filled = [slots[name] for name in self._reply.slots]
+            token_ids.extend(itertools.chain.from_iterable(alternate([self._next_call if number else first, *inner, []], filled)))
+        used = self.budget.observation_tokens - room + sum(map(len, shown))
+        return Observation(token_ids=token_ids + last, num_tokens=used)
+
+    def _echo(self, call: ToolCall) -> list[int]:
+        return self.encode(call.text) if "call" in self._reply.slots else []
+
+    def _take_closing_id(self, after_action: str) -> int:
+        """Takes the token that ends an assistant message off the reply: the policy samples it."""
+        closing, self._reply.literals[0] = self._reply.literals[0][:1], self._reply.literals[0][1:]
+        stops = self.tokenizer.stop_token_ids
+        if not stops.issuperset(closing) or not closing:
+            texts = [self.tokenizer.decode([i]) for i in sorted(stops)]
+            raise ConfigError(
+                f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not start with a stop token "
+                f"{texts}; add its token to eos_token_id in generation_config.json"
+            )
+        return closing[0]
+
+
+class MemSearcher(Agent[MemSearcherLayout]):
+    """The agent. `compat.bad_memory` and `compat.box_in_thought` make it play as the published evaluation or training does."""
+
+    async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
+        question_ids = self.layout.question(question)
+        memory = self._memory(self.layout.empty_memory)
+        for index in range(self._budget.max_turns):
+            turn = Turn(index=index, question_ids=question_ids, memory=memory)
             outcome = await self._play(turn, question)
-            contexts.append(turn.context())
-            if on_context is not None:
-                on_context(contexts[-1])
-            if not isinstance(outcome, _Memory):
-                end_reason, answer = outcome
-                break
+            finish(turn)
+            if not isinstance(outcome, Memory):
+                return outcome
             memory = outcome
-        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, end_reason=end_reason, answer=answer)
+        return EndReason.MAX_TURNS, None
 
-    async def _play(self, turn: _Turn, question: Question) -> _Memory | tuple[EndReason, str | None]:
+    async def _play(self, turn: Turn, question: Question) -> Memory | tuple[EndReason, str | None]:
         """Fills `turn`; returns the memory for the next one, or how and with which answer the trajectory ends."""
-        turn.inject(self._layout.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
+        turn.inject(self.layout.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
         message = await self._sample(turn, max_tokens=self._budget.action_tokens)
         turn.action = message.text
         action = self._parse_action(message)
         if action.end_reason is not None:
             return action.end_reason, action.answer
 
-        await self._run_searches(turn, action.calls, partition=question.partition)
-        passages = [search.passages for search in turn.searches]
-        observation = self._layout.observation(action.calls, passages, last_id=turn.token_ids[-1])
+        queries = [(call.query, call.num_passages) for call in action.calls]
+        searches = await self._run_searches(turn, queries, partition=question.partition)
+        passages = [search.passages for search in searches]
+        observation = self.layout.observation(action.calls, passages, last_id=turn.token_ids[-1])
         turn.inject(observation.token_ids)
         turn.num_observation_tokens = observation.num_tokens
 
@@ -76,124 +160,25 @@ class MemSearcher:
         turn.new_memory = memory
         return memory
 
-    async def _sample(self, turn: _Turn, *, max_tokens: int) -> _Message:
-        started = time.perf_counter()
-        completion = await self._generate(list(turn.token_ids), max_tokens=max_tokens)
-        turn.generate_seconds += time.perf_counter() - started
-        token_ids, tokenizer = completion.token_ids, self._layout.tokenizer
-        assert len(token_ids) <= max_tokens, f"the engine sampled {len(token_ids)} tokens, {max_tokens} were allowed"
-        assert len(token_ids) == len(completion.logprobs), f"{len(token_ids)} tokens came with {len(completion.logprobs)} log-probs"
-        turn.sample(completion)
-        body = token_ids[:-1] if token_ids and token_ids[-1] in tokenizer.stop_token_ids else token_ids
-        return _Message(
-            text=tokenizer.decode(body),
-            cut_off=completion.finish_reason is FinishReason.LENGTH,
-            breaks_roles=self._layout.breaks_roles(body),
-        )
-
-    async def _run_searches(self, turn: _Turn, calls: Sequence[ToolCall], *, partition: str) -> None:
-        started = time.perf_counter()
-        results = await asyncio.gather(*(self._search(c.query, num_passages=c.num_passages, partition=partition) for c in calls))
-        turn.search_seconds += time.perf_counter() - started
-        turn.searches = [
-            Search(query=call.query, num_passages=call.num_passages, passages=result.passages, snapshot=result.snapshot)
-            for call, result in zip(calls, results, strict=True)
-        ]
-
-    def _parse_action(self, message: _Message) -> Action:
+    def _parse_action(self, message: Message) -> Action:
         if message.cut_off:
             return Action(end_reason=EndReason.LENGTH)
         if message.breaks_roles:
             return Action(end_reason=EndReason.NO_ACTION)
-        action = parse_action(self._layout.action_start + message.text, tool=self._layout.tool)
-        if action.calls and self._layout.observation_room(action.calls) < 1:
+        text = self.layout.action_start + message.text
+        action = parse_action(text, tool=self.layout.tool, box_in_thought=self.layout.compat.box_in_thought)
+        if action.calls and self.layout.observation_room(action.calls) < 1:
             return Action(end_reason=EndReason.INVALID_CALL)
         return action
 
-    def _parse_memory(self, message: _Message) -> _Memory | EndReason:
-        if message.cut_off:
+    def _parse_memory(self, message: Message) -> Memory | EndReason:
+        goes_on = self.layout.compat.bad_memory == "continue"
+        if message.cut_off and not goes_on:
             return EndReason.LENGTH
-        token_ids = self._layout.encode(parse_memory(self._layout.memory_start + message.text))
-        if message.breaks_roles or not token_ids:
+        text = "" if message.breaks_roles else parse_memory(self.layout.memory_start + message.text)
+        token_ids = self.layout.encode(text)
+        if not token_ids and not goes_on:
             return EndReason.BAD_MEMORY
         if len(token_ids) > self._budget.memory_tokens and self._budget.on_overflow == "end":
             return EndReason.MEMORY_OVERFLOW
         return self._memory(token_ids)
-
-    def _memory(self, token_ids: list[int]) -> _Memory:
-        kept = token_ids[: self._budget.memory_tokens]
-        return _Memory(token_ids=kept, text=self._layout.tokenizer.decode(kept), truncated=len(kept) < len(token_ids))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
-    """A memory as the next prompt holds it: at most budget.memory_tokens ids, and their text."""
-
-    token_ids: list[int]
-    text: str
-    truncated: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """A sampled message, without its stop token."""
-
-    text: str
-    cut_off: bool  # the token limit came before a stop token
-    breaks_roles: bool  # it holds a role mark of the chat template
-
-
-@dataclass(slots=True, kw_only=True)
-class _Turn:
-    """A context while it grows."""
-
-    index: int
-    question_ids: list[int]
-    memory: _Memory
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_observation_tokens: int = 0
-    action: str = ""
-    searches: list[Search] = field(default_factory=list)
-    new_memory: _Memory | None = None
-    generate_seconds: float = 0.0
-    search_seconds: float = 0.0
-
-    def inject(self, token_ids: Sequence[int]) -> None:
-        self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), version=-1)
-
-    def sample(self, completion: Completion) -> None:
-        if not self.num_prompt_tokens:
-            self.num_prompt_tokens = len(self.token_ids)
-        self._append(completion.token_ids, mask=1, logprobs=completion.logprobs, version=completion.policy_version)
-
-    def context(self) -> Context:
-        after = self.new_memory
-        return Context(
-            index=self.index,
-            token_ids=self.token_ids,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            policy_versions=self.policy_versions,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_question_tokens=len(self.question_ids),
-            num_memory_tokens=len(self.memory.token_ids),
-            num_observation_tokens=self.num_observation_tokens,
-            action=self.action,
-            searches=self.searches,
-            memory_before=self.memory.text,
-            memory_after=after.text if after else "",
-            num_new_memory_tokens=len(after.token_ids) if after else 0,
-            memory_truncated=after.truncated if after else False,
-            generate_seconds=self.generate_seconds,
-            search_seconds=self.search_seconds,
-        )
-
-    def _append(self, token_ids: Sequence[int], *, mask: int, logprobs: Sequence[float], version: int) -> None:
-        self.token_ids += token_ids
-        self.loss_mask += [mask] * len(token_ids)
-        self.logprobs += logprobs
-        self.policy_versions += [version] * len(token_ids)

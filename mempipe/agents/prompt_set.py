@@ -6,51 +6,51 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import yaml
 
 from mempipe.config import ConfigError
 
 BUILT_IN = Path(__file__).parent / "prompts"
-REQUIRED_SLOTS = {"user": {"question", "memory"}, "observation": {"passages"}, "passage": {"text"}}
-OPTIONAL_SLOTS = {"system": {"tools"}, "observation": {"call"}, "passage": {"title", "index"}}
-SLOTS = sorted(set().union(*REQUIRED_SLOTS.values(), *OPTIONAL_SLOTS.values()))
+SLOTS = ("tools", "question", "memory", "chunk", "call", "passages", "turns_left", "title", "text", "index")
+REPEATABLE = "passage"
+"""The key whose slots may stand in it more than once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key. Raises ConfigError."""
+    """What an agent's own prompt set is a subclass of: one text a key. Raises ConfigError for a text with wrong slots."""
 
-    system: str
-    user: str
-    action_prefill: str
-    observation: str
-    passage: str
-    passage_separator: str
-    memory_prefill: str
-    empty_memory: str
+    REQUIRED: ClassVar[dict[str, set[str]]] = {}
+    """Slots that the text of a key must hold."""
+    OPTIONAL: ClassVar[dict[str, set[str]]] = {}
 
     def __post_init__(self) -> None:
-        for key in PROMPT_KEYS:
+        for key in self.names():
             text = getattr(self, key)
             if not isinstance(text, str):
                 raise ConfigError(f"prompts.{key} is {text!r}, expected a text")
             slots = split_slots(text)[1::2]
-            required, optional = REQUIRED_SLOTS.get(key, set()), OPTIONAL_SLOTS.get(key, set())
+            required, optional = self.REQUIRED.get(key, set()), self.OPTIONAL.get(key, set())
             for slot in sorted(required - set(slots)):
                 raise ConfigError(f"prompts.{key} lacks the slot {{{slot}}}")
             for slot in slots:
                 if slot not in required | optional:
                     raise ConfigError(f"prompts.{key} holds the slot {{{slot}}}, which belongs elsewhere")
-                if slots.count(slot) > 1 and key != "passage":
+                if slots.count(slot) > 1 and key != REPEATABLE:
                     raise ConfigError(f"prompts.{key} holds the slot {{{slot}}} more than once")
 
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
 
-PROMPT_KEYS = [field.name for field in dataclasses.fields(PromptSet)]
+
+P = TypeVar("P", bound=PromptSet)
 
 
-def load_prompts(name: str) -> PromptSet:
-    """The built-in prompt set of that name, or the one in the YAML file at that path. Raises ConfigError."""
+def load_prompts(name: str, kind: type[P]) -> P:
+    """The built-in prompt set of that name, or the one in the YAML file at that path, for the agent of `kind`. Raises ConfigError."""
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
     try:
@@ -60,10 +60,10 @@ def load_prompts(name: str) -> PromptSet:
         raise ConfigError(f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or set(values) != set(PROMPT_KEYS):
+    if not isinstance(values, dict) or set(values) != set(kind.names()):
         found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {PROMPT_KEYS}")
-    return PromptSet(**values)
+        raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {kind.names()}")
+    return kind(**values)
 
 
 def split_slots(text: str) -> list[str]:

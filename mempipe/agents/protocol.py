@@ -2,8 +2,9 @@
 
 Also what an agent needs from the outside, as plain callables: a tokenizer, `generate` and `search`.
 
-The grammar of an assistant message (MemSearcher, arXiv 2511.02805): a thought between `<think>` tags, then calls of the one tool, each a
-JSON object between `<tool_call>` tags, or an answer in `\\boxed{…}`. A memory message holds the memory between `<memory>` tags.
+MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of the one tool, each a JSON object between
+`<tool_call>` tags, or an answer in `\\boxed{…}`; a memory message holds the memory between `<memory>` tags. MemAgent answers in a box as
+well. MEM1 and ReAct write a thought, then a query between `<search>` tags or an answer between `<answer>` tags (`mempipe.agents.tagged`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
-from mempipe.config import AgentConfig, RetrievalConfig
+from mempipe.config import AgentConfig, CompatConfig, RetrievalConfig
 from mempipe.types import Completion, EndReason, SearchResult
 
-TAGS = ("think", "tool_call", "tool_response", "memory", "question")
 BOX = "\\boxed"
 
 
 class ChatTemplateError(ValueError):
     """The chat template refuses these messages."""
+
+
+class UnfitQuestion(ValueError):
+    """A question that the agent cannot take: it or its text is too long, or has nothing to read. The message names it and the setting."""
 
 
 class Tokenizer(Protocol):
@@ -75,20 +79,22 @@ class SearchFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """The one function that the policy may call."""
+    """The one function that the policy may call, and the limits of every search."""
 
     name: str
     num_passages: int  # when the call names no number
     max_passages: int
     max_query_chars: int
+    promised_passages: int | None = None  # what the schema says instead of num_passages, where published code breaks its word
 
     @classmethod
-    def from_config(cls, agent: AgentConfig, retrieval: RetrievalConfig) -> Tool:
+    def from_config(cls, agent: AgentConfig, retrieval: RetrievalConfig, compat: CompatConfig) -> Tool:
         return cls(
             name=agent.tool_name,
-            num_passages=retrieval.num_passages,
+            num_passages=compat.num_passages or retrieval.num_passages,
             max_passages=retrieval.max_passages,
             max_query_chars=retrieval.max_query_chars,
+            promised_passages=retrieval.num_passages,
         )
 
     def schema(self) -> str:
@@ -97,7 +103,7 @@ class Tool:
         top_n = {
             "type": "integer",
             "description": "How many passages to return.",
-            "default": self.num_passages,
+            "default": self.promised_passages or self.num_passages,
             "minimum": 1,
             "maximum": self.max_passages,
         }
@@ -128,15 +134,15 @@ class InvalidCall(ValueError):
     """A tool call that cannot be made; the message says what is wrong with it."""
 
 
-def parse_action(text: str, *, tool: Tool) -> Action:
-    """What the assistant message `text` (its pre-filled start included) does. A call beside an answer wins."""
+def parse_action(text: str, *, tool: Tool, box_in_thought: bool = False) -> Action:
+    """What MemSearcher's message `text` (its pre-filled start included) does. A call beside an answer wins."""
     try:
         calls = [parse_call(call, tool=tool) for call in tool_call_texts(text)]
     except InvalidCall:
         return Action(end_reason=EndReason.INVALID_CALL)
     if calls:
         return Action(calls=calls)
-    answer = parse_answer(text)
+    answer = parse_answer(text, box_in_thought=box_in_thought)
     if answer is None:
         return Action(end_reason=EndReason.NO_ACTION)
     return Action(answer=answer, end_reason=EndReason.ANSWERED)
@@ -152,11 +158,17 @@ def parse_memory(text: str) -> str:
     return next(iter(_blocks(text, "memory")), "")
 
 
-def parse_answer(text: str) -> str | None:
-    """The last box outside the thoughts; None when there is none, or when the `<think>` or `<tool_call>` tags do not pair."""
-    if not (_tags_pair(text, "think") and _tags_pair(text, "tool_call")):
+def parse_answer(text: str, *, paired: Sequence[str] = ("think", "tool_call"), box_in_thought: bool = False) -> str | None:
+    """The last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired` does not pair."""
+    if not all(_tags_pair(text, tag) for tag in paired):
         return None
-    return last_boxed(re.sub("<think>.*?</think>", "", text, flags=re.DOTALL).strip())
+    return last_boxed(text if box_in_thought else re.sub("<think>.*?</think>", "", text, flags=re.DOTALL).strip())
+
+
+def last_stated(text: str) -> str | None:
+    """What follows the last "the answer is", without the marks around it; None when it is said nowhere or nothing follows."""
+    _, found, rest = text.rpartition("the answer is")
+    return (rest.strip(" \n*.:") or None) if found else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -195,13 +207,21 @@ def parse_call(text: str, *, tool: Tool) -> ToolCall:
     query = arguments.get("query")
     if not isinstance(query, str) or not query.strip():
         raise InvalidCall("query is not a text")
-    query = replace_surrogates(query.strip())
-    if len(query) > tool.max_query_chars:
-        raise InvalidCall(f"query has {len(query)} characters, more than {tool.max_query_chars}")
+    query = parse_query(query, tool=tool)
     num_passages = arguments.get("top_n", tool.num_passages)
     if type(num_passages) is not int or not 1 <= num_passages <= tool.max_passages:  # True is an int too
         raise InvalidCall(f"top_n is not a whole number from 1 to {tool.max_passages}")
     return ToolCall(text=text, query=query, num_passages=num_passages)
+
+
+def parse_query(text: str, *, tool: Tool) -> str:
+    """The query as it is searched. Raises InvalidCall when it is empty or longer than the tool takes."""
+    query = replace_surrogates(text.strip())
+    if not query:
+        raise InvalidCall("query is empty")
+    if len(query) > tool.max_query_chars:
+        raise InvalidCall(f"query has {len(query)} characters, more than {tool.max_query_chars}")
+    return query
 
 
 def replace_surrogates(text: str) -> str:
@@ -217,14 +237,14 @@ class Neutralizer:
     broken; `Tokenizer.encode_text` sees to them.
     """
 
-    def __init__(self, special_tokens: Iterable[str]) -> None:
+    def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str]) -> None:
         tokens = [token for token in special_tokens if len(token) > 1]
         used = {character for token in tokens for character in token}
         self._breaker = next(character for character in " _.\u00b7\u2060" if character not in used)
         endings: defaultdict[str, list[str]] = defaultdict(list)
         for token in tokens:
             endings[token[0]].append(re.escape(token[1:]))
-        endings["<"].append(f"(?i:/?(?:{'|'.join(TAGS)})>)")
+        endings["<"].append(f"(?i:/?(?:{'|'.join(tags)})>)")
         endings[BOX[0]].append(f"(?i:{BOX[1:]})")
         # A first character, then a lookahead: the search skips to first characters quickly and overlapping occurrences are all found.
         self._pattern = re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in endings.items()))

@@ -2,61 +2,45 @@
 
 The chat template is rendered once, with marks in place of the messages. Template text and the prompt set's own words are trusted and
 encoded once, special tokens included; what goes into the slots is neutralised and encoded as plain text, piece by piece. So special
-tokens come from the template only, and every part of a context has a length of its own.
+tokens come from the template only, and every part of a context has a length of its own. Each agent's file has a layout of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mempipe.agents.prompt_set import PromptSet, split_slots
-from mempipe.agents.protocol import TAGS, ChatTemplateError, Neutralizer, Tokenizer, Tool, ToolCall
-from mempipe.config import Budget, ConfigError
+from mempipe.agents.prompt_set import split_slots
+from mempipe.agents.protocol import ChatTemplateError, Neutralizer, Tokenizer, Tool, UnfitQuestion
+from mempipe.config import AgentName, Budget, CompatConfig, ConfigError
 from mempipe.types import Passage, Question
 
 # Private-use characters that stand for whole messages while the chat template is rendered.
 SYSTEM, USER, ACTION, OBSERVATION = "\ue000", "\ue001", "\ue002", "\ue003"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What stands between an action with calls and the memory message."""
-
-    token_ids: list[int]
-    num_tokens: int  # of them, those that count against budget.observation_tokens
-
-
 class Layout:
-    """Prompts and observations of one tokenizer, prompt set, tool and budget. Build it once; nothing in it changes.
+    """What the layouts of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it is untrusted.
 
-    `template_tokens` is the most that a context holds besides question, memory, observation and sampled tokens. `action_start` and
-    `memory_start` are what an assistant message holds before the first sampled token. Raises ConfigError when the chat template cannot
-    serve, or when template and budget do not fit `budget.context_tokens`.
+    `template_tokens` is the most that a context holds besides the parts of the budget. Build a layout once; nothing in it changes.
+    Raises ConfigError when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompts: PromptSet, tool: Tool, budget: Budget) -> None:
-        self.tokenizer = tokenizer
-        self.tool = tool
-        self.budget = budget
-        self._neutralize = Neutralizer(tokenizer.special_tokens)
-        chat = _chat_frame(tokenizer, system=prompts.system.replace("{tools}", tool.schema()))
-        action_prefill = _unless_open(prompts.action_prefill, chat.after_user)
-        memory_prefill = _unless_open(prompts.memory_prefill, chat.after_observation)
-        calls = split_slots(prompts.observation)
+    AGENT: ClassVar[AgentName]
+    TAGS: ClassVar[tuple[str, ...]]
+    """Tags that mean something to the agent, and are broken in untrusted text."""
 
-        self.action_start = _opened_thought(chat.after_user) + action_prefill
-        self.memory_start = _opened_thought(chat.after_observation) + memory_prefill
-        self.empty_memory = self.encode(prompts.empty_memory)
-        self._prompt = _pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
-        self._reply = _pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
-        self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
-        self.closing_id = self._take_closing_id(chat.after_action)
-        self._role_marks = _role_marks(tokenizer, chat.skeleton)
-        self._passage, self._separator = self._checked_passage(prompts)
-        self.template_tokens = sum(map(len, self._prompt.literals)) + sum(map(len, self._reply.literals)) + 1  # the closing id
-        self._check_budget()
+    template_tokens: int
+
+    def __init__(self, tokenizer: Tokenizer, *, system: str, budget: Budget, compat: CompatConfig) -> None:
+        self.tokenizer = tokenizer
+        self.budget = budget
+        self.compat = compat
+        self._neutralize = Neutralizer(tokenizer.special_tokens, tags=self.TAGS)
+        self._chat = _chat_frame(tokenizer, system=system)
+        self._role_marks = _role_marks(tokenizer, self._chat.skeleton, self.TAGS)
 
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text: no special token, no protocol tag."""
@@ -67,43 +51,47 @@ class Layout:
         return token_ids if safe == written else self.tokenizer.encode_text(safe)
 
     def question(self, question: Question) -> list[int]:
-        """Ids of the question's text. Raises ValueError when they are more than budget.question_tokens."""
-        token_ids, limit = self.encode(question.text), self.budget.question_tokens
+        """Ids of the question's text. Raises UnfitQuestion when they are more than budget.question_tokens."""
+        text, limit = question.text, self.budget.question_tokens
+        if self.compat.question_mark and not text.rstrip().endswith("?"):
+            text = text.rstrip() + "?"
+        token_ids = self.encode(text)
         if len(token_ids) > limit:
-            raise ValueError(f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}")
+            raise UnfitQuestion(f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}")
         return token_ids
-
-    def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
-        """A context up to its first sampled token."""
-        slots = {"question": question, "memory": memory}
-        filled = [slots[name] for name in self._prompt.slots]
-        return list(itertools.chain.from_iterable(_alternate(self._prompt.literals, filled)))
-
-    def observation_room(self, calls: Sequence[ToolCall]) -> int:
-        """Tokens of the observation budget that are left for passages; below 1 the calls are too long or too many."""
-        between = len(self._next_call) + sum(map(len, self._reply.literals[1:-1]))
-        return self.budget.observation_tokens - sum(len(self._echo(call)) for call in calls) - (len(calls) - 1) * between
-
-    def observation(self, calls: Sequence[ToolCall], results: Sequence[Sequence[Passage]], *, last_id: int) -> Observation:
-        """The answer to `calls` after an action whose last token is `last_id`, with as many of the passages as there is room for."""
-        room = self.observation_room(calls)
-        shown = _fit([self._passage_pieces(passages) for passages in results], room=room)
-        # The policy may end a message with a stop token that is not the template's; then the template's follows it.
-        token_ids = [] if last_id == self.closing_id else [self.closing_id]
-        first, *inner, last = self._reply.literals
-        for number, (call, passages) in enumerate(zip(calls, shown, strict=True)):
-            slots = {"call": self._echo(call), "passages": passages}
-            filled = [slots[name] for name in self._reply.slots]
-            token_ids.extend(itertools.chain.from_iterable(_alternate([self._next_call if number else first, *inner, []], filled)))
-        used = self.budget.observation_tokens - room + sum(map(len, shown))
-        return Observation(token_ids=token_ids + last, num_tokens=used)
 
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
         """Whether sampled ids hold a token with which the chat template tells roles apart."""
         return not self._role_marks.isdisjoint(token_ids)
 
-    def _echo(self, call: ToolCall) -> list[int]:
-        return self.encode(call.text) if "call" in self._reply.slots else []
+    def _checked_empty_memory(self, text: str) -> list[int]:
+        token_ids, limit = self.encode(text), self.budget.memory_tokens
+        if len(token_ids) > limit:
+            raise ConfigError(f"prompts.empty_memory has {len(token_ids)} tokens, more than budget.memory_tokens {limit}")
+        return token_ids
+
+    def _check_budget(self) -> None:
+        parts = {"template": self.template_tokens, **self.budget.parts(self.AGENT)}
+        if sum(parts.values()) > self.budget.context_tokens:
+            listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
+            raise ConfigError(
+                f"budget.context_tokens is {self.budget.context_tokens}, but {listed} tokens need {sum(parts.values())}; "
+                "raise context_tokens or lower the parts"
+            )
+
+
+class SearchLayout(Layout):
+    """What the layouts of agents that search have besides: passages as ids."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, system: str, passage: str, separator: str, tool: Tool, budget: Budget, compat: CompatConfig
+    ):
+        super().__init__(tokenizer, system=system, budget=budget, compat=compat)
+        self.tool = tool
+        for key, text in {"passage": passage, "passage_separator": separator}.items():
+            if self._neutralize(text) != text:
+                raise ConfigError(f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may stand in it")
+        self._passage, self._separator = split_slots(passage), separator
 
     def _passage_pieces(self, passages: Sequence[Passage]) -> list[list[int]]:
         pieces = []
@@ -113,66 +101,37 @@ class Layout:
             pieces.append(self.encode(text if index == 1 else self._separator + text))
         return pieces
 
-    def _take_closing_id(self, after_action: str) -> int:
-        """Takes the token that ends an assistant message off the reply: the policy samples it."""
-        closing, self._reply.literals[0] = self._reply.literals[0][:1], self._reply.literals[0][1:]
-        stops = self.tokenizer.stop_token_ids
-        if not stops.issuperset(closing) or not closing:
-            texts = [self.tokenizer.decode([i]) for i in sorted(stops)]
-            raise ConfigError(
-                f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not start with a stop token "
-                f"{texts}; add its token to eos_token_id in generation_config.json"
-            )
-        return closing[0]
-
-    def _checked_passage(self, prompts: PromptSet) -> tuple[list[str], str]:
-        for key, text in {"passage": prompts.passage, "passage_separator": prompts.passage_separator}.items():
-            if self._neutralize(text) != text:
-                raise ConfigError(f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may stand in it")
-        return split_slots(prompts.passage), prompts.passage_separator
-
-    def _check_budget(self) -> None:
-        budget = self.budget
-        if len(self.empty_memory) > budget.memory_tokens:
-            raise ConfigError(
-                f"prompts.empty_memory has {len(self.empty_memory)} tokens, more than budget.memory_tokens {budget.memory_tokens}"
-            )
-        parts = {
-            "template": self.template_tokens,
-            "question": budget.question_tokens,
-            "memory": budget.memory_tokens,
-            "action": budget.action_tokens,
-            "observation": budget.observation_tokens,
-            "memory message": budget.memory_message_tokens,
-        }
-        if sum(parts.values()) > budget.context_tokens:
-            listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
-            raise ConfigError(
-                f"budget.context_tokens is {budget.context_tokens}, but {listed} tokens need {sum(parts.values())}; "
-                "raise context_tokens or lower the parts"
-            )
-
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
+class Pieces:
     """Ids of trusted text, one list more than there are slots between them."""
 
     literals: list[list[int]]
     slots: list[str]
 
+    def filled(self, values: Mapping[str, list[int]]) -> list[int]:
+        """The whole, with the value of its name in every slot."""
+        return list(itertools.chain.from_iterable(alternate(self.literals, [values[name] for name in self.slots])))
 
-def _pieces(tokenizer: Tokenizer, before: str, text: str, after: str) -> _Pieces:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the trusted text."""
+        return sum(map(len, self.literals))
+
+
+def encode_pieces(tokenizer: Tokenizer, before: str, text: str, after: str) -> Pieces:
+    """`text` with its slots left open, between `before` and `after`, in which there are none."""
     pieces = split_slots(text)
     pieces[0], pieces[-1] = before + pieces[0], pieces[-1] + after
-    return _Pieces([tokenizer.encode_template(literal) for literal in pieces[::2]], pieces[1::2])
+    return Pieces([tokenizer.encode_template(literal) for literal in pieces[::2]], pieces[1::2])
 
 
-def _alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> list[list[int]]:
+def alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> list[list[int]]:
     pairs = zip(literals, [*filled, []], strict=True)
     return list(itertools.chain.from_iterable(pairs))
 
 
-def _fit(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
+def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
     """What is shown of each call's passages: best ones of all calls first, whole ones as long as they fit, then a part of one."""
     shown: list[list[int]] = [[] for _ in results]
     ranked = [(call, piece) for rank in itertools.zip_longest(*results) for call, piece in enumerate(rank) if piece is not None]
@@ -184,12 +143,12 @@ def _fit(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
     return shown
 
 
-def _opened_thought(opening: str) -> str:
+def opened_thought(opening: str) -> str:
     """The thought that the chat template itself opens (and perhaps closes) in an assistant message."""
     return "".join(opening.partition("<think>")[1:])
 
 
-def _unless_open(prefill: str, opening: str) -> str:
+def unless_open(prefill: str, opening: str) -> str:
     """The prefill, or nothing when the chat template itself ends with it."""
     return "" if opening.rstrip().endswith(prefill.strip()) else prefill
 
@@ -238,8 +197,8 @@ def _split_at(mark: str, text: str) -> tuple[str, str]:
     return before, after
 
 
-def _role_marks(tokenizer: Tokenizer, skeleton: str) -> frozenset[int]:
+def _role_marks(tokenizer: Tokenizer, skeleton: str, tags: Sequence[str]) -> frozenset[int]:
     """Special tokens of the template that are no protocol tags."""
     template = skeleton.translate({ord(mark): None for mark in (SYSTEM, USER, ACTION, OBSERVATION)})
-    tags = {i for tag in TAGS for i in tokenizer.encode_template(f"<{tag}></{tag}>")}
-    return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(template)) - tags)
+    of_tags = {i for tag in tags for i in tokenizer.encode_template(f"<{tag}></{tag}>")}
+    return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(template)) - of_tags)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.common import Adapter, Case, Difference
-from mempipe.agents.memsearcher import MemSearcher
-from mempipe.agents.prompt_set import PromptSet, split_slots
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
+from mempipe.agents.prompt_set import split_slots
 from mempipe.agents.protocol import InvalidCall, Tool, last_boxed, parse_answer, parse_call, parse_memory, tool_call_texts
-from mempipe.agents.rendering import Layout
 from mempipe.config import Budget
 from mempipe.types import Completion, Context, FinishReason, Passage, Question, SearchResult, Trajectory
 
@@ -28,7 +27,7 @@ ROLLOUT = "MemSearcher:vLLMRolloutWithTool.generate_sequences (scripted engine, 
 LAST_ANSWER = "MemSearcher-eval:extract_last_assistant_response -> pred"
 
 TOOL = Tool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
-PUBLISHED = PromptSet(
+PUBLISHED = MemSearcherPrompts(
     system="",
     user="<question> {question} </question>\n\n<memory> {memory} </memory>",
     action_prefill="<think>",
@@ -73,7 +72,7 @@ def play(
     *,
     question: str = "q0",
     failure: str = "",
-    prompts: PromptSet = PUBLISHED,
+    prompts: MemSearcherPrompts = PUBLISHED,
     **budget: Any,
 ) -> tuple[Trajectory, list[Any]]:
     """A trajectory whose messages are the script's (finish, text) pairs, and the searches that it asked for."""
@@ -92,7 +91,7 @@ def play(
         return SearchResult(passages=list(passages[:num_passages]), snapshot="")
 
     limits = {"memory_tokens": 1000, "action_tokens": 2000, "memory_message_tokens": 2000, "observation_tokens": 8000, "max_turns": 3}
-    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget(**{**limits, "context_tokens": 20000, **budget}))
+    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget(**{**limits, "context_tokens": 20000, **budget}))
     agent = MemSearcher(layout, generate=generate, search=search)
     asked = Question(id=question, text=question, golden_answers=[])
     return asyncio.run(agent.rollout(asked, trajectory_id="t", group_id="g", member=0)), searches

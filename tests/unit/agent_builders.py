@@ -11,11 +11,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mempipe.agents.memsearcher import MemSearcher
-from mempipe.agents.prompt_set import PromptSet, load_prompts
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
+from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tool
-from mempipe.agents.rendering import Layout
-from mempipe.config import Budget
+from mempipe.config import Budget, CompatConfig
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.types import Completion, FinishReason, Passage, Question, SearchResult
 
@@ -108,7 +107,7 @@ def build_budget(**changes: object) -> Budget:
     return Budget(**{**values, "context_tokens": 8192, **changes})
 
 
-def build_prompts(**changes: str) -> PromptSet:
+def build_prompts(**changes: str) -> MemSearcherPrompts:
     """A prompt set of few words."""
     texts = {
         "system": "Search or answer. {tools}",
@@ -120,11 +119,19 @@ def build_prompts(**changes: str) -> PromptSet:
         "memory_prefill": "",
         "empty_memory": "",
     }
-    return PromptSet(**{**texts, **changes})
+    return MemSearcherPrompts(**{**texts, **changes})
 
 
-def build_layout(tokenizer: HFTokenizer | None = None, *, prompts: PromptSet | None = None, tool: Tool = TOOL, **budget: object) -> Layout:
-    return Layout(tokenizer or build_tokenizer(), prompts=prompts or load_prompts("memsearcher"), tool=tool, budget=build_budget(**budget))
+def build_layout(
+    tokenizer: HFTokenizer | None = None,
+    *,
+    prompts: MemSearcherPrompts | None = None,
+    tool: Tool = TOOL,
+    compat: CompatConfig | None = None,
+    **budget: object,
+) -> MemSearcherLayout:
+    prompts = prompts or load_prompts("memsearcher", MemSearcherPrompts)
+    return MemSearcherLayout(tokenizer or build_tokenizer(), prompts=prompts, tool=tool, budget=build_budget(**budget), compat=compat)
 
 
 def build_question(text: str = "What is the capital of France?", **changes: object) -> Question:
@@ -172,5 +179,5 @@ class Library:
         return SearchResult(passages=self.passages[:num_passages], snapshot="s1")
 
 
-def build_agent(layout: Layout, script: Sequence[Step], *, library: Library | None = None) -> MemSearcher:
+def build_agent(layout: MemSearcherLayout, script: Sequence[Step], *, library: Library | None = None) -> MemSearcher:
     return MemSearcher(layout, generate=ScriptedEngine(layout.tokenizer, script), search=library or Library())

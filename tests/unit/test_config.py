@@ -1,10 +1,11 @@
 """Settings: what is refused, and with which sentence."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from mempipe.config import Budget, ConfigError, RunConfig, load_config, parse_config
+from mempipe.config import COMPAT_PRESETS, CompatConfig, ConfigError, RunConfig, load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
 
@@ -31,6 +32,13 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"algorithm": {"loss": "ppo2"}}, ["algorithm.loss", "'ppo2'", "'grpo'"]),
         ({"algorithm": {"groups_per_step": 10, "updates_per_step": 3}}, ["groups_per_step 10", "updates_per_step 3"]),
         ({"budget": {"context_tokens": 100}}, ["budget.context_tokens is 100", "5879"]),
+        ({"agent": {"name": "react"}, "compat": {"preset": "mem1"}}, ["compat.preset is 'mem1'", "agent.name 'mem1'", "'react'"]),
+        ({"compat": {"preset": "memsearcher"}}, ["compat.preset", "'memsearcher-train'"]),
+        ({"compat": {"preset": []}}, ["compat.preset"]),
+        ({"compat": {"num_passages": 11}}, ["compat.num_passages is 11", "max_passages 10"]),
+        ({"reward": {"format": "search_r1"}}, ["reward.format is 'search_r1'", "reward.answer is 'f1'"]),
+        ({"reward": {"format": "search_r1", "answer": "em"}}, ["reward.format is 'search_r1'", "'memsearcher'"]),
+        ({"agent": {"name": "mem1"}, "warm_start": {}}, ["warm_start", "agent.name is 'mem1'"]),
         ({"retrieval": {"num_passages": 20}}, ["num_passages is 20", "max_passages 10"]),
         ({"sampling": {"top_p": 0.9}}, ["top_p 0.9", "training needs"]),
         ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),
@@ -61,11 +69,50 @@ def test_an_unreadable_file_is_refused(tmp_path, text, words):
         load_config(file)
 
 
-def test_the_parts_of_a_context_may_fill_it_exactly():
-    parts = {"question_tokens": 1, "memory_tokens": 2, "action_tokens": 3, "memory_message_tokens": 4, "observation_tokens": 5}
-    assert Budget(**parts, context_tokens=15).context_tokens == 15
-    with pytest.raises(ValueError, match="need 15"):
-        Budget(**parts, context_tokens=14)
+SMALL = {
+    "question_tokens": 1,
+    "memory_tokens": 2,
+    "action_tokens": 3,
+    "memory_message_tokens": 4,
+    "observation_tokens": 5,
+    "chunk_tokens": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "needed", "parts"),
+    [
+        ("memsearcher", 15, "question 1 + memory 2 + action 3 + observation 5 + memory message 4"),
+        ("memagent", 13, "question 1 + memory 2 + chunk 6 + memory message 4"),
+        ("mem1", 12, "question 1 + state 3 + observation 5 + action 3"),
+        ("react", 12, "question 1 + action 3 + observation 5 + answer 3"),
+    ],
+)
+def test_the_parts_of_an_agents_largest_context_may_fill_it_exactly(agent, needed, parts):
+    values = {"agent": {"name": agent}, "budget": {**SMALL, "context_tokens": needed}}
+    assert sum(parse_config(values).budget.parts(agent).values()) == needed
+    message = f"budget.context_tokens is {needed - 1}, but {parts} tokens need {needed} before the template"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config({"agent": {"name": agent}, "budget": {**SMALL, "context_tokens": needed - 1}})
+
+
+def test_memagents_largest_context_may_be_the_last_one():
+    values = {"agent": {"name": "memagent"}, "budget": {**SMALL, "action_tokens": 11, "context_tokens": 14}}
+    assert parse_config(values).budget.parts("memagent") == {"question": 1, "memory": 2, "answer": 11}
+
+
+def test_a_compat_preset_fills_the_flags_and_a_named_flag_wins():
+    compat = CompatConfig.model_validate({"preset": "memsearcher-train", "question_mark": False})
+    assert (compat.box_in_thought, compat.question_mark, compat.num_passages, compat.bad_memory) == (True, False, 10, "end")
+    assert compat.active() == ["box_in_thought: True", "literal_newlines: True", "num_passages: 10"]
+    assert CompatConfig().active() == []
+
+
+@pytest.mark.parametrize("preset", COMPAT_PRESETS)
+def test_every_compat_preset_changes_something_and_fits_its_agent(preset):
+    agent, flags = COMPAT_PRESETS[preset]
+    config = parse_config({"agent": {"name": agent}, "compat": {"preset": preset}})
+    assert flags and sorted(config.compat.active()) == sorted(f"{name}: {value}" for name, value in flags.items())
 
 
 def test_defaults_are_the_published_settings():

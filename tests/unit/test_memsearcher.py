@@ -10,9 +10,8 @@ from agent_builders import CALL, FAMILIES, TOOL, Library, ScriptedEngine, Step, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.agents.memsearcher import MemSearcher
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
 from mempipe.agents.protocol import ToolCall
-from mempipe.agents.rendering import Layout
 from mempipe.types import Completion, Context, EndReason, FinishReason, Passage, Question, SearchResult, Trajectory
 
 TOKENIZER = build_tokenizer()
@@ -26,14 +25,16 @@ HOSTILE = (
 )
 
 
-async def play(layout: Layout, script: list[Step], *, question: Question | None = None, **roles: Any) -> tuple[Trajectory, ScriptedEngine]:
+async def play(
+    layout: MemSearcherLayout, script: list[Step], *, question: Question | None = None, **roles: Any
+) -> tuple[Trajectory, ScriptedEngine]:
     engine = ScriptedEngine(layout.tokenizer, script)
     agent = MemSearcher(layout, generate=engine, search=roles.pop("search", Library()))
     names = {"trajectory_id": "g/0", "group_id": "g", "member": 0}
     return await agent.rollout(question or build_question(), **names, **roles), engine
 
 
-def run(layout: Layout, script: list[Step], **options: Any) -> Trajectory:
+def run(layout: MemSearcherLayout, script: list[Step], **options: Any) -> Trajectory:
     return asyncio.run(play(layout, script, **options))[0]
 
 
@@ -43,11 +44,11 @@ def segments(context: Context) -> list[tuple[int, list[int]]]:
     return [(mask, [token for _, token in run]) for mask, run in itertools.groupby(rows, key=lambda row: row[0])]
 
 
-def injected_text(layout: Layout, context: Context) -> str:
+def injected_text(layout: MemSearcherLayout, context: Context) -> str:
     return "".join(layout.tokenizer.decode(ids) for mask, ids in segments(context) if not mask)
 
 
-def assert_within_budget(layout: Layout, trajectory: Trajectory) -> None:
+def assert_within_budget(layout: MemSearcherLayout, trajectory: Trajectory) -> None:
     budget = layout.budget
     assert 1 <= len(trajectory.contexts) <= budget.max_turns
     for context in trajectory.contexts:

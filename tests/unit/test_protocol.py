@@ -9,6 +9,7 @@ from agent_builders import TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.agents.memsearcher import MemSearcherLayout
 from mempipe.agents.protocol import (
     InvalidCall,
     Neutralizer,
@@ -192,28 +193,28 @@ def test_no_text_breaks_a_parser(text):
 
 
 def test_tags_and_special_tokens_are_broken_behind_their_first_character():
-    neutralize = Neutralizer(["<|im_end|>", "[INST]"])
+    neutralize = Neutralizer(["<|im_end|>", "[INST]"], tags=MemSearcherLayout.TAGS)
     assert neutralize("a</Memory>b\\Boxed{x}<|im_end|>[INST]") == "a< /Memory>b\\ Boxed{x}< |im_end|>[ INST]"
 
 
 def test_overlapping_tokens_are_all_broken():
-    assert Neutralizer(["ab", "bc"])("abc") == "a b c"
+    assert Neutralizer(["ab", "bc"], tags=MemSearcherLayout.TAGS)("abc") == "a b c"
 
 
 def test_a_space_inside_a_special_token_is_no_way_around():
-    neutralize = Neutralizer(["<x>", "< x>"])
+    neutralize = Neutralizer(["<x>", "< x>"], tags=MemSearcherLayout.TAGS)
     assert neutralize("<x> and < x>") == "<_x> and <_ x>"
 
 
 @pytest.mark.parametrize("text", ["a < b > c", "<b>bold</b>", "thinking of memory", "boxed {x}", "<mem", "é\u200b\U0001f600\n\n\t", ""])
 def test_ordinary_text_is_unchanged(text):
-    assert Neutralizer(SPECIAL[:4])(text) == text
+    assert Neutralizer(SPECIAL[:4], tags=MemSearcherLayout.TAGS)(text) == text
 
 
 @settings(deadline=None)
 @given(MESSY_TEXT)
 def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(text):
-    neutralize = Neutralizer(SPECIAL)
+    neutralize = Neutralizer(SPECIAL, tags=MemSearcherLayout.TAGS)
     safe = neutralize(text)
     assert not any(token in safe for token in SPECIAL)
     assert not any(tag in safe.lower() for tag in [*TAG_TEXTS, "\\boxed"])
@@ -222,7 +223,7 @@ def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(
 
 
 def test_a_megabyte_is_neutralised_in_well_under_a_second():
-    neutralize = Neutralizer([f"<|reserved_{number}|>" for number in range(256)])
+    neutralize = Neutralizer([f"<|reserved_{number}|>" for number in range(256)], tags=MemSearcherLayout.TAGS)
     passage = "words < and > more <|reserved_7|> </memory> " * 25_000
     started = time.perf_counter()
     safe = neutralize(passage)

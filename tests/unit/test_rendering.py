@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from mempipe.agents.prompt_set import PROMPT_KEYS, PromptSet, load_prompts, split_slots
+from mempipe.agents.memsearcher import MemSearcherLayout, MemSearcherPrompts, Observation
+from mempipe.agents.prompt_set import load_prompts, split_slots
 from mempipe.agents.protocol import ToolCall
-from mempipe.agents.rendering import Layout, Observation
-from mempipe.config import AgentConfig, Budget, ConfigError, RetrievalConfig
+from mempipe.config import AgentConfig, Budget, CompatConfig, ConfigError, RetrievalConfig
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.types import Passage
 
@@ -21,11 +21,11 @@ CALL = ToolCall(text='{"name": "f"}', query="q", num_passages=5)
 TOKENIZER = build_tokenizer()
 
 
-def prompt_text(layout: Layout, question: str = "Who?", memory: str = "notes") -> str:
+def prompt_text(layout: MemSearcherLayout, question: str = "Who?", memory: str = "notes") -> str:
     return layout.tokenizer.decode(layout.prompt(question=layout.encode(question), memory=layout.encode(memory)))
 
 
-def filled_user(prompts: PromptSet, question: str, memory: str) -> str:
+def filled_user(prompts: MemSearcherPrompts, question: str, memory: str) -> str:
     return prompts.user.replace("{question}", question).replace("{memory}", memory)
 
 
@@ -35,7 +35,7 @@ def filled_user(prompts: PromptSet, question: str, memory: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_what_the_chat_template_makes_of_the_same_messages(family):
     tokenizer, prompts = build_tokenizer(family), build_prompts()
-    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
+    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
     system = prompts.system.replace("{tools}", TOOL.schema())
     user = filled_user(prompts, "Who?", "notes")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
@@ -48,7 +48,7 @@ def test_a_prompt_is_what_the_chat_template_makes_of_the_same_messages(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_observation_continues_the_conversation_as_the_chat_template_does(family):
     tokenizer, prompts = build_tokenizer(family), build_prompts(system="")
-    layout = Layout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
+    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
     stop = layout.closing_id
     observation = layout.observation([CALL], [[Passage(id="1", title="T", text="body")]], last_id=stop)
     conversation = [
@@ -141,18 +141,18 @@ def test_a_prompt_file_with_wrong_keys_is_refused(tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text("system: x\nuser: '{question} {memory}'\n")
     with pytest.raises(ConfigError, match=r"holds \['system', 'user'\], expected the keys"):
-        load_prompts(str(path))
+        load_prompts(str(path), MemSearcherPrompts)
     path.write_text("- x\n")
     with pytest.raises(ConfigError, match="holds list"):
-        load_prompts(str(path))
+        load_prompts(str(path), MemSearcherPrompts)
     path.write_text("a: [\n")
     with pytest.raises(ConfigError, match="is not YAML"):
-        load_prompts(str(path))
+        load_prompts(str(path), MemSearcherPrompts)
 
 
 def test_an_unknown_prompt_set_is_refused_with_the_names_of_the_known_ones():
     with pytest.raises(ConfigError, match=r"'nope'.*memsearcher"):
-        load_prompts("nope")
+        load_prompts("nope", MemSearcherPrompts)
 
 
 def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
@@ -162,7 +162,7 @@ def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
         'observation: "<tool_response>{call}\\n{passages}\\n</tool_response>\\nI"\npassage: "{title}\\n{text}\\n\\n"\n'
         'passage_separator: ""\nmemory_prefill: ""\nempty_memory: ""\n'
     )
-    layout = build_layout(prompts=load_prompts(str(path)))
+    layout = build_layout(prompts=load_prompts(str(path), MemSearcherPrompts))
     user = "<|im_start|>user\n<question> q0 </question>\n\n<memory>  </memory><|im_end|>\n<|im_start|>assistant\n<think>"
     assert prompt_text(layout, "q0", "").endswith(user)
     observation = layout.observation([CALL, CALL], [[Passage(id="1", title='"T"', text="body")]] * 2, last_id=layout.closing_id)
@@ -171,12 +171,14 @@ def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
 
 
 def test_a_prompt_set_from_a_file_has_every_key():
-    prompts = load_prompts("memsearcher")
-    assert all(isinstance(getattr(prompts, key), str) for key in PROMPT_KEYS) and "{tools}" in prompts.system
+    prompts = load_prompts("memsearcher", MemSearcherPrompts)
+    assert all(isinstance(getattr(prompts, key), str) for key in MemSearcherPrompts.names()) and "{tools}" in prompts.system
 
 
 def test_the_tool_schema_names_the_default_and_the_most_passages():
-    tool = TOOL.from_config(AgentConfig(tool_name="look_up"), RetrievalConfig(num_passages=3, max_passages=7, max_query_chars=50))
+    tool = TOOL.from_config(
+        AgentConfig(tool_name="look_up"), RetrievalConfig(num_passages=3, max_passages=7, max_query_chars=50), CompatConfig()
+    )
     text = prompt_text(build_layout(prompts=build_prompts(), tool=tool))
     assert '"name": "look_up"' in text and '"default": 3, "minimum": 1, "maximum": 7' in text and '"maxLength": 50' in text
 
@@ -215,7 +217,7 @@ def test_a_question_longer_than_the_budget_is_refused_by_name():
         build_layout(question_tokens=8).question(build_question("ZXZXZXZXZ"))
 
 
-def words(layout: Layout, observation: Observation) -> str:
+def words(layout: MemSearcherLayout, observation: Observation) -> str:
     return layout.tokenizer.decode(observation.token_ids)
 
 

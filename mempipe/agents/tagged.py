@@ -1,0 +1,136 @@
+"""What MEM1 and ReAct share: one assistant message that goes on after every observation, with queries and answers between tags.
+
+The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples behind the first of these closing tags has no
+effect on anything: it is in no context and in no loss. The observation follows inside the same message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from mempipe.agents.prompt_set import PromptSet
+from mempipe.agents.protocol import InvalidCall, Tokenizer, Tool, parse_query
+from mempipe.agents.rendering import SearchLayout, encode_pieces, fit_passages
+from mempipe.agents.turn import Agent, Turn, without_stop
+from mempipe.config import Budget, CompatConfig, ConfigError
+from mempipe.types import Completion, EndReason, FinishReason, Passage
+
+_ACTION_END = re.compile("</(search|answer)>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedPrompts(PromptSet):
+    """The words around questions and passages; `prompts/react.yaml` explains each key. Raises ConfigError."""
+
+    REQUIRED: ClassVar = {"user": {"question"}, "observation": {"passages"}, "passage": {"text"}}
+    OPTIONAL: ClassVar = {"observation": {"turns_left"}, "passage": {"title", "index"}}
+
+    system: str
+    user: str
+    observation: str
+    passage: str
+    passage_separator: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedMessage:
+    """A sampled message up to the end of its action, or all of it when there is none. One of query, answer and fault is set."""
+
+    token_ids: list[int]  # without the stop token
+    text: str
+    query: str | None = None
+    answer: str | None = None
+    fault: EndReason | None = None  # why it is no action
+    breaks_roles: bool = False  # it holds a role mark of the chat template
+
+
+class TaggedLayout(SearchLayout):
+    """Prompt and observations of one tokenizer, prompt set, tool and budget. Raises as `Layout` does."""
+
+    TAGS = ("think", "search", "information", "answer")
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompts: TaggedPrompts, tool: Tool, budget: Budget, compat: CompatConfig | None = None
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            system=prompts.system,
+            passage=prompts.passage,
+            separator=prompts.passage_separator,
+            tool=tool,
+            budget=budget,
+            compat=compat or CompatConfig(),
+        )
+        self._prompt = encode_pieces(tokenizer, self._chat.before_user, prompts.user, self._chat.after_user)
+        self._observation = encode_pieces(tokenizer, "", prompts.observation, "")
+        needed = len(self._turns_left(budget.max_turns)) + 1
+        if budget.observation_tokens < needed:
+            raise ConfigError(f"budget.observation_tokens is {budget.observation_tokens}, expected at least {needed}")
+        self.template_tokens = self._prompt.num_tokens + self._observation.num_tokens
+        self._check_budget()
+
+    def prompt(self, question: list[int]) -> list[int]:
+        """A context up to its assistant message."""
+        return self._prompt.filled({"question": question})
+
+    def observation(self, passages: Sequence[Passage], *, turns_left: int) -> tuple[list[int], int]:
+        """What follows a search, with as many of the passages as there is room for, and how many ids count against the budget."""
+        left = self._turns_left(turns_left)
+        (shown,) = fit_passages([self._passage_pieces(passages)], room=self.budget.observation_tokens - len(left))
+        return self._observation.filled({"passages": shown, "turns_left": left}), len(shown) + len(left)
+
+    def parse(self, token_ids: list[int], *, finish: FinishReason) -> TaggedMessage:
+        """The message that was sampled, stop token included."""
+        body = without_stop(token_ids, self)
+        kept = body[: self._action_length(body)]
+        text = self.tokenizer.decode(kept)
+        end = _ACTION_END.search(text)
+        _, opened, content = text[: end.start()].partition(f"<{end[1]}>") if end else ("", "", "")
+        if self.breaks_roles(kept):
+            return TaggedMessage(token_ids=kept, text=text, fault=EndReason.NO_ACTION, breaks_roles=True)
+        if not end or not opened:
+            cut_off = end is None and finish is FinishReason.LENGTH
+            return TaggedMessage(token_ids=kept, text=text, fault=EndReason.LENGTH if cut_off else EndReason.NO_ACTION)
+        if end[1] == "answer":
+            return TaggedMessage(token_ids=kept, text=text, answer=content.strip())
+        try:
+            return TaggedMessage(token_ids=kept, text=text, query=parse_query(content, tool=self.tool))
+        except InvalidCall:
+            return TaggedMessage(token_ids=kept, text=text, fault=EndReason.INVALID_CALL)
+
+    def _action_length(self, body: list[int]) -> int:
+        """How many ids there are up to the one in which the first closing tag ends; all of them without one."""
+
+        def holds_action(length: int) -> bool:
+            return _ACTION_END.search(self.tokenizer.decode(body[:length])) is not None
+
+        if not holds_action(len(body)):
+            return len(body)
+        low, high = 0, len(body)  # a prefix of `low` ids holds no action, one of `high` does
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds_action(middle) else (middle, high)
+        return high
+
+    def _turns_left(self, number: int) -> list[int]:
+        return self.encode(str(number)) if "turns_left" in self._observation.slots else []
+
+
+T = TypeVar("T", bound=TaggedLayout)
+
+
+class TaggedAgent(Agent[T]):
+    """An agent whose messages are tagged."""
+
+    async def _act(self, turn: Turn) -> tuple[Completion, TaggedMessage]:
+        completion = await self._complete(turn, max_tokens=self._budget.action_tokens)
+        return completion, self.layout.parse(completion.token_ids, finish=completion.finish_reason)
+
+    def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
+        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends`: otherwise the assistant
+        message goes on behind it."""
+        whole = len(without_stop(completion.token_ids, self.layout)) == len(message.token_ids)
+        turn.sample(completion, num_kept=None if ends and whole else len(message.token_ids))

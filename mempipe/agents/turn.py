@@ -1,0 +1,170 @@
+"""What all agents have: a context while it grows, and the calls to engine and retriever that fill it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from mempipe.agents.protocol import GenerateFn, SearchFn
+from mempipe.agents.rendering import Layout
+from mempipe.types import Completion, Context, EndReason, FinishReason, Question, Search, Trajectory
+
+L = TypeVar("L", bound=Layout)
+OnContext = Callable[[Context], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What goes from one context to the next, as the next prompt holds it: ids, and their text."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A sampled message, without its stop token."""
+
+    text: str
+    cut_off: bool  # the token limit came before a stop token
+    breaks_roles: bool  # it holds a role mark of the chat template
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """A context while it grows."""
+
+    index: int
+    question_ids: list[int]
+    memory: Memory
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_observation_tokens: int = 0
+    num_dropped_tokens: int = 0
+    action: str = ""
+    searches: list[Search] = field(default_factory=list)
+    new_memory: Memory | None = None
+    generate_seconds: float = 0.0
+    search_seconds: float = 0.0
+
+    def inject(self, token_ids: Sequence[int]) -> None:
+        self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), version=-1)
+
+    def sample(self, completion: Completion, *, num_kept: int | None = None) -> None:
+        """Takes in what was sampled, or its first `num_kept` tokens."""
+        if not self.num_prompt_tokens:
+            self.num_prompt_tokens = len(self.token_ids)
+        kept = completion.token_ids[:num_kept]
+        self._append(kept, mask=1, logprobs=completion.logprobs[:num_kept], version=completion.policy_version)
+        self.num_dropped_tokens += len(completion.token_ids) - len(kept)
+
+    def context(self) -> Context:
+        after = self.new_memory
+        return Context(
+            index=self.index,
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            policy_versions=self.policy_versions,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_question_tokens=len(self.question_ids),
+            num_memory_tokens=len(self.memory.token_ids),
+            num_observation_tokens=self.num_observation_tokens,
+            num_dropped_tokens=self.num_dropped_tokens,
+            action=self.action,
+            searches=self.searches,
+            memory_before=self.memory.text,
+            memory_after=after.text if after else "",
+            num_new_memory_tokens=len(after.token_ids) if after else 0,
+            memory_truncated=after.truncated if after else False,
+            generate_seconds=self.generate_seconds,
+            search_seconds=self.search_seconds,
+        )
+
+    def _append(self, token_ids: Sequence[int], *, mask: int, logprobs: Sequence[float], version: int) -> None:
+        self.token_ids += token_ids
+        self.loss_mask += [mask] * len(token_ids)
+        self.logprobs += logprobs
+        self.policy_versions += [version] * len(token_ids)
+
+
+class Agent(ABC, Generic[L]):
+    """An agent, bound to an engine and a retriever. It keeps no state between rollouts: any number of them may run at the same time."""
+
+    def __init__(self, layout: L, *, generate: GenerateFn, search: SearchFn) -> None:
+        self.layout = layout
+        self._budget = layout.budget
+        self._generate = generate
+        self._search = search
+
+    async def rollout(
+        self, question: Question, *, trajectory_id: str, group_id: str, member: int, on_context: OnContext | None = None
+    ) -> Trajectory:
+        """One attempt at `question`, not scored yet. `on_context` is called with every context as soon as it is finished.
+
+        Raises UnfitQuestion when the question does not fit the budget, and whatever `generate` and `search` raise.
+        """
+        contexts: list[Context] = []
+
+        def finish(turn: Turn) -> None:
+            contexts.append(turn.context())
+            if on_context is not None:
+                on_context(contexts[-1])
+
+        end_reason, answer = await self._run(question, finish)
+        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, end_reason=end_reason, answer=answer)
+
+    @abstractmethod
+    async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
+        """Plays the trajectory, hands over each context when it is finished, and says how it ended and with which answer."""
+
+    async def _complete(self, turn: Turn, *, max_tokens: int) -> Completion:
+        """What the engine samples after the turn as it is; the turn does not take it in."""
+        started = time.perf_counter()
+        completion = await self._generate(list(turn.token_ids), max_tokens=max_tokens)
+        turn.generate_seconds += time.perf_counter() - started
+        token_ids = completion.token_ids
+        assert len(token_ids) <= max_tokens, f"the engine sampled {len(token_ids)} tokens, {max_tokens} were allowed"
+        assert len(token_ids) == len(completion.logprobs), f"{len(token_ids)} tokens came with {len(completion.logprobs)} log-probs"
+        return completion
+
+    async def _sample(self, turn: Turn, *, max_tokens: int) -> Message:
+        """A whole message, taken into the turn."""
+        completion = await self._complete(turn, max_tokens=max_tokens)
+        turn.sample(completion)
+        body = without_stop(completion.token_ids, self.layout)
+        return Message(
+            text=self.layout.tokenizer.decode(body),
+            cut_off=completion.finish_reason is FinishReason.LENGTH,
+            breaks_roles=self.layout.breaks_roles(body),
+        )
+
+    async def _run_searches(self, turn: Turn, queries: Sequence[tuple[str, int]], *, partition: str) -> list[Search]:
+        """The (query, number of passages) pairs, searched at the same time and noted in the turn."""
+        started = time.perf_counter()
+        results = await asyncio.gather(*(self._search(query, num_passages=count, partition=partition) for query, count in queries))
+        turn.search_seconds += time.perf_counter() - started
+        searches = [
+            Search(query=query, num_passages=count, passages=result.passages, snapshot=result.snapshot)
+            for (query, count), result in zip(queries, results, strict=True)
+        ]
+        turn.searches += searches
+        return searches
+
+    def _memory(self, token_ids: list[int], *, cut_off: bool = False) -> Memory:
+        """The memory that the ids are, cut to its budget; `cut_off` says that they were cut already."""
+        kept = token_ids[: self._budget.memory_tokens]
+        return Memory(token_ids=kept, text=self.layout.tokenizer.decode(kept), truncated=cut_off or len(kept) < len(token_ids))
+
+
+def without_stop(token_ids: list[int], layout: Layout) -> list[int]:
+    """A sampled message without the stop token that ended it."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in layout.tokenizer.stop_token_ids else token_ids
