@@ -52,5 +52,12 @@ async def run_group(
 
 
 def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
-    scores = score(trajectory.answer, question.golden_answers, end_reason=trajectory.end_reason, config=config)
+    scores = score(
+        trajectory.answer,
+        question.golden_answers,
+        end_reason=trajectory.end_reason,
+        config=config,
+        objectives=question.objectives,
+        message=trajectory.contexts[-1].action if trajectory.contexts else "",
+    )
     return dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)

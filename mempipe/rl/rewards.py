@@ -1,4 +1,4 @@
-"""What an attempt earns: SQuAD-style token F1 or exact match of its answer, and MemTrain's recall bonus.
+"""What an attempt earns: token F1 or exact match of its answer, Search-R1's reward of answer and form, and MemTrain's recall bonus.
 
 Whether a trajectory has an answer is for its agent to say (`mempipe.agents`): training and evaluation score the same one. Everything
 here is total: no answer or gold, however long or odd, raises.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mempipe.config import RewardConfig
@@ -18,30 +18,94 @@ from mempipe.types import EndReason
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
+_TAG = re.compile("(</?(?:think|search|information|answer)>)")
+_SEARCH_TURN = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>"]
+_LAST_TURN = ["<think>", "</think>", "<answer>", "</answer>"]
+# What MATH (arXiv 2103.03874) takes for the same answer, as replacements in this order.
+_MATH_FORMS = [
+    (re.compile(pattern), form)
+    for pattern, form in (
+        (r"\n|\\!", ""),
+        (r"\\\\", r"\\"),
+        (r"\\[td]frac", r"\\frac"),
+        (r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$", ""),
+        (r"\\text\{ .*", ""),  # a unit
+        (r"\\%", ""),
+        (r"(^|[ {])\.", r"\g<1>0."),
+        (r"^[^=]{0,2}=([^=]*)$", r"\1"),  # "x = 5"
+        (r"\\sqrt(?=[^{])(.)", r"\\sqrt{\1}"),
+        (r" ", ""),
+        (r"\\frac([^{])([^{])", r"\\frac{\1}{\2}"),
+        (r"\\frac([^{])\{", r"\\frac{\1}{"),
+        (r"^0\.5$", r"\\frac{1}{2}"),
+        (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}"),
+    )
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Each in [0, 1]. `reward` is what is optimised; `em` and `f1` are 0 unless the trajectory ended with an answer."""
+    """`reward` is what is optimised: in [0, 1], or up to the number of objectives. `em` and `f1`, in [0, 1], are means over the
+    objectives, and 0 unless the trajectory ended with an answer."""
 
     reward: float
     em: float
     f1: float
 
 
-def score(answer: str | None, golden_answers: Sequence[str], *, end_reason: EndReason, config: RewardConfig) -> Scores:
-    """What a trajectory earns: nothing unless it ended with an answer; then F1 (or EM), and `wrong_answer` where that is 0.
+def score(
+    answer: str | None,
+    golden_answers: Sequence[str],
+    *,
+    end_reason: EndReason,
+    config: RewardConfig,
+    objectives: Sequence[Sequence[str]] = (),
+    message: str = "",
+) -> Scores:
+    """What a trajectory earns: nothing unless it ended with an answer; then what `config.answer` measures, and `wrong_answer` where
+    that is 0.
+
+    With `objectives` (the golden answers of each) the answer is split at ";" and scored position by position: a missing answer counts 0,
+    one too many is ignored. `message` is the assistant's last one, observations included; only `config.format` looks at it.
 
     As published the reward is not monotone: an F1 between 0 and `wrong_answer` earns less than an answer that is all wrong.
     With `config.monotone` it earns `wrong_answer` as well.
     """
     if answer is None or end_reason is not EndReason.ANSWERED:
         return Scores(reward=0.0, em=0.0, f1=0.0)
-    em, f1 = exact_match(answer, golden_answers), answer_f1(answer, golden_answers)
-    reward = f1 if config.answer == "f1" else em
+    golds = objectives or [golden_answers]
+    answers = split_answers(answer, len(golds)) if objectives else [answer]
+    num_right = sum(map(exact_match, answers, golds))
+    em, f1 = num_right / len(golds), _mean(answer_f1, answers, golds)
+    if config.format == "search_r1":
+        return Scores(reward=_answer_and_form(em, golds, message, config), em=em, f1=f1)
+    match config.answer:
+        case "f1":
+            reward = f1
+        case "em":
+            reward = em
+        case "math":
+            reward = _mean(math_match, answers, golds)
+        case "objectives_em":
+            reward = num_right
     if reward == 0 or (config.monotone and reward < config.wrong_answer):
         reward = config.wrong_answer
     return Scores(reward=reward, em=em, f1=f1)
+
+
+def split_answers(answer: str, count: int) -> list[str]:
+    """The answers to `count` objectives, in order: what stands between semicolons, "" for each that is missing."""
+    answers = [part.strip() for part in answer.split(";")]
+    return (answers + [""] * count)[:count]
+
+
+def follows_format(message: str) -> bool:
+    """Whether the assistant's message is turns of thought, search and information, then a thought and an answer, with nothing but
+    space between the tags: the form that Search-R1 rewards (arXiv 2505.15117)."""
+    pieces = _TAG.split(message)
+    tags, between = pieces[1::2], pieces[::4]
+    num_searches, rest = divmod(len(tags) - len(_LAST_TURN), len(_SEARCH_TURN))
+    return not rest and tags == _SEARCH_TURN * num_searches + _LAST_TURN and not "".join(between).strip()
 
 
 def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -58,6 +122,15 @@ def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
     return float(any(normalized == normalize_answer(gold) for gold in _as_list(golden_answers)))
 
 
+def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """1.0 when the prediction is one of the golds written in another way, case aside, as MATH compares them: what MemAgent trains on.
+
+    Spaces, units and LaTeX variants do not count; articles and punctuation do.
+    """
+    form = _math_form(prediction)
+    return float(any(form == _math_form(gold) for gold in _as_list(golden_answers)))
+
+
 def normalize_answer(text: str) -> str:
     """Lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv 1606.05250). Accents stay."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
@@ -67,6 +140,29 @@ def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight
     """MemTrain's reward of an end-to-end rollout: its own score plus `weight` times the mean score of the recall samples that
     questioned its memory. With scores in [0, 1] it is in [0, 1 + weight]."""
     return answer_score + (weight * sum(recall_scores) / len(recall_scores) if recall_scores else 0.0)
+
+
+def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, config: RewardConfig) -> float:
+    """Search-R1's reward (v0.3): 1, or less without the form; for a wrong answer what the form, the retrieval or the attempt are worth."""
+    in_form = follows_format(message)
+    if em == 1:
+        return 1.0 if in_form else 1.0 - config.structure_score
+    if not in_form:
+        return config.attempt_score
+    found = normalize_answer(" ".join(re.findall("<information>(.*?)</information>", message, flags=re.DOTALL)))
+    hit = any(normalize_answer(gold) in found for options in golds for gold in _as_list(options))
+    return config.structure_score + config.retrieval_score * hit
+
+
+def _mean(measure: Callable[[str, Sequence[str]], float], answers: Sequence[str], golds: Sequence[Sequence[str]]) -> float:
+    return sum(map(measure, answers, golds)) / len(golds)
+
+
+def _math_form(text: str) -> str:
+    text = text.lower()
+    for pattern, form in _MATH_FORMS:
+        text = pattern.sub(form, text)
+    return text
 
 
 def _f1(prediction: str, gold: str) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mempipe.agents.protocol import parse_action
 from mempipe.config import RewardConfig
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
-from mempipe.rl.rewards import Scores, answer_f1, exact_match, normalize_answer, recall_reward, score
+from mempipe.rl.rewards import Scores, answer_f1, exact_match, follows_format, math_match, normalize_answer, recall_reward, score
 from mempipe.types import EndReason
 
 CONFIG = RewardConfig()
@@ -34,8 +34,9 @@ PIECES = [
 HOSTILE = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8))).map("".join)
 
 
-def scored(prediction, golds, **settings):
-    return score(prediction, golds, end_reason=EndReason.ANSWERED, config=RewardConfig(**settings))
+def scored(prediction, golds, *, objectives=(), message="", **settings):
+    config = RewardConfig(**settings)
+    return score(prediction, golds, end_reason=EndReason.ANSWERED, config=config, objectives=objectives, message=message)
 
 
 def earned(message: str, golds: list[str], **settings: Any) -> Scores:
@@ -97,6 +98,112 @@ def test_metrics_differ_in_what_a_long_or_a_short_answer_earns():
 
 def test_an_empty_gold_is_covered_by_an_empty_answer_only():
     assert acc("anything", ["the"]) == 0.0 and acc("a", ["the"]) == 1.0
+
+
+TWO = [["Paris"], ["Rome", "Roma"]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_right"),
+    [
+        ("Paris; Rome", 2),
+        ("the paris;Roma.", 2),
+        ("Rome; Paris", 0),
+        ("Paris", 1),
+        ("; Rome", 1),
+        ("Paris; Rome; Oslo", 2),
+        ("Paris; Oslo; Rome", 1),
+        ("", 0),
+    ],
+)
+def test_objectives_are_scored_by_position_missing_ones_count_0_and_further_ones_not_at_all(answer, num_right):
+    scores = scored(answer, ["Paris; Rome"], objectives=TWO, answer="objectives_em", wrong_answer=0.0)
+    assert (scores.reward, scores.em) == (num_right, num_right / 2)
+    assert scored(answer, ["Paris; Rome"], objectives=TWO, answer="em", wrong_answer=0.0).reward == num_right / 2
+
+
+def test_the_f1_of_several_objectives_is_their_mean():
+    assert scored("Paris France; Roma", ["x"], objectives=TWO).f1 == pytest.approx((2 / 3 + 1) / 2, abs=1e-15)
+
+
+def test_a_question_with_one_objective_is_no_list_of_answers():
+    assert scored("a; b", ["a; b"], answer="objectives_em").reward == 1.0 and scored("a; b", ["a"], answer="em").reward == 0.1
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold"),
+    [
+        ("New York", "newyork"),
+        ("50\\%", "50"),
+        ("30^\\circ", "30"),
+        ("30^{\\circ}", "30"),
+        ("\\tfrac12", "\\frac{1}{2}"),
+        ("\\dfrac{1}{2}", "1/2"),
+        ("0.5", "\\frac12"),
+        ("\\frac1{72}", "\\frac{1}{72}"),
+        ("x = 5", "5"),
+        (".5", "0.5"),
+        ("\\sqrt3", "\\sqrt{3}"),
+        ("5\\text{ cm}", "5"),
+        ("\\left(1,2\\right)", "(1,2)"),
+        ("1\\!000", "1000"),
+        ("\\$7", "7"),
+        ("", ""),
+    ],
+)
+def test_math_answers_match_however_they_are_written(prediction, gold):
+    assert math_match(prediction, ["other", gold]) == 1.0 and math_match("9" + prediction, [gold]) == 0.0
+
+
+def test_math_answers_keep_articles_and_punctuation_and_need_a_gold():
+    assert (math_match("The Beatles", ["Beatles"]), math_match("U.S.", ["US"]), math_match("x", [])) == (0.0, 0.0, 0.0)
+    assert scored("newyork", ["New York"], answer="math").reward == 1.0 and scored("x", ["y"], answer="math").reward == 0.1
+
+
+FOUND = "<think>t</think><search>q</search>\n\n<information>Doc Paris</information>\n\n<think>u</think> <answer>Paris</answer>"
+
+
+@pytest.mark.parametrize(
+    ("message", "valid"),
+    [
+        (FOUND, True),
+        ("<think>t</think><answer>x</answer>", True),
+        ("  <think></think>\n<answer></answer>\n", True),
+        ("", False),
+        ("<think>t</think>", False),
+        ("<think>t</think>hi<answer>x</answer>", False),
+        ("<think>t</think><answer>x</answer> hi", False),
+        ("<think>t</think><search>q</search><information>i</information><answer>x</answer>", False),
+        ("<think>t</think><search>q</search><information>i</information>", False),
+        ("<think>a</think><think>b</think><answer>x</answer>", False),
+        ("<think><search>q</search></think><answer>x</answer>", False),
+        ("<think>t</think><answer>x", False),
+        ("<answer>x</answer>", False),
+    ],
+)
+def test_the_form_is_turns_of_tags_with_nothing_between(message, valid):
+    assert follows_format(message) is valid
+
+
+@pytest.mark.parametrize(
+    ("message", "gold", "reward"),
+    [
+        (FOUND, "Paris", 1.0),
+        ("x<answer>Paris</answer>", "Paris", 0.8),
+        (FOUND.replace("<answer>Paris", "<answer>Rome"), "Paris", 0.25),
+        (FOUND.replace("<answer>Paris", "<answer>Rome"), "Oslo", 0.2),
+        ("x<answer>Rome</answer>", "Paris", 0.1),
+    ],
+)
+def test_search_r1_pays_answer_and_form_together(message, gold, reward):
+    answer = message.partition("<answer>")[2].partition("<")[0]
+    scores = scored(answer, [gold], message=message, answer="em", format="search_r1", retrieval_score=0.05)
+    assert scores.reward == pytest.approx(reward, abs=1e-15)
+
+
+def test_search_r1_pays_nothing_without_an_answer():
+    config = RewardConfig(answer="em", format="search_r1")
+    assert score(None, ["x"], end_reason=EndReason.MAX_TURNS, config=config, message=FOUND).reward == 0.0
 
 
 def test_recall_adds_to_an_end_to_end_reward():
