@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import ray
 
 from mempipe.actors.exchange import Answer, Desk, Request
+from mempipe.actors.handles import Handle
 from mempipe.config import RetrievalConfig
+from mempipe.engines.encoders import Vectors
+from mempipe.engines.index_folder import read_manifest, vector_files
+from mempipe.engines.remote_retrieval import RemoteRetriever
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
+from mempipe.engines.vectors import Rows, Scored, Shards, open_shards
 from mempipe.types import SearchResult
 
 
-class RetrieverActor:
-    """One copy of the index; searches of all trajectories that reach it share batches."""
+class ShardActor:
+    """Part `number` of `retrieval.shard_actors` of an index's vectors."""
 
-    def __init__(self, config: RetrievalConfig) -> None:
-        self._retriever = BatchingRetriever(Retriever(config.index), config)
+    def __init__(self, config: RetrievalConfig, number: int) -> None:
+        manifest, _ = read_manifest(Path(config.index))
+        files = vector_files(manifest, Path(config.index), part=number, num_parts=config.shard_actors)
+        self._vectors = open_shards(files, search=manifest.vectors.search if manifest.vectors else "")
+
+    def shape(self) -> tuple[int, int]:
+        """Number of vectors and their dimension."""
+        return self._vectors.num_vectors, self._vectors.dimension
+
+    def search(self, vectors: Vectors, count: int, rows: Rows | None) -> list[Scored]:
+        return self._vectors.search(vectors, count, rows=rows)
+
+
+class RemoteShard:
+    """A `ShardActor` as the retriever sees it (`mempipe.engines.vectors.VectorIndex`)."""
+
+    def __init__(self, actor: Handle) -> None:
+        self._actor = actor
+        self.num_vectors, self.dimension = ray.get(actor.shape.remote())
+
+    def search(self, vectors: Vectors, count: int, *, rows: Rows | None = None) -> list[Scored]:
+        return ray.get(self._actor.search.remote(vectors, count, rows))
+
+
+class RetrieverActor:
+    """One copy of the index, or one client of the service; searches of all trajectories that reach it share batches.
+
+    With `shards` the vectors are theirs, and an answer is the merge of what they find.
+    """
+
+    def __init__(self, config: RetrievalConfig, shards: Sequence[Handle] = ()) -> None:
+        if config.url:
+            retriever = RemoteRetriever(config.url, config)
+        else:
+            vectors = Shards([RemoteShard(actor) for actor in shards], num_threads=len(shards)) if shards else None
+            retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path, vectors=vectors)
+        self._retriever = BatchingRetriever(retriever, config)
         self._desk = Desk(self._search)
 
     async def ready(self) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,10 @@ import numpy as np
 from mempipe.config import ConfigError, RetrievalConfig
 from mempipe.engines.encoders import Encoder, check_same_encoder, make_encoder
 from mempipe.engines.fusion import reciprocal_rank_fusion
-from mempipe.engines.index_folder import MANIFEST, Manifest, VectorFiles, read_manifest, verify
+from mempipe.engines.index_folder import MANIFEST, Manifest, VectorFiles, read_manifest, search_mode, verify
 from mempipe.engines.lexical import LexicalIndex
 from mempipe.engines.passages import ArrowPassages, JsonlPassages, Passages
-from mempipe.engines.vectors import Scored, Shard, Shards, VectorIndex
+from mempipe.engines.vectors import Scored, VectorIndex, open_shards
 from mempipe.faults import InfrastructureFault
 from mempipe.types import SearchResult
 
@@ -62,10 +62,10 @@ class Retriever:
         encoder: Encoder | None = None,
         encoder_path: str = "",
         checksums: bool = False,
-        open_vectors: Callable[[Sequence[Path], VectorFiles], VectorIndex] | None = None,
+        vectors: VectorIndex | None = None,
     ) -> None:
         """`mode` is "dense", "lexical", "fusion", or "auto": all that the index has. `encoder` spares loading the one that the manifest
-        names, `encoder_path` says where that one lies now; `checksums` reads every byte; `open_vectors` may put the vectors elsewhere.
+        names, `encoder_path` says where that one lies now; `vectors` are the index's own, opened elsewhere; `checksums` reads every byte.
 
         Raises ConfigError when a file is missing, truncated, or not what the manifest says, when the encoder is another, and when the index
         has not what the mode needs.
@@ -74,8 +74,8 @@ class Retriever:
         manifest, self.snapshot = read_manifest(folder)
         if checksums:
             verify(folder)
-        self.mode = _mode(mode, manifest, folder)
-        if mode not in ("auto", _mode("auto", manifest, folder)):
+        self.mode = search_mode(mode, manifest, folder)
+        if self.mode != search_mode("auto", manifest, folder):
             self.snapshot += f"-{mode}"  # the same index, other answers
         self._partitions = manifest.passages.partitions
         self._passages = _open_passages(folder, manifest)
@@ -87,7 +87,7 @@ class Retriever:
         if manifest.vectors is not None and self.mode != "lexical":
             if encoder is not None:
                 check_same_encoder(encoder.spec(), manifest.vectors.encoder)
-            self._vectors = (open_vectors or open_shards)([folder / name for name in manifest.vectors.files], manifest.vectors)
+            self._vectors = vectors or open_shards([folder / name for name in manifest.vectors.files], search=manifest.vectors.search)
             self._encoder = encoder or make_encoder(manifest.vectors.encoder, path=encoder_path)
             self._check_vectors(folder, manifest.vectors)
         if manifest.lexical is not None and self.mode != "dense":
@@ -162,19 +162,6 @@ class Retriever:
                 raise ConfigError(f"index {folder}: {name.format(found)}, {MANIFEST} says {expected}; build it again")
 
 
-def open_shards(files: Sequence[Path], spec: VectorFiles) -> VectorIndex:
-    """The vectors of an index in this process."""
-    shards = [Shard(file, search=spec.search) for file in files]
-    return shards[0] if len(shards) == 1 else Shards(shards)
-
-
-def _mode(wanted: str, manifest: Manifest, folder: Path) -> str:
-    natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
-    if wanted not in ("auto", natural) and natural != "fusion":
-        raise ConfigError(f"retrieval.mode is {wanted!r}, but index {folder} has only what {natural!r} needs; build it with both")
-    return natural if wanted == "auto" else wanted
-
-
 def _open_passages(folder: Path, manifest: Manifest) -> Passages:
     files = [folder / name for name in manifest.passages.files]
     return ArrowPassages(files) if manifest.passages.kind == "arrow" else JsonlPassages(files[0], files[1])
@@ -185,10 +172,20 @@ def _fused(rankings: Sequence[Scored], count: int) -> Scored:
     return np.array([row for row, _ in fused], dtype=np.int64), np.array([score for _, score in fused], dtype=np.float32)
 
 
+class Searcher(Protocol):
+    """What a batching front needs: an index (`Retriever`) or a service (`mempipe.engines.remote_retrieval.RemoteRetriever`)."""
+
+    snapshot: str
+
+    def check(self, query: Query) -> None: ...
+    def cached(self, query: Query) -> SearchResult | None: ...
+    def search(self, queries: Sequence[Query]) -> list[SearchResult]: ...
+
+
 class BatchingRetriever:
     """The searches of many trajectories, gathered for `batch_wait_ms` and made together in a thread; for one event loop at a time."""
 
-    def __init__(self, retriever: Retriever, config: RetrievalConfig) -> None:
+    def __init__(self, retriever: Searcher, config: RetrievalConfig) -> None:
         self.snapshot = retriever.snapshot
         self.num_batches = 0
         self._retriever = retriever

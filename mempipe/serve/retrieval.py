@@ -32,7 +32,8 @@ class RetrievalReplica:
     """One opened index and its routes."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._service = RetrievalService(Retriever(config.index), config)
+        retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
+        self._service = RetrievalService(retriever, config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_app(self._service)
@@ -48,7 +49,7 @@ def app(args: dict[str, Any]) -> Application:
     `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`
     """
     config = parse_service_config(args)
-    check_index(config.index)
+    check_index(config.index, mode=config.mode)
     deployment: Any = serve.deployment(serve.ingress()(RetrievalReplica))
     return deployment.options(
         name=NAME,

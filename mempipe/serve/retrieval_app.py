@@ -183,14 +183,14 @@ def make_app(service: RetrievalService) -> FastAPI:
             ]
         return JSONResponse({"result": documents}, headers=snapshot)
 
-    @app.post("/search", response_model=list[Document] | tuple[list[Document], list[float]], responses=RESPONSES)
+    @app.post("/search", response_model=list[Document] | list[list[Document | float]], responses=RESPONSES)
     async def search(request: Search) -> JSONResponse:
         _refuse_empty([request.query])
         (result,) = await service.search([request.query], num_passages=request.top_n, partition=request.partition)
         answer = [_documents(result), _scores(result)] if request.return_score else _documents(result)
         return JSONResponse(answer, headers=snapshot)
 
-    @app.post("/batch_search", response_model=list[list[Document]] | tuple[list[list[Document]], list[list[float]]], responses=RESPONSES)
+    @app.post("/batch_search", response_model=list[list[Document]] | list[list[list[Document | float]]], responses=RESPONSES)
     async def batch_search(request: BatchSearch) -> JSONResponse:
         _refuse_empty(request.query)
         results = await service.search(request.query, num_passages=request.top_n, partition=request.partition)

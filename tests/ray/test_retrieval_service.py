@@ -1,0 +1,260 @@
+"""The retrieval service on Ray Serve, over real sockets: nothing lost, nothing crossed, and never an answer that is not documented."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from miniature import Marked
+from ray import serve
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from mempipe.config import ConfigError, RetrievalConfig
+from mempipe.engines.index_build import build_index
+from mempipe.engines.remote_retrieval import RemoteRetriever
+from mempipe.engines.retrieval import Query, Retriever
+from mempipe.serve.retrieval import app, served
+from mempipe.types import Passage
+
+NUM_CLIENTS = 64
+WORDS = [f"word{i}" for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> str:
+    rng = random.Random(0)
+    folder = tmp_path_factory.mktemp("service") / "index"
+    build_index(
+        (
+            Passage(id=f"{part}/{i}", title=f"T{i}", text=" ".join(rng.choices(WORDS, k=12)), partition=f"part{part}")
+            for part in range(5)
+            for i in range(200)
+        ),
+        folder,
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def retriever(index) -> Retriever:
+    return Retriever(index)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return bound.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def service(index) -> Iterator[str]:
+    with served({"index": index, "num_replicas": 2}, host="127.0.0.1", port=free_port()) as url:
+        yield url
+    assert not ray.is_initialized()
+
+
+def queries_of(client: int, count: int = 6) -> list[Query]:
+    rng = random.Random(client)
+    return [
+        Query(text=" ".join(rng.choices(WORDS, k=3)), num_passages=rng.randint(1, 8), partition=rng.choice(["", "part0", "part3"]))
+        for _ in range(count)
+    ]
+
+
+def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_path):
+    """First: it starts a cluster of its own."""
+    marked, port = Marked(), free_port()
+    command = [sys.executable, "-m", "mempipe.cli", "index", "serve", index, "max_passages=17", "--port", str(port)]
+    running = subprocess.Popen(command, env=marked.environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert running.stdout is not None
+        assert f"serving {index} at http://127.0.0.1:{port}" in running.stdout.readline()
+        example = running.stdout.readline()
+        curl = subprocess.run(example, shell=True, capture_output=True, text=True, check=True)
+        assert curl.stdout.startswith('[{"id":"')
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json()["max_passages"] == 17
+        second = subprocess.run(command, env=marked.environment, cwd=tmp_path, capture_output=True, text=True)
+        assert second.returncode == 2 and f"--port {port}: Address already in use" in second.stderr
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=30)
+        assert (running.returncode, "Traceback" in errors) == (0, False), errors
+        assert marked.survivors(within_s=10) == []
+    finally:
+        marked.end()
+
+
+def test_wrong_settings_are_refused_before_anything_starts(index, tmp_path):
+    for values, sentence in (({"index": str(tmp_path)}, "holds no index"), ({"index": index, "max_in_flight": 0}, "max_in_flight is 0")):
+        with pytest.raises(ConfigError, match=sentence):
+            app(values)
+
+
+def test_each_of_many_clients_gets_its_own_answers(service, retriever):
+    def search(client: int) -> bool:
+        remote = RemoteRetriever(service, RetrievalConfig(url=service))
+        found = [remote.search([query])[0] for query in queries_of(client)]
+        remote.close()
+        return found == expected[client]
+
+    expected = [retriever.search(queries_of(client)) for client in range(NUM_CLIENTS)]
+    assert len({str(results) for results in expected}) == NUM_CLIENTS
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        assert all(pool.map(search, range(NUM_CLIENTS)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        # Search-R1's trainer, MEM1's trainer and inference, MemSearcher's rollout (which adds what the model wrote), its evaluation.
+        ("/retrieve", {"queries": ["word1 word2", "word3"], "topk": 3, "return_scores": True}),
+        ("/retrieve", {"queries": ["word1 word2"], "topk": 3, "return_scores": True}),
+        ("/search", {"query": "word1 word2"}),
+        ("/search", {"query": "word1 word2", "top_n": 5}),
+        ("/search", {"query": "word1 word2", "top_n": 5, "return_score": True}),
+        ("/batch_search", {"query": ["word1 word2", "word3"], "top_n": 5, "return_score": False}),
+    ],
+)
+def test_what_published_clients_post_is_answered_in_the_shape_that_they_read(service, retriever, path, body):
+    answer = httpx.post(service + path, json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-mempipe-snapshot"] == retriever.snapshot
+    texts = body.get("queries") or body["query"]
+    count = body.get("topk") or body.get("top_n", 10)
+    found = retriever.search([Query(text=text, num_passages=count) for text in ([texts] if isinstance(texts, str) else texts)])
+    contents = [[f'"{p.title}"\n{p.text}' for p in result.passages] for result in found]
+    if path == "/retrieve":
+        assert [[hit["document"]["contents"] for hit in hits] for hits in answer.json()["result"]] == contents
+        assert [[hit["score"] for hit in hits] for hits in answer.json()["result"]] == [[p.score for p in r.passages] for r in found]
+    elif path == "/batch_search":
+        assert [[document["contents"] for document in documents] for documents in answer.json()] == contents
+    else:
+        documents, *scores = answer.json() if body.get("return_score") else [answer.json()]
+        assert [document["contents"] for document in documents] == contents[0]
+        assert scores == [[p.score for p in found[0].passages]] * len(scores)
+
+
+@pytest.fixture(scope="module")
+def narrow(service, index) -> str:
+    """The same index, where two requests at a time fill the only replica and each takes 200 ms."""
+    serve.run(app({"index": index, "max_in_flight": 2, "batch_wait_ms": 200}), name="narrow", route_prefix="/narrow")
+    return f"{service}/narrow"
+
+
+def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
+    def post(client: int) -> tuple[int, bool]:
+        (query,) = queries_of(client, 1)
+        body = {"queries": [query.text], "topk": query.num_passages, "return_scores": True, "partition": query.partition}
+        answer = httpx.post(f"{narrow}/retrieve", json=body, timeout=30)
+        if answer.status_code == 503:
+            return 503, int(answer.headers["retry-after"]) >= 1 and "under way" in answer.json()["detail"]
+        hits = answer.json()["result"][0]
+        return answer.status_code, [hit["document"]["id"] for hit in hits] == [p.id for p in retriever.search([query])[0].passages]
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = Counter(pool.map(post, range(NUM_CLIENTS)))
+    assert set(answers) == {(200, True), (503, True)}
+
+
+def test_clients_that_ask_again_get_through_an_overload(narrow, retriever):
+    def search(client: int) -> bool:
+        remote = RemoteRetriever(narrow, RetrievalConfig(url=narrow))
+        return remote.search(queries_of(client, 2)) == retriever.search(queries_of(client, 2))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(search, range(8)))
+
+
+def test_a_replica_that_is_killed_under_load_costs_no_client_its_answers(service, retriever):
+    deadline = time.monotonic() + 4
+    killed = threading.Event()
+    num_after = Counter()
+
+    def search(client: int) -> bool:
+        remote = RemoteRetriever(service, RetrievalConfig(url=service))
+        right, turn = True, 0
+        while time.monotonic() < deadline:
+            queries = queries_of(1000 * client + turn, 2)
+            right &= [r.passages for r in remote.search(queries)] == expected_of(retriever, queries)
+            num_after[client] += killed.is_set()
+            turn += 1
+        return right
+
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(search, client) for client in range(16)]
+        time.sleep(1)
+        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        replica, _ = (actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::retrieval#"))
+        ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+        killed.set()
+        assert all(client.result() for client in clients)
+    assert len(num_after) == 16 and all(num_after.values())
+
+
+LOCK = threading.Lock()
+
+
+def expected_of(retriever: Retriever, queries: Sequence[Query]) -> list[list[Passage]]:
+    with LOCK:  # one search at a time
+        return [result.passages for result in retriever.search(queries)]
+
+
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("path", ["/retrieve", "/search", "/batch_search"])
+def test_every_answer_is_documented_whatever_is_sent(service, path, mode):
+    load_all_checks()
+    operation = schemathesis.openapi.from_url(f"{service}/openapi.json")[path]["POST"]
+    statuses: Counter[int] = Counter()
+
+    @seed(1)
+    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(mode))
+    def fuzz(case: Any) -> None:
+        answer = case.call(base_url=service)
+        statuses[answer.status_code] += 1
+        case.validate_response(answer, checks=CHECKS)
+
+    fuzz()
+    assert statuses[200 if mode is GenerationMode.POSITIVE else 422]
+    assert httpx.get(f"{service}/health").status_code == 200
+
+
+def test_the_example_config_names_what_exists():
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    config = yaml.safe_load((Path(__file__).parents[2] / "jobs/configs/retrieval_service.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "mempipe.serve.retrieval:app"
+    assert config["http_options"]["host"] == "127.0.0.1"
