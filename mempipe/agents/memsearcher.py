@@ -15,7 +15,7 @@ from mempipe.agents.prompt_set import PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import Action, Tokenizer, Tool, ToolCall, parse_action, parse_memory
 from mempipe.agents.rendering import SearchLayout, alternate, encode_pieces, fit_passages, opened_thought, unless_open
 from mempipe.agents.turn import Agent, Memory, Message, Turn
-from mempipe.config import Budget, CompatConfig, ConfigError, RunConfig
+from mempipe.config import Budget, CompatConfig, RunConfig
 from mempipe.types import EndReason, Passage, Question
 
 
@@ -47,8 +47,7 @@ class Observation:
 class MemSearcherLayout(SearchLayout):
     """Prompts and observations of one tokenizer, prompt set, tool and budget.
 
-    `action_start` and `memory_start` are what an assistant message holds before the first sampled token; `closing_id` is the token
-    with which the chat template ends one. Raises as `Layout` does.
+    `action_start` and `memory_start` are what an assistant message holds before the first sampled token. Raises as `Layout` does.
     """
 
     AGENT = "memsearcher"
@@ -73,7 +72,7 @@ class MemSearcherLayout(SearchLayout):
         self._prompt = encode_pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
         self._reply = encode_pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
         self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
-        self.closing_id = self._take_closing_id(chat.after_action)
+        self._reply.literals[0].pop(0)  # the closing id: the policy samples it
         self.template_tokens = self._prompt.num_tokens + self._reply.num_tokens + 1  # the closing id
         self._check_budget()
 
@@ -108,18 +107,6 @@ class MemSearcherLayout(SearchLayout):
 
     def _echo(self, call: ToolCall) -> list[int]:
         return self.encode(call.text) if "call" in self._reply.slots else []
-
-    def _take_closing_id(self, after_action: str) -> int:
-        """Takes the token that ends an assistant message off the reply: the policy samples it."""
-        closing, self._reply.literals[0] = self._reply.literals[0][:1], self._reply.literals[0][1:]
-        stops = self.tokenizer.stop_token_ids
-        if not stops.issuperset(closing) or not closing:
-            texts = [self.tokenizer.decode([i]) for i in sorted(stops)]
-            raise ConfigError(
-                f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not start with a stop token "
-                f"{texts}; add its token to eos_token_id in generation_config.json"
-            )
-        return closing[0]
 
 
 class MemSearcher(Agent[MemSearcherLayout]):

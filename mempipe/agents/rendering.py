@@ -24,7 +24,8 @@ SYSTEM, USER, ACTION, OBSERVATION = "\ue000", "\ue001", "\ue002", "\ue003"
 class Layout:
     """What the layouts of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it is untrusted.
 
-    `template_tokens` is the most that a context holds besides the parts of the budget. Build a layout once; nothing in it changes.
+    `template_tokens` is the most that a context holds besides the parts of the budget; `closing_id` is the token with which the chat
+    template ends an assistant message. Build a layout once; nothing in it changes.
     Raises ConfigError when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
     """
 
@@ -41,6 +42,7 @@ class Layout:
         self._neutralize = Neutralizer(tokenizer.special_tokens, tags=self.TAGS)
         self._chat = _chat_frame(tokenizer, system=system)
         self._role_marks = _role_marks(tokenizer, self._chat.skeleton, self.TAGS)
+        self.closing_id = _closing_id(tokenizer, self._chat.after_action)
 
     def encode(self, text: str) -> list[int]:
         """Ids of untrusted text: no special token, no protocol tag."""
@@ -195,6 +197,17 @@ def _split_at(mark: str, text: str) -> tuple[str, str]:
         raise ConfigError(f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the rendering")
     before, _, after = text.partition(mark)
     return before, after
+
+
+def _closing_id(tokenizer: Tokenizer, after_action: str) -> int:
+    closing, stops = tokenizer.encode_template(after_action)[:1], tokenizer.stop_token_ids
+    if not closing or closing[0] not in stops:
+        texts = [tokenizer.decode([i]) for i in sorted(stops)]
+        raise ConfigError(
+            f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not start with a stop token "
+            f"{texts}; add its token to eos_token_id in generation_config.json"
+        )
+    return closing[0]
 
 
 def _role_marks(tokenizer: Tokenizer, skeleton: str, tags: Sequence[str]) -> frozenset[int]:
