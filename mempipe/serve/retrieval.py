@@ -57,7 +57,7 @@ def app(args: dict[str, Any]) -> Application:
         # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": WORKER_ENV}},
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": WORKER_ENV}},
     ).bind(config)
 
 

@@ -52,9 +52,11 @@ class ServiceConfig(RetrievalConfig):
     """Requests that one replica works on at the same time; further ones get 503 at once."""
 
     @model_validator(mode="after")
-    def _has_index(self) -> "ServiceConfig":
+    def _can_serve(self) -> "ServiceConfig":
         if not self.index:
             raise ValueError("index is empty; a retrieval service searches an index folder")
+        if self.shard_actors:
+            raise ValueError(f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0")
         return self
 
 

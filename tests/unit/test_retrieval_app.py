@@ -255,6 +255,7 @@ def test_settings_that_cannot_work_are_refused(index):
     for values, sentence in (
         ({}, "index is empty"),
         ({"index": index, "num_replicas": 0}, "num_replicas is 0"),
+        ({"index": index, "shard_actors": 2}, "shard_actors is 2"),
         ({"index": index, "max_in_fligth": 3}, "max_in_fligth is not a setting of the service"),
         ({"index": index, "num_passages": 200}, "num_passages is 200"),
         ({"index": index, "url": "http://other"}, "searches one of them"),
