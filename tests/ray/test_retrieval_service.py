@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import signal
 import socket
@@ -32,6 +33,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from mempipe.actors.handles import start_actor
+from mempipe.actors.pools import RetrieverPool
+from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import ConfigError, RetrievalConfig
 from mempipe.engines.index_build import build_index
 from mempipe.engines.remote_retrieval import RemoteRetriever
@@ -95,8 +99,11 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
         curl = subprocess.run(example, shell=True, capture_output=True, text=True, check=True)
         assert curl.stdout.startswith('[{"id":"')
         assert httpx.get(f"http://127.0.0.1:{port}/health").json()["max_passages"] == 17
-        second = subprocess.run(command, env=marked.environment, cwd=tmp_path, capture_output=True, text=True)
-        assert second.returncode == 2 and f"--port {port}: Address already in use" in second.stderr
+        with (
+            pytest.raises(ConfigError, match=f"--port {port}: Address already in use"),
+            served({"index": index}, host="127.0.0.1", port=port),
+        ):
+            pass
         running.send_signal(signal.SIGINT)
         _, errors = running.communicate(timeout=30)
         assert (running.returncode, "Traceback" in errors) == (0, False), errors
@@ -218,6 +225,19 @@ LOCK = threading.Lock()
 def expected_of(retriever: Retriever, queries: Sequence[Query]) -> list[list[Passage]]:
     with LOCK:  # one search at a time
         return [result.passages for result in retriever.search(queries)]
+
+
+async def test_the_actors_of_a_run_search_the_service_as_they_would_the_index(service, retriever):
+    config = RetrievalConfig(url=service)
+    actor = start_actor(RetrieverActor, {"num_cpus": 0, "max_concurrency": 100}, config)
+    pool = RetrieverPool([actor], config=config)
+    queries = queries_of(7, 20)
+    found = await asyncio.gather(*(pool.search(q.text, num_passages=q.num_passages, partition=q.partition) for q in queries))
+    assert found == retriever.search(queries)
+    assert await actor.ready.remote() == retriever.snapshot
+    with pytest.raises(ValueError, match="none of the 5"):
+        await pool.search("word1", num_passages=1, partition="nowhere")
+    ray.kill(actor)
 
 
 CHECKS: list[Any] = [

@@ -47,6 +47,8 @@ ALLOWED = {
     "mempipe.engines.vectors": ("faiss",),
     "mempipe.engines.index_build": ("faiss",),
     "mempipe.engines.retrieval": ("faiss",),
+    "mempipe.engines.remote_retrieval": ("faiss",),
+    "mempipe.serve.retrieval_app": ("faiss",),
     "mempipe.engines.weights": ("torch",),
     "mempipe.engines.model": ("torch", "transformers"),
     "mempipe.engines.learner": ("torch", "transformers"),

@@ -10,18 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 
-from mempipe.config import ConfigError, RetrievalConfig
+from mempipe.config import ConfigError, RetrievalConfig, load_config, parse_config
+from mempipe.doctor import check
 from mempipe.engines.index_build import build_index
 from mempipe.engines.remote_retrieval import RemoteRetriever
 from mempipe.engines.retrieval import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
+from mempipe.runs import Run
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
 from mempipe.types import Passage
+from pipelines.prepare import prepare
 
+CONFIG = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-3b.yaml"
 PASSAGES = [
     Passage(id=f"{part}/{i}", title=f'T"{i}', text=f"word{i} word{i % 7} of {part}\nsecond line", partition=part)
     for part in ("north", "south")
@@ -342,10 +347,7 @@ def test_search_r1s_own_server_is_served_without_partitions_and_snapshots(retrie
 
 
 def test_a_server_without_searches_is_refused_at_once():
-    async def nothing(scope: Any, receive: Any, send: Any) -> None:
-        await respond(404, b'{"detail":"Not Found"}')(send)
-
-    with serving(nothing) as url, pytest.raises(RetrievalError, match="/retrieve answered 404"):
+    with serving(respond_to_all(404, b'{"detail":"Not Found"}')) as url, pytest.raises(RetrievalError, match="/retrieve answered 404"):
         RemoteRetriever(url, RetrievalConfig(url=url))
 
 
@@ -395,3 +397,34 @@ def test_another_snapshot_is_recorded_and_told_once(service, retriever, caplog):
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match=r"retrieval\.url|[Pp]ort"):
         RetrievalConfig(url=url)
+
+
+def test_doctor_asks_the_service_what_it_serves(service, retriever):
+    def finding(url: str) -> str:
+        config = load_config(CONFIG, ["retrieval.index=''", f"retrieval.url={url}"])
+        (found,) = (finding for finding in check(config, num_devices=8) if "retrieval." in finding.text)
+        return f"{found.level}: {found.text}"
+
+    assert finding(service[1]) == f"ok: retrieval.url: {service[1]}, snapshot {retriever.snapshot}, 60 passages"
+    assert finding("http://127.0.0.1:1").startswith("note: retrieval.url http://127.0.0.1:1 cannot be reached")
+    with serving(respond_to_all(404, b"{}")) as url:
+        assert "is no mempipe service" in finding(url)
+
+
+def respond_to_all(status: int, body: bytes) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await respond(status, body)(send)
+
+    return app
+
+
+def test_a_run_searches_an_index_or_a_service_and_its_own_world_only_by_index(tmp_path):
+    values = {"output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
+    service = parse_config(values | {"retrieval": {"url": "http://service:8000"}})
+    assert prepare(Run(service)).retrieval.url == "http://service:8000"
+    with pytest.raises(ConfigError, match=r"retrieval\.index \(or retrieval\.url\) is empty"):
+        prepare(Run(parse_config(values | {"name": "neither"})))
+    with pytest.raises(ConfigError, match=r"retrieval\.url is 'http://service:8000'; a run with a `world`"):
+        prepare(Run(parse_config(values | {"retrieval": {"url": "http://service:8000"}, "world": {}, "name": "both"})))
+    with pytest.raises(ConfigError, match="a run searches one of them"):
+        parse_config(values | {"retrieval": {"url": "http://service:8000", "index": "i"}})
