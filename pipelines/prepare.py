@@ -9,7 +9,8 @@ from pathlib import Path
 from mempipe.config import ConfigError, RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions, make_worlds
-from mempipe.engines.retrieval import HashingEncoder, build_index
+from mempipe.engines.encoders import HashingEncoder
+from mempipe.engines.index_build import build_index
 from mempipe.runs import Run
 
 NUM_HELD_OUT_WORLDS = 8
@@ -19,11 +20,15 @@ def prepare(run: Run) -> RunConfig:
     """The config with every path filled in; what is already in the run's folder is kept."""
     config = run.config
     if config.world is None:
-        paths = {"model.path": config.model.path, "data.train": config.data.train, "retrieval.index": config.retrieval.index}
-        for setting, value in paths.items():
+        searched = config.retrieval.index or config.retrieval.url
+        needed = {"model.path": config.model.path, "data.train": config.data.train, "retrieval.index": searched}
+        for setting, value in needed.items():
             if not value:
-                raise ConfigError(f"{setting} is empty; a run without a `world` needs it")
+                alternative = ", or retrieval.url" if setting == "retrieval.index" else ""
+                raise ConfigError(f"{setting} is empty; a run without a `world` needs it{alternative}")
         return config
+    if config.retrieval.url:
+        raise ConfigError(f"retrieval.url is {config.retrieval.url!r}; a run with a `world` searches the index that it makes itself")
     train_worlds, held_out = worlds(config)
     index, model = run.folder / "index", run.folder / "model"
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"

@@ -422,7 +422,7 @@ def test_a_run_searches_an_index_or_a_service_and_its_own_world_only_by_index(tm
     values = {"output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
     service = parse_config(values | {"retrieval": {"url": "http://service:8000"}})
     assert prepare(Run(service)).retrieval.url == "http://service:8000"
-    with pytest.raises(ConfigError, match=r"retrieval\.index \(or retrieval\.url\) is empty"):
+    with pytest.raises(ConfigError, match=r"retrieval\.index is empty; .* or retrieval\.url"):
         prepare(Run(parse_config(values | {"name": "neither"})))
     with pytest.raises(ConfigError, match=r"retrieval\.url is 'http://service:8000'; a run with a `world`"):
         prepare(Run(parse_config(values | {"retrieval": {"url": "http://service:8000"}, "world": {}, "name": "both"})))
