@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. algorithm.group_size=16")
     train.add_argument("--resume", nargs="?", const="always", default="never", choices=["always", "auto", "never"])
 
+    evaluate = add("evaluate", _evaluate, "measure agents: CONFIG [key=value ...], or compare two evaluated runs: compare A B")
+    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml; or the word compare")
+    evaluate.add_argument("overrides", nargs="*", help="key=value, e.g. sampling.temperature=0.7; or two folders of evaluated runs")
+    evaluate.add_argument("--metric", default="em", help="of compare")
+
     doctor = add("doctor", _doctor, "check that a config can work on this cluster, without starting anything")
     doctor.add_argument("config")
     doctor.add_argument("overrides", nargs="*")
@@ -84,19 +89,32 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--question", default="", help="only questions whose id or text contains this")
     trace.add_argument("--limit", type=int, default=3)
 
-    index = commands.add_parser("index", help="build or search a passage index").add_subparsers(required=True, metavar="build|search")
-    build = add("build", _index_build, "passages (wiki-18 jsonl, jsonl.gz, parquet) to an index folder", index)
-    build.add_argument("corpus")
-    build.add_argument("output")
-    build.add_argument("--encoder", default="hashing", help="hashing, or the folder of a Hugging Face encoder")
+    index = commands.add_parser("index", help="build, search or serve a passage index")
+    index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
+    build = add("build", _index_build, "a corpus to an index folder; goes on where an interrupted build stopped", index)
+    build.add_argument("config", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml")
+    build.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
+    adopt = add("adopt", _index_adopt, "open an existing faiss index and its jsonl corpus as they are", index)
+    adopt.add_argument("index", help="e.g. e5_Flat.index")
+    adopt.add_argument("corpus", help="the plain jsonl file that it was built from, e.g. wiki-18.jsonl")
+    adopt.add_argument("output")
+    adopt.add_argument("encoder", nargs="+", help="key=value, e.g. kind=huggingface path=intfloat/e5-base-v2")
+    adopt.add_argument("--search", default="", help="faiss search parameters, e.g. nprobe=64")
     search = add("search", _index_search, "the best passages for a query", index)
     search.add_argument("index")
     search.add_argument("query")
     search.add_argument("--num-passages", type=int, default=5)
     search.add_argument("--partition", default="")
+    search.add_argument("--mode", default="auto", choices=["auto", "dense", "lexical", "fusion"])
     search.add_argument("--json", action="store_true")
+    serve = add("serve", _index_serve, "answer searches over HTTP on this machine until Ctrl-C", index)
+    serve.add_argument("index")
+    serve.add_argument("settings", nargs="*", help="key=value, e.g. max_in_flight=128 (mempipe/serve/retrieval_app.py)")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines; callers are not asked who they are")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--num-replicas", type=int, default=1)
 
-    data = commands.add_parser("data", help="make or check question files").add_subparsers(required=True, metavar="world|qa")
+    data = commands.add_parser("data", help="make or check question files").add_subparsers(required=True, metavar="world|qa|ruler")
     world = add("world", _data_world, "print a synthetic world: passages and questions", data)
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
@@ -104,6 +122,19 @@ def _parser() -> argparse.ArgumentParser:
     qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
     qa.add_argument("--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)")
     qa.add_argument("--limit", type=int, default=5, help="questions shown")
+    ruler = add("ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)", data)
+    ruler.add_argument("source", help="HotpotQA distractor json, or FlashRAG's jsonl of it")
+    ruler.add_argument("output", help="a folder: SPLIT_NUMDOCS.FORMAT for every split and length")
+    ruler.add_argument("--num-docs", default="200", help="documents in a context, e.g. 50,100,200,400,800,1600,3200,6400")
+    ruler.add_argument("--num-questions", type=int, default=128)
+    ruler.add_argument("--split", default="", help="instead of --num-questions, disjoint parts, e.g. train=8192,validation=128,test=128")
+    ruler.add_argument("--seed", type=int, default=1)
+    ruler.add_argument("--peer-positions", action="store_true", help="documents where MemAgent's files have them: in every question alike")
+    ruler.add_argument("--exclude", nargs="*", default=[], help="question files that share no question with the new ones")
+    ruler.add_argument("--format", default="parquet", choices=["parquet", "json"])
+    ruler.add_argument("--unknown-only", nargs="*", default=[], metavar="MODEL", help="leave out what these models answer without the text")
+    ruler.add_argument("--endpoint", default="", help="the OpenAI-compatible server of those models, e.g. http://127.0.0.1:8000/v1")
+    ruler.add_argument("--api-key-env", default="", help="the environment variable with that server's key")
     return parser
 
 
@@ -112,6 +143,42 @@ def _train(arguments: argparse.Namespace) -> None:
     from pipelines.train import main as train
 
     train(config, resume=arguments.resume)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.config == "compare":
+        _compare(arguments)
+        return
+    from mempipe.evaluation.suite import load_suite
+
+    suite = load_suite(arguments.config, arguments.overrides)
+    from pipelines.evaluate import main as evaluate
+
+    evaluate(suite)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    if len(arguments.overrides) != 2:
+        raise ConfigError(f"evaluate compare takes two folders of evaluated runs, got {len(arguments.overrides)}")
+    from rich.console import Console
+    from rich.table import Table
+
+    from mempipe.evaluation.compare import compare_runs, warnings
+    from mempipe.evaluation.table import percent_text
+
+    first, second = map(Path, arguments.overrides)
+    comparisons = compare_runs(first, second, metric=arguments.metric)
+    table = Table("set", "questions", "A", "B", "B - A", "McNemar on em", title=f"{arguments.metric}, percent", title_justify="left")
+    for each in comparisons:
+        test = each.mcnemar
+        verdict = f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
+        means = [f"{100 * value:.2f}" for value in (each.first, each.second)]
+        table.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), verdict)
+    console = Console()
+    console.print(table)
+    console.print(f"A is {first}, B is {second}", soft_wrap=True)
+    for line in warnings(first, second, comparisons):
+        console.print(f"[bold]note[/bold] {line}", soft_wrap=True)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -163,25 +230,64 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _index_build(arguments: argparse.Namespace) -> None:
+    from mempipe.config import load_index_config
+
+    config = load_index_config(arguments.config, arguments.overrides)
     from pipelines.build_index import main as build_index
 
-    build_index(Path(arguments.corpus), Path(arguments.output), encoder=arguments.encoder)
+    print("\n".join(describe_index(build_index(config), config.output)))
+
+
+def _index_adopt(arguments: argparse.Namespace) -> None:
+    from mempipe.config import parse_overrides
+
+    encoder = parse_overrides(arguments.encoder)
+    from pipelines.build_index import adopt
+
+    manifest = adopt(Path(arguments.index), Path(arguments.corpus), Path(arguments.output), encoder=encoder, search=arguments.search)
+    print("\n".join(describe_index(manifest, arguments.output)))
+
+
+def describe_index(manifest, folder: str) -> list[str]:
+    """What is in an index, for people."""
+    lines = [f"{folder}: {manifest.passages.count} passages"]
+    if skipped := manifest.passages.skipped:
+        lines.append("  left out: " + ", ".join(f"{count} {kind}" for kind, count in skipped.items()))
+    if vectors := manifest.vectors:
+        measured = f"recall@10 {vectors.recall_at_10} against Flat, {vectors.num_recall_queries} passages as queries"
+        kind, shards = vectors.encoder["kind"], len(vectors.files)
+        lines.append(f"  vectors: {kind}, {vectors.dimension} dimensions, {vectors.factory}, {shards} shard{'s' * (shards > 1)}")
+        lines.append("  " + ("exact search" if vectors.recall_at_10 is None else measured))
+    if manifest.lexical:
+        lines.append("  words: BM25")
+    size = sum(record.bytes for record in manifest.files.values())
+    return [*lines, f"  {size / 2**20:,.1f} MiB.  Next: mempipe index search {folder} 'a question'"]
 
 
 def _index_search(arguments: argparse.Namespace) -> None:
     from pipelines.build_index import search
 
-    passages = search(Path(arguments.index), arguments.query, num_passages=arguments.num_passages, partition=arguments.partition)
+    options = {"num_passages": arguments.num_passages, "partition": arguments.partition, "mode": arguments.mode}
+    passages = search(Path(arguments.index), arguments.query, **options)
     if arguments.json:
         print(json.dumps(passages, ensure_ascii=False, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("score", "title", "text")
+    table = Table("score", "title", "text", "id")
     for passage in passages:
-        table.add_row(f"{passage['score']:.3f}", passage["title"], passage["text"][:300])
+        table.add_row(f"{passage['score']:.3f}", passage["title"], passage["text"][:300], passage["id"])
     Console().print(table)
+
+
+def _index_serve(arguments: argparse.Namespace) -> None:
+    from mempipe.config import parse_overrides
+
+    settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.settings)
+    from mempipe.serve.retrieval import serve_index
+
+    serve_index(settings, host=arguments.host, port=arguments.port)
 
 
 def _data_world(arguments: argparse.Namespace) -> None:
@@ -208,6 +314,47 @@ def _data_qa(arguments: argparse.Namespace) -> None:
         table.add_row(*(Text(text[:300]) for text in (question.id, question.text, " | ".join(question.golden_answers))))
     if table.row_count:
         Console().print(table)
+
+
+def _data_ruler(arguments: argparse.Namespace) -> None:
+    from mempipe.data.qa import read_questions
+    from mempipe.data.ruler import read_sources, write_ruler
+
+    splits = _numbers(arguments.split, "--split", "train=8192,test=128") if arguments.split else {"test": arguments.num_questions}
+    num_docs = [int(text) if text.isdigit() and int(text) else 0 for text in arguments.num_docs.split(",")]
+    if not all(num_docs) or not all(splits.values()):
+        raise ConfigError(f"--num-docs is {arguments.num_docs!r} and the questions are {splits}; expected numbers from 1")
+    if bool(arguments.unknown_only) != bool(arguments.endpoint):
+        raise ConfigError("--unknown-only names models and --endpoint their server; give both or neither")
+    are_known = None
+    if arguments.endpoint:
+        from mempipe.engines.closed_book import closed_book_filter
+
+        are_known = closed_book_filter(arguments.endpoint, arguments.unknown_only, api_key_env=arguments.api_key_env)
+    manifest = write_ruler(
+        read_sources(arguments.source),
+        arguments.output,
+        num_docs=num_docs,
+        splits=splits,
+        seed=arguments.seed,
+        peer_positions=arguments.peer_positions,
+        file_format=arguments.format,
+        exclude=[question.text for path in arguments.exclude for question in read_questions(path)],
+        are_known=are_known,
+    )
+    left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["left_out"].items())
+    print(f"{manifest['num_paragraphs']} paragraphs; positions {manifest['positions']}; questions left out: {left_out}")
+    for file in manifest["files"]:
+        counts = f"{file['num_questions']} questions of {file['num_docs']} documents"
+        print(f"  {file['file']}: {counts}; needed ones by fifth of the text: {file['evidence_by_fifth']}")
+
+
+def _numbers(text: str, option: str, example: str) -> dict[str, int]:
+    """The mapping that NAME=NUMBER,NAME=NUMBER describes."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.isidentifier() and number.isdigit() for name, _, number in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+        raise ConfigError(f"{option} is {text!r}; expected names with numbers, e.g. {example}")
+    return {name: int(number) for name, _, number in pairs}
 
 
 if __name__ == "__main__":

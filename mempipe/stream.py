@@ -26,8 +26,9 @@ from ray.exceptions import RayTaskError
 from mempipe.actors.handles import Handle
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents import make_agent
-from mempipe.config import AlgorithmConfig, RunConfig, SamplingConfig
+from mempipe.config import AlgorithmConfig, EndpointConfig, RunConfig, SamplingConfig
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
+from mempipe.engines.openai_endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.rl.advantages import check_group, has_signal
@@ -52,6 +53,8 @@ class DriverSpec:
     generators: list[str]
     retrievers: list[str]
     admission: str = ""  # empty: every group may start at once
+    endpoint: EndpointConfig | None = None  # completes instead of the generators
+    record_failures: bool = False  # of a question that is too long, or an endpoint: the group says so and has no trajectories
 
 
 class QuestionSource(Datasource):
@@ -88,14 +91,14 @@ class Driver:
         self._spec = spec
         actors = {name: ray.get_actor(name, spec.namespace) for name in [*spec.generators, *spec.retrievers]}
         tokenizer = load_tokenizer(config.model.path)
-        self._generators = GeneratorPool(
-            [actors[name] for name in spec.generators],
-            config=config.generation,
-            sampling=spec.sampling,
-            stop_token_ids=sorted(tokenizer.stop_token_ids),
-        )
+        generators: GeneratorPool | Endpoint
+        if spec.endpoint is not None:
+            generators = Endpoint(spec.endpoint, sampling=spec.sampling, tokenizer=tokenizer)
+        else:
+            replicas, stop_token_ids = [actors[name] for name in spec.generators], sorted(tokenizer.stop_token_ids)
+            generators = GeneratorPool(replicas, config=config.generation, sampling=spec.sampling, stop_token_ids=stop_token_ids)
         self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
-        self._agent = make_agent(config, tokenizer=tokenizer, generate=self._generators.generate, search=self._retrievers.search)
+        self._agent = make_agent(config, tokenizer=tokenizer, generate=generators.generate, search=self._retrievers.search)
         self._admission = ray.get_actor(spec.admission, spec.namespace) if spec.admission else None
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
@@ -123,6 +126,12 @@ class Driver:
                 faults.append(fault)
                 logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault)
                 await asyncio.sleep(len(faults))
+            except ValueError as error:  # the question's own: longer than its budget, say
+                if not self._spec.record_failures:
+                    raise
+                return Group(id=group_id, question=question, trajectories=[], failed=str(error))
+        if self._spec.record_failures and self._spec.endpoint is not None:
+            return Group(id=group_id, question=question, trajectories=[], num_retries=attempts, failed=str(faults[-1]))
         raise GroupFailed(f"group {group_id} failed {attempts} times (stream.num_attempts); last: {faults[-1]}")
 
 

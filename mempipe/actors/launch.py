@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
-from mempipe.actors.retriever import RetrieverActor
+from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.config import ConfigError, RunConfig, SamplingConfig
 from mempipe.engines.weights import check_canary
 from mempipe.stream import DriverSpec
@@ -52,21 +52,18 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(kw_only=True)
-class Roles:
-    """The actors of a run."""
+class Engines:
+    """What runs trajectories: engines and retrievers."""
 
     config: RunConfig
     namespace: str
-    learners: LearnerGroup
     generators: dict[str, Handle]
     retrievers: dict[str, Handle]
-    reference: Handle | None
     store: Handle
     transfer: Transfer
-    canary: list[list[int]] = field(default_factory=list)
-    """Token sequences that learner and engines score after every sync (promise 5)."""
 
-    def driver_spec(self, *, sampling: SamplingConfig, group_size: int, admission: str = "") -> DriverSpec:
+    def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
+        """What a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
         return DriverSpec(
             config=self.config,
             sampling=sampling,
@@ -74,8 +71,18 @@ class Roles:
             namespace=self.namespace,
             generators=list(self.generators),
             retrievers=list(self.retrievers),
-            admission=admission,
+            **settings,
         )
+
+
+@dataclass(kw_only=True)
+class Roles(Engines):
+    """The actors of a training run."""
+
+    learners: LearnerGroup
+    reference: Handle | None
+    canary: list[list[int]] = field(default_factory=list)
+    """Token sequences that learner and engines score after every sync (promise 5)."""
 
     def new_admission(self, *, policy_version: int) -> tuple[str, Handle]:
         """A fresh gate for one stream, and its name."""
@@ -124,10 +131,10 @@ def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dic
 
 
 @contextmanager
-def connected(config: RunConfig) -> Iterator[str]:
-    """A Ray connection for the run: the config's cluster, the job's own (RAY_ADDRESS), or a local one that ends with the run."""
-    namespace = f"mempipe-{config.name}-{uuid.uuid4().hex[:8]}"
-    address = config.ray_address or os.environ.get("RAY_ADDRESS", "")
+def connected(address: str, *, name: str) -> Iterator[str]:
+    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that ends with the run."""
+    namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
+    address = address or os.environ.get("RAY_ADDRESS", "")
     os.environ.update({name: os.environ.get(name, value) for name, value in WORKER_ENV.items()})
     options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
     if address:
@@ -159,23 +166,29 @@ def _knock(address: str) -> None:
 @contextmanager
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     """All roles, started side by side. Leaves no actor, process or placement group behind, whatever happens inside."""
-    placement = _Placement(config)
-    actors: list[Handle] = []
-    engines: list[Handle] = []
-    try:
-        yield _start(config, namespace, placement, actors, engines)
-    finally:
-        with suppress(RayError):  # an engine that is dead already has nothing to shut down
-            ray.get([engine.shutdown.remote() for engine in engines], timeout=SHUTDOWN_TIMEOUT_S)
-        for actor in actors:
-            ray.kill(actor)
-        placement.remove()
+    reference = [1] * needs_reference(config)
+    with _launched(config, namespace, sizes=[1] * config.learner.num_ranks + _engine_sizes(config) + reference) as started:
+        yield started.roles()
+
+
+@contextmanager
+def launch_engines(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[Engines]:
+    """Engines under the weights of `model.path`, and retrievers; without `generators` somebody else completes.
+
+    Cleans up as `launch` does.
+    """
+    if not generators:
+        config = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 0})})
+    with _launched(config, namespace, sizes=_engine_sizes(config)) as started:
+        engines = started.engines("mempipe_shm")
+        started.wait()
+        yield engines
 
 
 @contextmanager
 def launch_learners(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[LearnerGroup]:
     """Only the learner ranks, for supervised phases."""
-    placement = _Placement(config, learners_only=True)
+    placement = _Placement([1] * config.learner.num_ranks)
     group = _learner_group(config, placement)
     try:
         group.start(settings)
@@ -202,15 +215,13 @@ def learner_settings(config: RunConfig) -> dict[str, Any]:
 class _Placement:
     """Where roles go: on a cluster with GPUs one placement group, reserved as a whole before anything starts; otherwise anywhere."""
 
-    def __init__(self, config: RunConfig, *, learners_only: bool = False) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """`sizes` are the GPUs of each role."""
         self.group: PlacementGroup | None = None
         self._next = 0
         available = int(ray.cluster_resources().get("GPU", 0))
-        if not available:
+        if not available or not sizes:
             return
-        sizes = [1] * config.learner.num_ranks
-        if not learners_only:
-            sizes += [config.generation.tensor_parallel] * config.generation.num_replicas + [1] * needs_reference(config)
         if sum(sizes) > available:
             raise ConfigError(
                 f"the roles need {sum(sizes)} GPUs (`mempipe doctor` lists them), but the cluster has {available}; "
@@ -248,50 +259,101 @@ def _learner_group(config: RunConfig, placement: _Placement) -> LearnerGroup:
     return LearnerGroup(ranks, timeout_s=config.learner.timeout_s)
 
 
-def _start(config: RunConfig, namespace: str, placement: _Placement, actors: list[Handle], engines: list[Handle]) -> Roles:
-    """Fills `actors` and `engines` as it goes, so that the caller can clean up after a half-finished start."""
-    store = start_actor(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
-    learners = _learner_group(config, placement)
-    actors += [store, *learners.ranks]
-    restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
-    transfer = placement.transfer(config)
-    generators = {}
-    for i in range(config.generation.num_replicas):
-        generators[f"generator-{i}"] = start_actor(
-            GeneratorActor,
-            # A restarted engine takes the newest weights from the store; an nccl group cannot be joined again.
-            {"name": f"generator-{i}", **restartable, "max_restarts": 0 if transfer == "nccl" else -1}
-            | placement.options(config.generation.tensor_parallel),
-            model=config.model,
-            config=config.generation,
-            context_tokens=config.budget.context_tokens,
-            seed=config.seed + i,
-            store=WEIGHT_STORE,
+def _engine_sizes(config: RunConfig) -> list[int]:
+    """GPUs of each engine and of each actor that holds vectors and wants some."""
+    retrieval = [config.retrieval.num_gpus] * _num_vector_holders(config) if config.retrieval.num_gpus else []
+    return [config.generation.tensor_parallel] * config.generation.num_replicas + retrieval
+
+
+def _num_vector_holders(config: RunConfig) -> int:
+    return (config.retrieval.shard_actors or config.retrieval.num_replicas) if config.retrieval.index else 0
+
+
+@contextmanager
+def _launched(config: RunConfig, namespace: str, *, sizes: Sequence[int]) -> Iterator[_Started]:
+    """What is started inside is ended behind it."""
+    started = _Started(config, namespace, _Placement(sizes))
+    try:
+        yield started
+    finally:
+        with suppress(RayError):  # an engine that is dead already has nothing to shut down
+            ray.get([engine.shutdown.remote() for engine in started.generators.values()], timeout=SHUTDOWN_TIMEOUT_S)
+        for actor in started.actors:
+            ray.kill(actor)
+        started.placement.remove()
+
+
+class _Started:
+    """Actors as they are started, so that a half-finished start can be cleaned up."""
+
+    def __init__(self, config: RunConfig, namespace: str, placement: _Placement) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.placement = placement
+        self.actors: list[Handle] = []
+        self.generators: dict[str, Handle] = {}
+        self._pending: dict[str, Any] = {}
+
+    def roles(self) -> Roles:
+        """Everything that training needs, ready."""
+        learners = _learner_group(self.config, self.placement)
+        self.actors += learners.ranks
+        engines = self.engines(self.placement.transfer(self.config))
+        reference = None
+        if needs_reference(self.config):
+            reference = self._start(ReferenceActor, self.placement.options(1), self.config)
+            self._pending["reference"] = reference.ready.remote()
+        learners.start(learner_settings(self.config))
+        self.wait()
+        if engines.transfer == "nccl":
+            learners.open_transfer(list(engines.generators.values()), tensor_parallel=self.config.generation.tensor_parallel)
+        return Roles(**vars(engines), learners=learners, reference=reference)
+
+    def engines(self, transfer: Transfer) -> Engines:
+        """Engines and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
+        config = self.config
+        store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
+        restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
+        for i in range(config.generation.num_replicas):
+            self.generators[f"generator-{i}"] = self._start(
+                GeneratorActor,
+                # A restarted engine takes the newest weights from the store; an nccl group cannot be joined again.
+                {"name": f"generator-{i}", **restartable, "max_restarts": 0 if transfer == "nccl" else -1}
+                | self.placement.options(config.generation.tensor_parallel),
+                model=config.model,
+                config=config.generation,
+                context_tokens=config.budget.context_tokens,
+                seed=config.seed + i,
+                store=WEIGHT_STORE,
+                transfer=transfer,
+            )
+        retrieval, anywhere = config.retrieval, {"num_cpus": 0}
+        on_gpus = retrieval.num_gpus > 0
+        of_holder = [self.placement.options(retrieval.num_gpus) if on_gpus else anywhere for _ in range(_num_vector_holders(config))]
+        shards = [self._start(ShardActor, restartable | of_holder[i], retrieval, i) for i in range(retrieval.shard_actors)]
+        retrievers = {
+            f"retriever-{i}": self._start(
+                RetrieverActor,
+                {"name": f"retriever-{i}", **restartable} | (anywhere if shards or retrieval.url else of_holder[i]),
+                retrieval,
+                shards,
+            )
+            for i in range(retrieval.num_replicas if retrieval.index or retrieval.url else 0)
+        }
+        self._pending |= {name: actor.ready.remote() for name, actor in [*self.generators.items(), *retrievers.items()]}
+        return Engines(
+            config=config,
+            namespace=self.namespace,
+            generators=self.generators,
+            retrievers=retrievers,
+            store=store,
             transfer=transfer,
         )
-    engines += generators.values()
-    actors += engines
-    reference = start_actor(ReferenceActor, placement.options(1), config) if needs_reference(config) else None
-    actors += [reference] if reference else []
-    retrievers = {
-        f"retriever-{i}": start_actor(RetrieverActor, {"name": f"retriever-{i}", **restartable, "num_cpus": 0}, config.retrieval)
-        for i in range(config.retrieval.num_replicas)
-    }
-    actors += retrievers.values()
-    pending = {name: actor.ready.remote() for name, actor in [*generators.items(), *retrievers.items()]}
-    if reference:
-        pending["reference"] = reference.ready.remote()
-    learners.start(learner_settings(config))
-    wait_for(pending, phase="start", timeout_s=START_TIMEOUT_S)
-    if transfer == "nccl":
-        learners.open_transfer(engines, tensor_parallel=config.generation.tensor_parallel)
-    return Roles(
-        config=config,
-        namespace=namespace,
-        learners=learners,
-        generators=generators,
-        retrievers=retrievers,
-        reference=reference,
-        store=store,
-        transfer=transfer,
-    )
+
+    def wait(self) -> None:
+        """Until every engine, retriever and reference answers."""
+        wait_for(self._pending, phase="start", timeout_s=START_TIMEOUT_S)
+
+    def _start(self, cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
+        self.actors.append(start_actor(cls, options, *args, **kwargs))
+        return self.actors[-1]

@@ -7,17 +7,15 @@ denominator. With several objectives a question scores the mean over them, so th
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from mempipe.agents.protocol import last_boxed
-from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer
+from mempipe.rl import rewards
+from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer, split_answers
 from mempipe.types import Question
 
 Metric = Callable[[str, Sequence[str]], float]
-OBJECTIVE_SEPARATOR = ";"
 
 
 def em(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -60,13 +58,11 @@ def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Equality of the boxed (or whole) prediction with a gold, both lower-cased and stripped as MATH answers are: MemAgent's reward.
+    """Equality as MATH (arXiv 2103.03874) compares boxed answers, case aside: what MemAgent trains on.
 
-    Articles and punctuation count: "The Beatles" is not "Beatles".
+    Spaces, units and LaTeX variants do not count; articles and punctuation do: "The Beatles" is not "Beatles".
     """
-    boxed = last_boxed(prediction)
-    predicted = strip_math((prediction if boxed is None else boxed).lower())
-    return float(any(predicted == strip_math(gold.lower()) for gold in _as_list(golden_answers)))
+    return rewards.math_match(prediction, golden_answers)
 
 
 METRICS: dict[str, Metric] = {metric.__name__: metric for metric in (em, f1, acc, precision, recall, sub_em_two_way, math_match)}
@@ -77,19 +73,15 @@ def definitions() -> dict[str, str]:
     return {name: " ".join((inspect.getdoc(metric) or "").split()) for name, metric in METRICS.items()}
 
 
-def split_objectives(answer: str, num_objectives: int) -> list[str | None]:
-    """The answers to each objective, in order, of a text that joins them by ";". Missing ones are None; those too many are left out."""
-    parts: list[str | None] = [part.strip() for part in answer.split(OBJECTIVE_SEPARATOR)]
-    return [*parts, *[None] * num_objectives][:num_objectives]
-
-
 def score_objectives(answer: str | None, question: Question) -> list[dict[str, float]]:
-    """Every metric for each objective of a question; one without objectives has a single one."""
+    """Every metric for each objective of a question (a question without objectives is a single one), 0 where there is no answer.
+
+    With objectives the answer is split at ";": one that is missing or empty is none, those too many are left out.
+    """
     golds = question.objectives or [question.golden_answers]
-    if answer is None:
-        answers: list[str | None] = [None] * len(golds)
-    else:
-        answers = split_objectives(answer, len(golds)) if question.objectives else [answer]
+    answers: list[str | None] = [answer]
+    if question.objectives:
+        answers = [text or None for text in split_answers(answer or "", len(golds))]
     return [
         {name: 0.0 if text is None else metric(text, gold) for name, metric in METRICS.items()}
         for text, gold in zip(answers, golds, strict=True)
@@ -100,22 +92,6 @@ def score_question(answer: str | None, question: Question) -> dict[str, float]:
     """Every metric for one attempt at a question: the mean over its objectives, 0 where there is no answer."""
     rows = score_objectives(answer, question)
     return {name: fmean(row[name] for row in rows) for name in METRICS}
-
-
-def strip_math(text: str) -> str:
-    """A MATH answer without what does not change its value: spaces, degrees, percent, units, `\\left`, ways to write a fraction."""
-    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
-    text = re.sub(r"\\[td]frac", r"\\frac", text)
-    text = re.sub(r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$|\\%", "", text.partition("\\text{ ")[0])
-    text = re.sub(r"^\.|(?<=[ {])\.", "0.", text)
-    name, equals, value = text.partition("=")
-    if equals and "=" not in value and len(name) <= 2:  # x = 5
-        text = value
-    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
-    text = re.sub(r"\\frac([^{}])([^{}])", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac([^{}])\{", r"\\frac{\1}{", text)
-    text = "\\frac{1}{2}" if text == "0.5" else text
-    return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
 
 
 def _shared(prediction: str, gold: str) -> tuple[float, float]:

@@ -7,7 +7,7 @@ The unit is the question, never the attempt: attempts at one question are not in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -65,6 +65,25 @@ def paired_bootstrap(
     if len(before) != len(after):
         raise ValueError(f"paired scores need the same questions, got {len(before)} before and {len(after)} after")
     return bootstrap_interval((_scores(after) - _scores(before)).tolist(), seed=seed, num_resamples=num_resamples, confidence=confidence)
+
+
+def bootstrap_average(
+    sets: Sequence[Mapping[str, float]], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+) -> Interval:
+    """Interval of the unweighted mean over sets of their means; each maps a question to its score.
+
+    Sets with the same questions (a text at several lengths) are drawn together: the question is the cluster. Others are drawn apart.
+    """
+    clusters: dict[frozenset[str], list[Mapping[str, float]]] = {}
+    for scores in sets:
+        clusters.setdefault(frozenset(scores), []).append(scores)
+    means, value = np.zeros(num_resamples), 0.0
+    for number, (questions, members) in enumerate(clusters.items()):
+        values = _scores([sum(scores[question] for scores in members) for question in sorted(questions)]) / len(sets)
+        means += _resampled_means(values, seed=seed + number, num_resamples=num_resamples)
+        value += float(values.mean())
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(value=value, low=float(low), high=float(high))
 
 
 def mcnemar_test(before: Sequence[bool], after: Sequence[bool]) -> PairedTest:

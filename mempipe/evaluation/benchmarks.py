@@ -1,0 +1,98 @@
+"""The question sets of the published tables: where their files lie, and several questions asked as one."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from mempipe.config import ConfigError
+from mempipe.data.qa import iter_questions
+from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
+from mempipe.evaluation.suite import Benchmark
+from mempipe.types import Question
+
+SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+"""In the order of the published tables."""
+IN_DISTRIBUTION = ("nq", "hotpotqa")
+"""What MemSearcher, MEM1 and Search-R1 train on; the other five are out of distribution."""
+RULER = "ruler_hqa"
+_FLASHRAG_FILES = ("test.jsonl", "dev.jsonl")
+_HASH_BYTES = 2**20
+
+
+def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
+    """The question file of a set. Raises ConfigError for a set of unknown name without a file, and for a file that does not exist."""
+    if benchmark.file:
+        candidates = [benchmark.file]
+    elif benchmark.name not in (*SEARCH_QA, RULER):
+        known = ", ".join((*SEARCH_QA, RULER))
+        raise ConfigError(f"benchmarks: {benchmark.name} is no set that is known by name ({known}); give it a file")
+    elif not data_dir:
+        raise ConfigError(f"benchmarks: {benchmark.name} has no file and data_dir is empty; set one of them")
+    elif benchmark.name == RULER:
+        if not benchmark.num_docs:
+            raise ConfigError(f"benchmarks: {RULER} needs num_docs, e.g. 200, or a file")
+        names = (f"test_{benchmark.num_docs}.parquet", f"test_{benchmark.num_docs}.json", f"eval_{benchmark.num_docs}.json")
+        candidates = [str(Path(data_dir) / RULER / name) for name in names]
+    else:
+        candidates = [str(Path(data_dir) / benchmark.name / name) for name in _FLASHRAG_FILES]
+    for path in candidates:
+        if "://" in path or Path(path).exists():
+            return path
+    raise ConfigError(f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist")
+
+
+def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
+    """The set's questions as they are asked, one by one. Raises ConfigError as `read_questions` does."""
+    questions = iter_questions(file)
+    if benchmark.objectives > 1:
+        questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed)
+    return islice(questions, benchmark.num_questions or None)
+
+
+def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
+    """Every `objectives` neighbours as one question, their texts (ending in "?") joined by "; "; a remainder is left out.
+
+    As published (MEM1) neighbours are those of the file; with `seed` the questions are shuffled before.
+    """
+    if seed is not None:
+        listed = list(questions)
+        random.Random(f"{seed}:objectives").shuffle(listed)
+        questions = listed
+    remaining = iter(questions)
+    while len(group := list(islice(remaining, objectives))) == objectives:
+        yield replace(
+            group[0],
+            id="+".join(question.id for question in group),
+            text="; ".join(question.text if question.text.endswith("?") else f"{question.text}?" for question in group),
+            golden_answers=["; ".join(question.golden_answers[0] for question in group)],
+            objectives=[question.golden_answers for question in group],
+            num_hops=0,
+            evidence=[],
+        )
+
+
+def file_sha256(path: str) -> str:
+    """Of the bytes of the set's file, or files."""
+    digest = hashlib.sha256()
+    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+        with file.open() as stored:
+            while block := stored.read(_HASH_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRows:
+    """(group id, question) for `stream_groups`, read where and when they are asked for, without those that are done."""
+
+    benchmark: Benchmark
+    file: str
+    done: Collection[str]
+
+    def __iter__(self) -> Iterator[tuple[str, Question]]:
+        return ((question.id, question) for question in read_benchmark(self.benchmark, self.file) if question.id not in self.done)

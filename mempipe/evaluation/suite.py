@@ -1,0 +1,167 @@
+"""What an evaluation is: which agents under which weights, on which question sets, sampled how. One YAML file, `mempipe evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from mempipe.config import ConfigError, EndpointConfig, RunConfig, SamplingConfig, Section, TrackingConfig, load_values, parse_section
+
+_NAME = r"^[\w][\w.-]*$"  # names become folders
+_RUN_FOLDER = ("state.json", "huggingface")
+_NOT_EVALUATED = ("world", "warm_start")
+
+
+class EvaluatedRun(Section):
+    """An agent under certain weights: a row of the table."""
+
+    name: str = Field(pattern=_NAME)
+    config: str = ""
+    """A run's YAML file, or the folder of a trained run: agent, prompts, budget, retrieval and engines are as there."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a run, nested as in its file, that replace those of `config`."""
+    checkpoint: str = ""
+    """A Hugging Face folder or name, or the folder of a trained run (its export); empty: the config's model.path."""
+    endpoint: EndpointConfig | None = None
+    """A server that completes instead of our own engines; its tokenizer is then the model's."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> EvaluatedRun:
+        if self.checkpoint and self.endpoint is not None:
+            raise ValueError(f"runs: {self.name} has a checkpoint and an endpoint; it is served by one of them")
+        if self.endpoint is not None and not self.endpoint.tokenizer:
+            raise ValueError(f"runs: {self.name} has an endpoint without tokenizer; agents send token ids, so name the model's tokenizer")
+        return self
+
+
+class Benchmark(Section):
+    """A question set: a column of the table."""
+
+    name: str = Field(pattern=_NAME)
+    """One of the seven search-QA sets (nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle), ruler_hqa, or any name."""
+    file: str = ""
+    """A question file; empty: DATA_DIR/NAME/test.jsonl or dev.jsonl, for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json."""
+    num_docs: int = Field(0, ge=0)
+    """Documents in a context of ruler_hqa."""
+    num_questions: int = Field(0, ge=0)
+    """The first so many (of joined ones where there are several objectives); 0: all."""
+    objectives: int = Field(1, ge=1, le=16)
+    """Neighbouring questions that are asked as one (MEM1, arXiv 2506.15841)."""
+    pair_seed: int | None = None
+    """Shuffles the questions before neighbours are joined; null: the order of the file, as published."""
+
+    @property
+    def label(self) -> str:
+        """What tells it from the others, and the name of its folder."""
+        length = f"_{self.num_docs}" if self.num_docs else ""
+        return f"{self.name}{length}" + (f"_x{self.objectives}" if self.objectives > 1 else "")
+
+
+class Bootstrap(Section):
+    num_resamples: int = Field(2000, ge=100)
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+
+
+class EvaluationSuite(Section):
+    """All of an evaluation; its folder is output/name, with one folder per run and set in it."""
+
+    name: str = Field("evaluation", pattern=_NAME)
+    output: str = "evaluations"
+    seed: int = 1
+    """Of the engines and of the bootstrap."""
+    ray_address: str = ""
+    """A running cluster; empty: the job's own cluster, or a local one."""
+    data_dir: str = ""
+    """Where the sets lie that are named without a file."""
+    runs: list[EvaluatedRun] = Field(min_length=1)
+    benchmarks: list[Benchmark] = Field(min_length=1)
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Temperature 0 takes the likeliest token."""
+    num_samples: int = Field(1, ge=1)
+    """Attempts per question; its score is their mean."""
+    bootstrap: Bootstrap = Bootstrap()
+    questions_per_part: int = Field(32, ge=1)
+    """Questions in one result file: what a killed evaluation loses at most."""
+    judge: EndpointConfig | None = None
+    """A model that says whether an answer means a golden one: a further metric, beside the others."""
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+    @field_validator("runs")
+    @classmethod
+    def _names_differ(cls, runs: list[EvaluatedRun]) -> list[EvaluatedRun]:
+        names = [run.name for run in runs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"runs: the name {min(twice)} occurs twice; every row of the table needs its own")
+        return runs
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _labels_differ(cls, benchmarks: list[Benchmark]) -> list[Benchmark]:
+        labels = [benchmark.label for benchmark in benchmarks]
+        if twice := {label for label in labels if labels.count(label) > 1}:
+            raise ValueError(f"benchmarks: {min(twice)} occurs twice; give one of them another name and its file")
+        return benchmarks
+
+
+def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> EvaluationSuite:
+    """The evaluation that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides), EvaluationSuite)
+
+
+def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
+    """The whole config that `run` is evaluated with: its file, its settings over it, its weights. Raises ConfigError naming the run."""
+    try:
+        values = _merged(_run_values(run), run.settings)
+        for name in _NOT_EVALUATED:
+            values.pop(name, None)
+        model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
+        if model:
+            values["model"] = {**values.get("model", {}), "path": model}
+        values |= {"name": run.name, "output": str(suite.folder), "seed": suite.seed, "ray_address": suite.ray_address, "ordered": False}
+        config = parse_section(values, RunConfig)
+        if not config.model.path:
+            raise ConfigError("no model is named; set checkpoint, endpoint or model.path")
+        return config
+    except ConfigError as error:
+        raise ConfigError(f"runs: {run.name}: {error}") from error
+
+
+def _run_values(run: EvaluatedRun) -> dict[str, Any]:
+    """The settings of the config file; of a trained run, with the index and the weights that it made itself."""
+    source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
+    if not source:
+        return {}
+    folder = Path(source)
+    if not folder.is_dir():
+        return load_values(source)
+    values = load_values(folder / "config.yaml")
+    if values.get("world") is not None:
+        values["retrieval"] = {**values.get("retrieval", {}), "index": str(folder / "index")}
+    if not run.checkpoint and _is_run(source):
+        values["model"] = {**values.get("model", {}), "path": _weights(source)}
+    return values
+
+
+def _weights(checkpoint: str) -> str:
+    """Where the weights lie: a trained run's export, or what `checkpoint` names itself."""
+    return str(Path(checkpoint) / "huggingface") if _is_run(checkpoint) else checkpoint
+
+
+def _is_run(path: str) -> bool:
+    return bool(path) and all((Path(path) / name).exists() for name in _RUN_FOLDER)
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`values` with `changes` over them, section by section."""
+    merged = dict(values)
+    for name, change in changes.items():
+        both = isinstance(change, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], change) if both else change
+    return merged

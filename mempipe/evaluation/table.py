@@ -1,0 +1,207 @@
+"""Results in the layout of the papers: runs as rows, sets as columns, averages behind them, published numbers beside ours.
+
+All values are shares in [0, 1]; they are written in percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
+from mempipe.evaluation.metrics import METRICS
+from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval, wilson_interval
+from mempipe.evaluation.suite import Benchmark, Bootstrap
+
+JUDGE = "judge"
+METRICS_OF = {RULER: ("sub_em_two_way", "em", "f1"), "": ("em", "f1", "acc")}
+"""The metrics that get a table, by family; the others are in report.json. Rows that a judge saw get one more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run on one set."""
+
+    run: str
+    benchmark: Benchmark
+    rows: Sequence[Mapping[str, Any]]
+    """As `read_results` gives them."""
+
+    @property
+    def num_failed(self) -> int:
+        return sum(bool(row["failed"]) for row in self.rows)
+
+    def scores(self, metric: str) -> dict[str, float]:
+        """Question to its score; failed ones have 0. All lengths of RULER-HQA have the same questions."""
+        key = _index if self.benchmark.num_docs else _id
+        if metric == JUDGE:
+            return {key(row): 0.0 if row["failed"] else row[JUDGE] for row in self.rows if row["failed"] or row[JUDGE] is not None}
+        return {key(row): row[metric] for row in self.rows}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of a table. `published` says where it is from; ours have intervals. None is a set that was not evaluated."""
+
+    name: str
+    values: Sequence[Interval | None]
+    published: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTable:
+    title: str
+    metric: str
+    columns: Sequence[str]
+    rows: list[Row] = field(default_factory=list)
+
+
+def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> list[ScoreTable]:
+    """For each family of sets (search QA, the same with several objectives, RULER-HQA, others) a table per metric."""
+    families: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:
+        families.setdefault(family(cell.benchmark), []).append(cell)
+    return [
+        _table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed)
+        for (kind, objectives), members in families.items()
+        for metric in (*METRICS_OF.get(kind, METRICS_OF[""]), *[JUDGE] * any(cell.scores(JUDGE) for cell in members if _judged(cell)))
+    ]
+
+
+def family(benchmark: Benchmark) -> tuple[str, int]:
+    """Which sets stand in a table together."""
+    if benchmark.name in SEARCH_QA:
+        return "search-QA", benchmark.objectives
+    return (RULER if benchmark.num_docs else "other sets"), benchmark.objectives
+
+
+def evidence_lines(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int) -> list[list[str]]:
+    """The metric by where the needed documents stand: a line per run and length, behind its name a text per equal part of the context.
+
+    A question counts once for each of its needed documents.
+    """
+    lines = []
+    for cell in cells:
+        bins: list[dict[str, float]] = [{} for _ in range(num_bins)]
+        for row in cell.rows:
+            for number, depth in enumerate(row["evidence_depths"] or ()):
+                bins[min(int(depth * num_bins), num_bins - 1)][f"{row['question_id']}/{number}"] = row[metric]
+        if any(bins):
+            texts = [f"{percent_text(_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}" for part in bins]
+            lines.append([f"{cell.run}, {cell.benchmark.label}", *texts])
+    return lines
+
+
+def average(sets: Sequence[Mapping[str, float]], *, bootstrap: Bootstrap, seed: int) -> Interval:
+    """The unweighted mean over sets, as the papers take it."""
+    return bootstrap_average(sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+
+
+def percent_text(interval: Interval | None) -> str:
+    """An estimate with its interval, in percent; a published one has none."""
+    if interval is None:
+        return "–"
+    value = f"{100 * interval.value:.2f}"
+    return value if interval.low == interval.high == interval.value else f"{value} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+
+
+@cache
+def published_tables() -> list[dict[str, Any]]:
+    """The papers' numbers (published.yaml)."""
+    return yaml.safe_load(files("mempipe.evaluation").joinpath("published.yaml").read_text(encoding="utf-8"))
+
+
+def _table(kind: str, objectives: int, cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int) -> ScoreTable:
+    benchmarks = _ordered({cell.benchmark.label: cell.benchmark for cell in cells})
+    labels = list(benchmarks)
+    groups = _averages(kind, benchmarks)
+    rows = []
+    for run in dict.fromkeys(cell.run for cell in cells):
+        scores = {cell.benchmark.label: cell.scores(metric) for cell in cells if cell.run == run}
+        values = [_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
+        for members in groups.values():
+            sets = [scores[label] for label in members if scores.get(label)]
+            whole = len(sets) == len(members)
+            values.append(
+                bootstrap_average(sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+                if whole
+                else None
+            )
+        rows.append(Row(name=run, values=values))
+    title = kind if objectives == 1 else f"{kind}, {objectives} objectives"
+    table = ScoreTable(title=title, metric=metric, columns=[*labels, *groups], rows=rows)
+    table.rows.extend(_published_rows(table, groups))
+    return table
+
+
+def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> list[Row]:
+    """What papers report in this metric on sets of this table. Averages are theirs, over all their columns."""
+    rows = []
+    for published in published_tables():
+        shared = set(published["columns"]) & set(table.columns)
+        if published["metric"] != table.metric or not shared:
+            continue
+        for name, numbers in published.get("rows", {}).items():
+            known = dict(zip(published["columns"], numbers, strict=True))
+            for group, members in groups.items():
+                if set(members) <= known.keys() and (group != "average" or set(members) == known.keys()):
+                    known[group] = sum(known[label] for label in members) / len(members)
+            rows.append(Row(name=name, values=[_point(known.get(column)) for column in table.columns], published=published["title"]))
+        for name, average in published.get("averages", {}).items():
+            complete = set(published["columns"]) <= set(table.columns)
+            values = [_point(average if column == "average" and complete else None) for column in table.columns]
+            rows.append(Row(name=name, values=values, published=published["title"]))
+    return rows
+
+
+def _averages(kind: str, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[str]]:
+    """Columns behind the sets: the unweighted mean of all, and of those that models were trained on and were not."""
+    groups = {"average": list(benchmarks)} if len(benchmarks) > 1 else {}
+    if kind == "search-QA":
+        inside = [label for label, benchmark in benchmarks.items() if benchmark.name in IN_DISTRIBUTION]
+        outside = [label for label in benchmarks if label not in inside]
+        if len(inside) == len(IN_DISTRIBUTION) and outside:
+            groups |= {"in distribution": inside, "out of distribution": outside}
+    return groups
+
+
+def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
+    def place(benchmark: Benchmark) -> tuple[int, int]:
+        return SEARCH_QA.index(benchmark.name) if benchmark.name in SEARCH_QA else len(SEARCH_QA), benchmark.num_docs
+
+    return dict(sorted(benchmarks.items(), key=lambda item: place(item[1])))
+
+
+def _interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
+    """Bootstrap over questions; Wilson's interval where all are right or all wrong, of which every resample is the same."""
+    if not scores:
+        return None
+    values = list(scores.values())
+    if set(values) in ({0.0}, {1.0}):
+        return wilson_interval(round(sum(values)), len(values), confidence=bootstrap.confidence)
+    return bootstrap_interval(values, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+
+
+def _point(percent: float | None) -> Interval | None:
+    return None if percent is None else Interval(value=percent / 100, low=percent / 100, high=percent / 100)
+
+
+def _judged(cell: Cell) -> bool:
+    return any(row[JUDGE] is not None for row in cell.rows)
+
+
+def _id(row: Mapping[str, Any]) -> str:
+    return row["question_id"]
+
+
+def _index(row: Mapping[str, Any]) -> str:
+    """The id without the name of its file, which differs from length to length."""
+    return row["question_id"].rpartition("-")[2] + row["question"]
+
+
+assert set().union(*METRICS_OF.values()) <= METRICS.keys()

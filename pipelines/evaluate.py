@@ -1,0 +1,289 @@
+"""Evaluate agents on question sets: the papers' tables, readable from top to bottom.
+
+    plan        files, sets, weights, prompts, indexes and endpoints, before anything starts
+    for each run
+        launch      engines under its weights, and retrievers (or an endpoint)
+        for each set    questions -> the same drivers as in training -> one result row per question, in parts
+    report      tables, plot, MLflow
+
+The same command after an interruption goes on where it stopped: a question that has its row is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from mempipe.actors.launch import Engines, connected, launch_engines
+from mempipe.agents import make_agent
+from mempipe.agents.protocol import Tokenizer
+from mempipe.config import ConfigError, RunConfig
+from mempipe.data.ruler import read_depths
+from mempipe.engines.index_folder import check_index
+from mempipe.engines.openai_endpoint import Endpoint
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
+from mempipe.evaluation.evaluation_report import flat_metrics, write_evaluation_report
+from mempipe.evaluation.judge import judge_row
+from mempipe.evaluation.results import ResultFolder, read_results, result_row
+from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
+from mempipe.evaluation.table import Cell, percent_text, score_tables
+from mempipe.progress import Progress
+from mempipe.stream import stream_groups
+from mempipe.tracking import Tracker, last_run_id
+from mempipe.types import Completion, Group, Question, SearchResult
+
+NO_SEARCH = ("memagent",)
+"""Agents that read a text instead of searching."""
+GROWING = ("react",)
+"""Agents that carry their whole history in one context."""
+_PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run on one set, checked."""
+
+    benchmark: Benchmark
+    file: str
+    num_questions: int
+    depths: dict[str, list[float]]
+    results: ResultFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run with its whole config and all its sets."""
+
+    run: EvaluatedRun
+    config: RunConfig
+    prompt_hash: str
+    jobs: list[Job]
+
+
+def main(suite: EvaluationSuite) -> list[Path]:
+    """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what else fails raises
+    a RuntimeError or OSError, and the same call goes on from there."""
+    planned = plan(suite)
+    with _locked(suite.folder):
+        for each in planned:
+            jobs = [job for job in each.jobs if not job.results.finished]
+            if jobs:
+                with connected(suite.ray_address, name=suite.name) as namespace:
+                    evaluate_run(suite, each, jobs, namespace)
+        return report(suite, planned)
+
+
+def plan(suite: EvaluationSuite) -> list[PlannedRun]:
+    """Everything that can be found wrong beforehand is found here. Raises ConfigError."""
+    files = {benchmark.label: find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks}
+    sets = {}
+    for benchmark in suite.benchmarks:
+        file = files[benchmark.label]
+        num_questions = sum(1 for _ in read_benchmark(benchmark, file))
+        if not num_questions:
+            raise ConfigError(
+                f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that are joined"
+            )
+        sets[benchmark.label] = (benchmark, file, num_questions, file_sha256(file), read_depths(file) if benchmark.num_docs else {})
+    if suite.judge is not None:
+        asyncio.run(_check_endpoint(Endpoint(suite.judge)))
+    planned = []
+    for run in suite.runs:
+        config = resolve_run(suite, run)
+        try:
+            prompts = _check_run(run, config)
+        except ConfigError as error:
+            raise ConfigError(f"runs: {run.name}: {error}") from error
+        weights = f"{run.endpoint.model} at {run.endpoint.url}" if run.endpoint is not None else config.model.path
+        jobs = []
+        for label, (benchmark, file, num_questions, sha256, depths) in sets.items():
+            settings = {
+                "run": config.model_dump(mode="json"),
+                "weights": weights,
+                "weights_sha256": _weights_sha256(config) if run.endpoint is None else "",
+                "prompt_hash": prompts,
+                "benchmark": benchmark.model_dump(mode="json"),
+                "file_sha256": sha256,
+                "sampling": suite.sampling.model_dump(mode="json"),
+                "num_samples": suite.num_samples,
+                "judge": suite.judge.model if suite.judge is not None else None,
+            }
+            results = ResultFolder(suite.folder / run.name / label, json.loads(json.dumps(settings)))
+            jobs.append(Job(benchmark=benchmark, file=file, num_questions=num_questions, depths=depths, results=results))
+        planned.append(PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs))
+    return planned
+
+
+def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job], namespace: str) -> None:
+    """All unfinished sets of a run, on engines that are started once."""
+    with launch_engines(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
+        for job in jobs:
+            evaluate_set(suite, planned, job, engines)
+
+
+def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: Engines) -> None:
+    """Asks what has no row yet; rows are written in parts as they come, also when the evaluation is interrupted."""
+    job.results.open()
+    done = job.results.done()
+    spec = engines.driver_spec(sampling=suite.sampling, group_size=suite.num_samples, endpoint=planned.run.endpoint, record_failures=True)
+    title = f"{planned.run.name}, {job.benchmark.label}"
+    waiting: list[Group] = []
+
+    def write() -> None:
+        rows = [
+            result_row(
+                group,
+                growing=planned.config.agent.name in GROWING,
+                prompt_hash=planned.prompt_hash,
+                depths=job.depths.get(group.question.id, ()),
+            )
+            for group in waiting
+        ]
+        if suite.judge is not None:
+            asyncio.run(_judge(suite, rows))
+        job.results.append(waiting, rows)
+        waiting.clear()
+
+    groups = stream_groups(spec, BenchmarkRows(job.benchmark, job.file, frozenset(done)))
+    with closing(groups), Progress(title, total=job.num_questions, done=len(done)) as progress:
+        asked, em, failed = 0, 0.0, 0
+        try:
+            for group in groups:
+                waiting.append(group)
+                asked += 1
+                em += sum(trajectory.em for trajectory in group.trajectories) / suite.num_samples
+                failed += bool(group.failed)
+                progress.advance(1, em=em / asked, failed=failed)
+                if len(waiting) == suite.questions_per_part:
+                    write()
+        finally:
+            write()
+    job.results.finish()
+
+
+def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
+    """The report of everything that is there, on disk, in MLflow and on the terminal."""
+    cells = [Cell(run=each.run.name, benchmark=job.benchmark, rows=read_results(job.results.path)) for each in planned for job in each.jobs]
+    paths = write_evaluation_report(
+        suite.folder,
+        suite,
+        cells,
+        configs={each.run.name: each.config for each in planned},
+        settings={f"{each.run.name}/{job.benchmark.label}": job.results.settings for each in planned for job in each.jobs},
+    )
+    tracker = Tracker(
+        suite.tracking,
+        folder=suite.folder,
+        run_name=suite.name,
+        run_config=suite.model_dump(mode="json"),
+        resume_run_id=last_run_id(suite.folder),
+    )
+    tracker.log_metrics(flat_metrics(cells), step=0)
+    for path in paths:
+        tracker.log_artifact(path.absolute())
+    tracker.finish()
+    _print(suite, cells, paths)
+    return paths
+
+
+def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
+    """Of the ids of the first prompt for a fixed question: prompt set, chat template, tool and tokenizer together."""
+
+    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        raise _Seen(list(token_ids))
+
+    async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
+        raise AssertionError("the first thing that an agent does is to generate")
+
+    agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=search)
+    try:
+        asyncio.run(agent.rollout(_PROBE, trajectory_id="probe", group_id="probe", member=0))
+    except _Seen as seen:
+        return hashlib.sha256(json.dumps(seen.token_ids).encode()).hexdigest()[:16]
+    raise AssertionError("the agent ended without generating")
+
+
+class _Seen(Exception):
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+
+def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
+    """Reads what the run's roles will read; returns the hash of its prompts."""
+    searches = config.agent.name not in NO_SEARCH
+    if searches and not (config.retrieval.index or config.retrieval.url):
+        raise ConfigError(f"retrieval.index and retrieval.url are empty; agent.name {config.agent.name!r} searches")
+    if config.retrieval.index:
+        check_index(config.retrieval.index)
+    if run.endpoint is not None:
+        asyncio.run(_check_endpoint(Endpoint(run.endpoint)))
+    return prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
+
+
+async def _check_endpoint(endpoint: Endpoint) -> None:
+    try:
+        await endpoint.check()
+    finally:
+        await endpoint.close()
+
+
+async def _judge(suite: EvaluationSuite, rows: Sequence[dict[str, Any]]) -> None:
+    assert suite.judge is not None, "there is a judge"
+    endpoint = Endpoint(suite.judge)
+    try:
+        await asyncio.gather(*(judge_row(row, endpoint.chat) for row in rows))
+    finally:
+        await endpoint.close()
+
+
+def _weights_sha256(config: RunConfig) -> str:
+    """Of sizes and times of a local folder's weight files: enough to notice that they were exchanged; "" for the name of a model."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        return ""
+    states = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors"))
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it: two evaluations in it would both ask what is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the evaluation's folder {folder}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _refuse(folder)
+        yield
+
+
+def _refuse(folder: Path) -> NoReturn:
+    raise ConfigError(f"another process evaluates into {folder}; wait for it, or give this evaluation another name")
+
+
+def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path]) -> None:
+    console = Console()
+    for table in score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed):
+        shown = Table("", *table.columns, title=f"{table.title}: {table.metric}, percent", title_justify="left")
+        for row in table.rows:
+            if not row.published:
+                shown.add_row(row.name, *(percent_text(value) for value in row.values))
+        console.print(shown)
+    if failed := sum(cell.num_failed for cell in cells):
+        console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
+    console.print(f"Report, with published numbers: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)
