@@ -130,7 +130,8 @@ class TaggedAgent(Agent[T]):
         return completion, self.layout.parse(completion.token_ids, finish=completion.finish_reason)
 
     def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
-        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends`: otherwise the assistant
-        message goes on behind it."""
+        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends` with no search: otherwise
+        the assistant message goes on behind it."""
         whole = len(without_stop(completion.token_ids, self.layout)) == len(message.token_ids)
-        turn.sample(completion, num_kept=None if ends and whole else len(message.token_ids))
+        stopped = ends and whole and message.query is None
+        turn.sample(completion, num_kept=None if stopped else len(message.token_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tool
+from mempipe.agents.rendering import Layout
 from mempipe.config import Budget, CompatConfig
 from mempipe.engines.tokenizer import HFTokenizer
-from mempipe.types import Completion, FinishReason, Passage, Question, SearchResult
+from mempipe.types import Completion, Context, FinishReason, Passage, Question, SearchResult
 
 TOOL = Tool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
 CALL = '<tool_call>{"name": "wikipedia_search", "arguments": {"query": "capital of France"}}</tool_call>'
@@ -177,6 +179,39 @@ class Library:
     async def __call__(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
         self.calls.append((query, num_passages, partition))
         return SearchResult(passages=self.passages[:num_passages], snapshot="s1")
+
+
+def segments(context: Context) -> list[tuple[int, list[int]]]:
+    """Runs of tokens with the same mask."""
+    rows = zip(context.loss_mask, context.token_ids, strict=True)
+    return [(mask, [token for _, token in run]) for mask, run in itertools.groupby(rows, key=lambda row: row[0])]
+
+
+def injected_text(layout: Layout, context: Context) -> str:
+    return "".join(layout.tokenizer.decode(ids) for mask, ids in segments(context) if not mask)
+
+
+def assert_token_exact(contexts: Sequence[Context], engine: ScriptedEngine) -> None:
+    """Every context is the prompts that the engine was called with and the first tokens that it sampled for each, with their log-probs
+    and version, and nothing else; what is missing of a sample is counted as dropped."""
+    calls = iter(zip(engine.prompts, engine.completions, strict=True))
+    for context in contexts:
+        assert len(context.token_ids) == len(context.loss_mask) == len(context.logprobs) == len(context.policy_versions)
+        place, dropped = 0, 0
+        while place < len(context.token_ids):
+            prompt, completion = next(calls)
+            assert context.token_ids[: len(prompt)] == prompt and context.loss_mask[place : len(prompt)] == [0] * (len(prompt) - place)
+            if not place:
+                assert context.num_prompt_tokens == len(prompt)
+            assert not any(context.logprobs[place : len(prompt)]) and set(context.policy_versions[place : len(prompt)]) <= {-1}
+            place = len(prompt)
+            kept = next((n for n, mask in enumerate(context.loss_mask[place:]) if not mask), len(context.token_ids) - place)
+            assert context.token_ids[place : place + kept] == completion.token_ids[:kept]
+            assert context.logprobs[place : place + kept] == completion.logprobs[:kept]
+            assert context.policy_versions[place : place + kept] == [completion.policy_version] * kept
+            place, dropped = place + kept, dropped + len(completion.token_ids) - kept
+        assert context.num_dropped_tokens == dropped
+    assert next(calls, None) is None, "a completion is in no context"
 
 
 def build_agent(layout: MemSearcherLayout, script: Sequence[Step], *, library: Library | None = None) -> MemSearcher:

@@ -1,17 +1,31 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from typing import Any
 
 import pytest
-from agent_builders import CALL, FAMILIES, TOOL, Library, ScriptedEngine, Step, build_layout, build_prompts, build_question, build_tokenizer
+from agent_builders import (
+    CALL,
+    FAMILIES,
+    TOOL,
+    Library,
+    ScriptedEngine,
+    Step,
+    build_layout,
+    build_prompts,
+    build_question,
+    build_tokenizer,
+    injected_text,
+    segments,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.agents import make_agent
 from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
-from mempipe.agents.protocol import ToolCall
+from mempipe.agents.protocol import ToolCall, UnfitQuestion
+from mempipe.config import CompatConfig, parse_config
 from mempipe.types import Completion, Context, EndReason, FinishReason, Passage, Question, SearchResult, Trajectory
 
 TOKENIZER = build_tokenizer()
@@ -36,16 +50,6 @@ async def play(
 
 def run(layout: MemSearcherLayout, script: list[Step], **options: Any) -> Trajectory:
     return asyncio.run(play(layout, script, **options))[0]
-
-
-def segments(context: Context) -> list[tuple[int, list[int]]]:
-    """Runs of tokens with the same mask."""
-    rows = zip(context.loss_mask, context.token_ids, strict=True)
-    return [(mask, [token for _, token in run]) for mask, run in itertools.groupby(rows, key=lambda row: row[0])]
-
-
-def injected_text(layout: MemSearcherLayout, context: Context) -> str:
-    return "".join(layout.tokenizer.decode(ids) for mask, ids in segments(context) if not mask)
 
 
 def assert_within_budget(layout: MemSearcherLayout, trajectory: Trajectory) -> None:
@@ -195,6 +199,46 @@ def test_every_end_has_its_reason(script, end, num_contexts):
     trajectory = run(LAYOUT, script)
     assert (trajectory.end_reason, len(trajectory.contexts)) == (end, num_contexts)
     assert trajectory.answer == ("Paris" if end is EndReason.ANSWERED else None)
+
+
+@pytest.mark.parametrize("bad", ["no tags", "<memory> </memory>", NOTE + "<memory>", NOTE + "<|im_start|>user"])
+def test_a_bad_memory_is_an_empty_one_when_the_published_evaluation_is_followed(bad):
+    layout = build_layout(compat=CompatConfig(preset="memsearcher-eval"))
+    trajectory = run(layout, [THINK_AND_CALL, bad, ANSWER])
+    assert (trajectory.end_reason, trajectory.answer) == (EndReason.ANSWERED, "Paris")
+    assert (trajectory.contexts[0].memory_after, trajectory.contexts[1].num_memory_tokens) == ("", 0)
+    cut_off = run(layout, [THINK_AND_CALL, (NOTE, FinishReason.LENGTH), ANSWER])
+    assert cut_off.contexts[1].memory_before == "Paris is the capital"
+
+
+def test_a_box_in_a_thought_counts_when_the_published_training_is_followed():
+    script: list[Step] = ["so \\boxed{Paris}</think> done"]
+    assert run(LAYOUT, script).end_reason is EndReason.NO_ACTION
+    assert run(build_layout(compat=CompatConfig(preset="memsearcher-train")), script).answer == "Paris"
+
+
+def test_a_question_mark_is_added_when_the_published_training_is_followed():
+    layout = build_layout(compat=CompatConfig(question_mark=True))
+    for text in ("Who is it ", "Who is it?"):
+        assert "\nWho is it?\n</question>" in injected_text(layout, run(layout, [ANSWER], question=build_question(text)).contexts[0])
+    with pytest.raises(UnfitQuestion, match="question q-1 has 201 tokens"):
+        run(layout, [], question=build_question("Z" * 200))
+
+
+def test_passages_end_in_literal_newlines_when_the_published_code_is_followed():
+    layout = build_layout(prompts=build_prompts(passage="{text}"), compat=CompatConfig(literal_newlines=True))
+    passages = [Passage(id=text, title="", text=text) for text in ("one", "two")]
+    text = injected_text(layout, run(layout, [THINK_AND_CALL, NOTE, ANSWER], search=Library(*passages)).contexts[0])
+    assert "one\\n\\ntwo\\n\\n\n</tool_response>" in text
+
+
+async def test_a_search_without_a_number_may_find_more_than_the_schema_says():
+    config = parse_config({"compat": {"num_passages": 10}, "retrieval": {"num_passages": 5}})
+    library = Library()
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, [THINK_AND_CALL, NOTE, ANSWER]), search=library)
+    await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    assert [count for _, count, _ in library.calls] == [10]
+    assert '"default": 5,' in TOKENIZER.decode(agent.layout.prompt(question=[], memory=[]))
 
 
 def test_the_last_turn_still_searches_and_writes_its_memory():
