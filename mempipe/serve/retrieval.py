@@ -19,10 +19,11 @@ from ray.serve import Application
 from starlette.types import ASGIApp
 
 from mempipe.actors.launch import WORKER_ENV, connected
-from mempipe.config import ConfigError
+from mempipe.config import ConfigError, parse_section
 from mempipe.engines.index_folder import check_index
 from mempipe.engines.retrieval import Retriever
-from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app, parse_service_config
+from mempipe.engines.vectors import set_num_threads
+from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
 
 NAME = "retrieval"
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -33,6 +34,7 @@ class RetrievalReplica:
 
     def __init__(self, config: ServiceConfig) -> None:
         retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
+        set_num_threads(config.num_threads)
         self._service = RetrievalService(retriever, config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -48,7 +50,7 @@ def app(args: dict[str, Any]) -> Application:
 
     `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`
     """
-    config = parse_service_config(args)
+    config = parse_section(args, ServiceConfig)
     check_index(config.index, mode=config.mode)
     deployment: Any = serve.deployment(serve.ingress()(RetrievalReplica))
     return deployment.options(

@@ -20,11 +20,11 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, Field, StrictBool, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.config import ConfigError, RetrievalConfig
+from mempipe.config import RetrievalConfig
 from mempipe.data.corpus import join_contents
 from mempipe.engines.retrieval import BatchingRetriever, RetrievalTimeout, Retriever
 from mempipe.faults import InfrastructureFault
@@ -58,14 +58,6 @@ class ServiceConfig(RetrievalConfig):
         if self.shard_actors:
             raise ValueError(f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0")
         return self
-
-
-def parse_service_config(values: dict[str, Any]) -> ServiceConfig:
-    """The service that `values` describe. Raises ConfigError with one line per wrong setting."""
-    try:
-        return ServiceConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e["loc"], e) for e in error.errors())) from error
 
 
 class RetrievalService:
@@ -270,13 +262,9 @@ async def _not_now(request: Request, error: Exception) -> JSONResponse:
 
 
 def _sentence(where: Sequence[int | str], error: Any) -> str:
-    """What pydantic found wrong, and where."""
+    """What is wrong with a request, and where."""
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
-    if error["type"] == "extra_forbidden":
-        return f"{'.'.join(map(str, where))} is not a setting of the service"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
     if error["type"] == "missing":
         return f"{'.'.join(map(str, where)) or 'the body'} is missing"
     return f"{'.'.join(map(str, where)) or 'the body'} is {reprlib.repr(error['input'])}: {error['msg']}"

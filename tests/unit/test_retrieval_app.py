@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from mempipe.config import ConfigError
+from mempipe.config import ConfigError, parse_section
 from mempipe.data.corpus import split_contents
 from mempipe.engines.index_build import build_index
 from mempipe.engines.retrieval import Query, RetrievalError, Retriever
-from mempipe.serve.retrieval_app import MAX_FAILURES, RetrievalService, ServiceConfig, make_app, parse_service_config
+from mempipe.serve.retrieval_app import MAX_FAILURES, RetrievalService, ServiceConfig, make_app
 from mempipe.types import Passage, SearchResult
 
 PASSAGES = [
@@ -251,17 +251,17 @@ async def test_the_limits_and_every_status_stand_in_the_schema(client):
 
 
 def test_settings_that_cannot_work_are_refused(index):
-    assert parse_service_config({"index": index, "num_replicas": "2"}).num_replicas == 2
+    assert parse_section({"index": index, "num_replicas": "2"}, ServiceConfig).num_replicas == 2
     for values, sentence in (
         ({}, "index is empty"),
         ({"index": index, "num_replicas": 0}, "num_replicas is 0"),
         ({"index": index, "shard_actors": 2}, "shard_actors is 2"),
-        ({"index": index, "max_in_fligth": 3}, "max_in_fligth is not a setting of the service"),
+        ({"index": index, "max_in_fligth": 3}, "max_in_fligth is not a setting"),
         ({"index": index, "num_passages": 200}, "num_passages is 200"),
         ({"index": index, "url": "http://other"}, "searches one of them"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            parse_service_config(values)
+            parse_section(values, ServiceConfig)
 
 
 async def test_a_failure_is_told_by_its_kind():
