@@ -29,7 +29,7 @@ from mempipe.config import ConfigError, RunConfig, SamplingConfig
 from mempipe.data.qa import check_lengths, read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import latest, read_state
-from mempipe.engines.retrieval import check_index
+from mempipe.engines.index_folder import check_index
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.memory_quality import rollout_metrics
 from mempipe.evaluation.report import write_report
@@ -63,7 +63,7 @@ def _run(run: Run, config: RunConfig) -> Run:
         with run.phase("prepare"):
             config = prepare(run)
             check_inputs(run, config)
-        with connected(config) as namespace:
+        with connected(config.ray_address, name=config.name) as namespace:
             if config.warm_start is not None:
                 with run.phase("warm_start"):
                     config = warm_start(run, config)
@@ -86,7 +86,8 @@ def check_inputs(run: Run, config: RunConfig) -> None:
     for path in filter(None, (config.data.train, config.data.validation)):
         limit = config.budget.question_tokens
         check_lengths(read_questions(path), count_tokens=lambda text: len(layout.encode(text)), limit=limit)
-    check_index(config.retrieval.index)
+    if config.retrieval.index:
+        check_index(config.retrieval.index, mode=config.retrieval.mode, shard_actors=config.retrieval.shard_actors)
     newest = latest(run.folder / "checkpoints")
     if newest is not None:
         read_state(newest)
