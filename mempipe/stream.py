@@ -26,6 +26,7 @@ from ray.exceptions import RayTaskError
 from mempipe.actors.handles import Handle
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents import make_agent
+from mempipe.agents.protocol import UnfitQuestion
 from mempipe.config import AlgorithmConfig, EndpointConfig, RunConfig, SamplingConfig
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
 from mempipe.engines.openai_endpoint import Endpoint
@@ -54,7 +55,7 @@ class DriverSpec:
     retrievers: list[str]
     admission: str = ""  # empty: every group may start at once
     endpoint: EndpointConfig | None = None  # completes instead of the generators
-    record_failures: bool = False  # of a question that is too long, or an endpoint: the group says so and has no trajectories
+    record_failures: bool = False  # of a question that does not fit, or an endpoint: the group says so and has no trajectories
 
 
 class QuestionSource(Datasource):
@@ -126,7 +127,7 @@ class Driver:
                 faults.append(fault)
                 logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault)
                 await asyncio.sleep(len(faults))
-            except ValueError as error:  # the question's own: longer than its budget, say
+            except UnfitQuestion as error:
                 if not self._spec.record_failures:
                     raise
                 return Group(id=group_id, question=question, trajectories=[], failed=str(error))
