@@ -78,7 +78,7 @@ def main() -> None:
         config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
         run = Run(config)
         config = prepare(run) if arguments.run is None else _of_run(config, Path(arguments.run))
-        with connected(config) as namespace:
+        with connected(config.ray_address, name=config.name) as namespace:
             config = warm_start(run, config) if arguments.run is None else config
             with started(config, namespace, num_questions=num_questions) as contest:
                 rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]

@@ -112,6 +112,8 @@ def num_gpus_needed(config: RunConfig) -> dict[str, int]:
     needs = {"learner": config.learner.num_ranks, "generator": config.generation.num_replicas * config.generation.tensor_parallel}
     if config.algorithm.kl_coef > 0 and not config.model.lora_rank:
         needs["reference"] = 1
+    if config.retrieval.num_gpus and config.retrieval.index:
+        needs["retrieval"] = config.retrieval.num_gpus * (config.retrieval.shard_actors or config.retrieval.num_replicas)
     return needs
 
 

@@ -43,6 +43,8 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar:
             self._bar.stop()
+        if self._total is None and kind is None:
+            self._console.print(self._count())
 
     def advance(self, by: int = 1, /, **numbers: float) -> None:
         self._done += by

@@ -110,9 +110,35 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     return manifest, hashlib.sha256(text).hexdigest()[:16]
 
 
-def check_index(folder: str | Path) -> None:
-    """Raises ConfigError unless the files of an index are there and as long as its manifest says; reads nothing else."""
-    read_manifest(Path(folder))
+def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0) -> None:
+    """Raises ConfigError unless the files of an index are there, as long as its manifest says, and can be searched so.
+
+    Reads the manifest only.
+    """
+    folder = Path(folder)
+    manifest, _ = read_manifest(folder)
+    search_mode(mode, manifest, folder)
+    vector_files(manifest, folder, part=0, num_parts=max(shard_actors, 1))
+
+
+def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
+    """The mode that "auto" stands for, or the one that is wanted. Raises ConfigError when the index lacks what it needs."""
+    natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
+    if wanted not in ("auto", natural) and natural != "fusion":
+        raise ConfigError(f"retrieval.mode is {wanted!r}, but index {folder} was built for {natural!r} alone; build it with both")
+    return natural if wanted == "auto" else wanted
+
+
+def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int) -> list[Path]:
+    """The shards of one part of the vectors: parts follow one another in row order. Raises ConfigError when there are fewer shards."""
+    files = manifest.vectors.files if manifest.vectors else []
+    if num_parts > max(len(files), 1):
+        raise ConfigError(
+            f"retrieval.shard_actors is {num_parts}, but index {folder} has {len(files)} shards; "
+            "lower it, or build the index with a smaller faiss.shard_passages"
+        )
+    first, last = (len(files) * i // num_parts for i in (part, part + 1))
+    return [folder / name for name in files[first:last]]
 
 
 def verify(folder: str | Path) -> None:

@@ -193,6 +193,7 @@ class BatchingRetriever:
         self._wait_s = config.batch_wait_ms / 1000
         self._timeout_s = config.timeout_s
         self._waiting: list[tuple[Query, asyncio.Future[SearchResult]]] = []
+        self._last_batch = MAX_BATCH
         self._flushing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retriever")
 
@@ -218,10 +219,12 @@ class BatchingRetriever:
 
     async def _flush(self) -> None:
         """Makes batch after batch until nobody waits; while one is searched, the next one gathers."""
-        await asyncio.sleep(self._wait_s)
+        # After a batch of one nobody else is likely to come; if somebody does, that search makes him wait for the next batch anyway.
+        await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             batch = [(query, future) for query, future in batch if not future.done()]  # without those who gave up
+            self._last_batch = len(batch)
             if batch:
                 await self._answer(batch)
 

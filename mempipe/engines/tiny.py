@@ -49,7 +49,8 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     """The tokenizer, saved to `folder`.
 
     Byte-level, so it encodes any text and gives it back (in NFC, as Qwen2 does). Every word of the world is one token with a space before
-    it and one without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows nothing else.
+    it and one without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows
+    nothing else.
     """
     words = ["system", "user", "assistant", *world.vocabulary()]
     bpe = Qwen2Tokenizer().backend_tokenizer  # Qwen2's way of cutting text into words

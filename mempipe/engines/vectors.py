@@ -8,13 +8,17 @@ unsharded. Other indexes (IVF, HNSW, transforms) answer as faiss does.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import faiss
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import threadpool_limits
 
 from mempipe.config import ConfigError
 from mempipe.engines.encoders import Vectors
@@ -24,10 +28,19 @@ Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 Rows = tuple[int, int]
 """The rows from the first up to, not including, the second."""
 
-SCAN_LIMIT = 2**20
+SCAN_LIMIT = 2**14
 """Numbers (rows x non-zero columns) up to which a query is scored against every row; beyond, faiss proposes candidates."""
+SCAN_BLOCK = 2**20  # numbers at once, when all rows must be scored after all
 NUM_SPARE = 16
 """Candidates beyond those asked for: faiss rounds otherwise, so that passages of nearly the same score may come in another order."""
+
+
+def set_num_threads(count: int) -> None:
+    """CPU threads of this process's searches and encoders; 0: as many as the machine has cores. Ray allows an actor one by default."""
+    count = count or os.cpu_count() or 1
+    threadpool_limits(count)  # faiss' own OpenMP threads and those of its BLAS
+    if torch := sys.modules.get("torch"):  # only an encoder that is a model brings it in
+        torch.set_num_threads(count)
 
 
 class VectorIndex(Protocol):
@@ -100,7 +113,7 @@ class Shard:
 
     def _scan(self, vector: Vectors, count: int, rows: Rows) -> Scored:
         """The best rows by scoring every one, block by block."""
-        size = max(SCAN_LIMIT // max(np.count_nonzero(vector), 1), 1)
+        size = max(SCAN_BLOCK // max(np.count_nonzero(vector), 1), 1)
         blocks = [np.arange(first, min(first + size, rows[1])) for first in range(*rows, size)]
         return merge([_rank(block, self._stored(block), vector, count=count) for block in blocks], count)
 
@@ -115,21 +128,33 @@ class Shard:
 class Shards:
     """Several shards as one index: shard i holds the rows after those of shard i - 1."""
 
-    def __init__(self, shards: Sequence[VectorIndex]) -> None:
+    def __init__(self, shards: Sequence[VectorIndex], *, num_threads: int = 1) -> None:
+        """`num_threads` shards are searched at the same time: for those that are elsewhere, since faiss itself takes all cores."""
         self._shards = list(shards)
+        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="shards") if num_threads > 1 else None
         self._first_rows = list(itertools.accumulate((shard.num_vectors for shard in shards), initial=0))
         self.num_vectors = self._first_rows[-1]
         self.dimension = shards[0].dimension
 
     def search(self, vectors: Vectors, count: int, *, rows: Rows | None = None) -> list[Scored]:
-        parts: list[list[Scored]] = []
+        asked: list[tuple[VectorIndex, int, Rows | None]] = []
         for shard, offset in zip(self._shards, self._first_rows, strict=False):
             first, last = (max(rows[0] - offset, 0), min(rows[1] - offset, shard.num_vectors)) if rows else (0, shard.num_vectors)
             if first < last:
-                inside = None if (first, last) == (0, shard.num_vectors) else (first, last)
-                found = shard.search(vectors, count, rows=inside)
-                parts.append([(rows_found + offset, scores) for rows_found, scores in found])
-        return [merge(list(of_one), count) for of_one in zip(*parts, strict=True)]
+                asked.append((shard, offset, None if (first, last) == (0, shard.num_vectors) else (first, last)))
+        run = self._threads.map if self._threads else map
+        parts = list(run(lambda part: _moved(part[0].search(vectors, count, rows=part[2]), part[1]), asked))
+        return [merge(of_one, count) for of_one in zip(*parts, strict=True)]
+
+
+def _moved(answers: Sequence[Scored], offset: int) -> list[Scored]:
+    return [(rows + offset, scores) for rows, scores in answers]
+
+
+def open_shards(files: Sequence[Path], *, search: str = "") -> VectorIndex:
+    """The vectors in some shards' files, in this process."""
+    shards = [Shard(file, search=search) for file in files]
+    return shards[0] if len(shards) == 1 else Shards(shards)
 
 
 def merge(parts: Sequence[Scored], count: int) -> Scored:

@@ -33,6 +33,6 @@ def world(tmp_path_factory) -> RunConfig:
 @pytest.fixture(scope="module")
 def cluster(world):
     """A namespace on a cluster of the module's own."""
-    with connected(world) as namespace:
+    with connected(world.ray_address, name=world.name) as namespace:
         yield namespace
     assert not ray.is_initialized()

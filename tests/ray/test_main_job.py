@@ -371,7 +371,7 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         tracking={"enabled": False},
     )
     validation = read_questions(config.data.validation)
-    with _actors_of_this_test(), connected(config) as namespace, launch(config, namespace) as roles:
+    with _actors_of_this_test(), connected(config.ray_address, name=config.name) as namespace, launch(config, namespace) as roles:
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
         spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)

@@ -105,7 +105,7 @@ def retriever(folder, encoder) -> Retriever:
     return Retriever(folder, encoder=encoder)
 
 
-@pytest.fixture(params=[2**20, 0], ids=["scan", "faiss"])
+@pytest.fixture(params=[2**30, 0], ids=["scan", "faiss"])
 def route(request, monkeypatch) -> None:
     """Every row scored, or candidates from faiss."""
     monkeypatch.setattr(vectors, "SCAN_LIMIT", request.param)

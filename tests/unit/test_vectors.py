@@ -47,7 +47,7 @@ def as_lists(found) -> list[tuple[list[int], list[float]]]:
     return [(rows.tolist(), scores.tolist()) for rows, scores in found]
 
 
-@pytest.fixture(params=[2**20, 0], ids=["scan", "faiss"])
+@pytest.fixture(params=[2**30, 0], ids=["scan", "faiss"])
 def route(request, monkeypatch) -> None:
     monkeypatch.setattr(module, "SCAN_LIMIT", request.param)
 

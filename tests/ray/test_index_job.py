@@ -1,0 +1,132 @@
+"""`mempipe index build` as a user runs it: on Ray Data, killed in the middle, refused by name; and the index behind actors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from miniature import Marked
+
+from mempipe.actors.handles import start_actor
+from mempipe.actors.launch import MAX_CALLS, connected
+from mempipe.actors.pools import RetrieverPool
+from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.config import IndexConfig, RetrievalConfig
+from mempipe.data.corpus import corpus_files
+from mempipe.engines.encoders import make_encoder
+from mempipe.engines.index_build import IndexBuild, encode_segment
+from mempipe.engines.retrieval import Query, Retriever
+
+pytestmark = pytest.mark.ray
+
+NUM_PASSAGES, GONE_WITHIN_S, TIMEOUT_S = 20_000, 60.0, 180.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of two files, and the index that this process builds of it without Ray."""
+    folder = tmp_path_factory.mktemp("index")
+    rng = random.Random(0)
+    words = [f"word{i}" for i in range(2000)]
+    for name in ("a", "b"):
+        rows = ({"id": f"{name}{i}", "contents": f'"Title {i}"\n{" ".join(rng.choices(words, k=60))}'} for i in range(NUM_PASSAGES // 2))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = IndexConfig.model_validate(settings_of(folder, "undisturbed"))
+    build = IndexBuild(config, corpus_files(config.corpus))
+    encoder = make_encoder(config.encoder or {})
+    for segment in build.read():
+        encode_segment(build.folder, segment.number, encoder)
+    build.finish(encoder)
+    return folder
+
+
+def settings_of(folder: Path, output: str) -> dict[str, Any]:
+    return {
+        "corpus": [str(folder / "a.jsonl"), str(folder / "b.jsonl")],
+        "output": str(folder / output),
+        "encoder": {"kind": "hashing", "dimension": 256},
+        "lexical": True,
+        "segment_passages": 500,
+        "faiss": {"shard_passages": 7_000},
+    }
+
+
+def command_of(folder: Path, output: str, *overrides: str) -> list[str]:
+    file = folder / f"{output}.yaml"
+    file.write_text(yaml.safe_dump(settings_of(folder, output)))
+    return [sys.executable, "-m", "mempipe.cli", "index", "build", str(file), *overrides]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_bytes(folder):
+    marked = Marked()
+    options: dict[str, Any] = {"env": marked.environment, "cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    encoded = folder / ".killed.building" / "unfinished" / "encoded"
+    try:
+        process = subprocess.Popen(command_of(folder, "killed"), start_new_session=True, **options)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not encoded.exists() or len(list(encoded.iterdir())) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while workers := [p for p in marked.processes() if "Segment" in " ".join(p.cmdline())]:  # Ray's own agents are not ours to judge
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.2)
+        marked.end()
+        done = len(list(encoded.glob("*.f32")))
+        assert 3 <= done < NUM_PASSAGES / 500, "the kill came too late to test anything"
+        again = subprocess.run(command_of(folder, "killed"), timeout=TIMEOUT_S, check=False, **options)
+    finally:
+        marked.end()
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on with" in again.stdout and f"passages: {NUM_PASSAGES}" in again.stdout
+    assert f"{folder / 'killed'}: {NUM_PASSAGES} passages" in again.stdout and "3 shards" in again.stdout
+    assert contents(folder / "killed") == contents(folder / "undisturbed")
+
+
+def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
+    with (folder / "bad.jsonl").open("w") as file:
+        file.write((folder / "a.jsonl").read_text() + '{"id": "x"}\n')
+    command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
+    done = subprocess.run(command, cwd=folder, env=Marked().environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 2
+    reason = "text is missing; a passage needs `contents`, or `title` and `text`, as text"
+    assert done.stderr.strip().splitlines() == [f"error: {folder / 'bad.jsonl'}, line {NUM_PASSAGES // 2 + 1}: {reason}"]
+
+
+def test_shards_on_actors_answer_as_the_whole_index_does(folder):
+    config = RetrievalConfig(index=str(folder / "undisturbed"), shard_actors=3, num_replicas=2)
+    whole = Retriever(config.index)
+    rng = random.Random(1)
+    queries = [Query(text=" ".join(f"word{rng.randrange(2000)}" for _ in range(4)), num_passages=1 + i % 9) for i in range(200)]
+    with connected("", name="shards"):
+        shards = [start_actor(ShardActor, {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}, config, i) for i in range(3)]
+        sizes = ray.get([shard.shape.remote() for shard in shards])
+        assert [count for count, _ in sizes] == [7_000, 7_000, 6_000]
+        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+        replicas = [start_actor(RetrieverActor, options, config, shards) for _ in range(2)]
+
+        async def ask_all() -> list[Any]:
+            pool = RetrieverPool(replicas, config=config)
+            asked = [asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[:100]]
+            await asked[0]
+            ray.kill(shards[1], no_restart=False)
+            asked += [asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[100:]]
+            return await asyncio.gather(*asked)
+
+        found = asyncio.run(ask_all())
+    assert found == whole.search(queries)
