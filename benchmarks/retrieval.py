@@ -35,7 +35,7 @@ from mempipe.engines.encoders import HashingEncoder, make_encoder
 from mempipe.engines.index_build import IndexBuild, encode_segment, encoded_file, passages_to_batch
 from mempipe.engines.index_folder import read_manifest
 from mempipe.engines.retrieval import Query, Retriever
-from mempipe.engines.vectors import read_index, set_num_threads
+from mempipe.engines.vectors import read_index, search_thread
 from mempipe.types import Passage
 
 NUM_PASSAGES = 5
@@ -49,10 +49,10 @@ class OneAtATime:
 
     def __init__(self, index: str) -> None:
         self._retriever = Retriever(index)
-        set_num_threads(0)
+        self._thread = search_thread(0)
 
     def search(self, query: str, num_passages: int) -> Any:
-        return self._retriever.search([Query(text=query, num_passages=num_passages)])[0]
+        return self._thread.submit(self._retriever.search, [Query(text=query, num_passages=num_passages)]).result()[0]
 
 
 class Counted(RetrieverActor):
@@ -86,11 +86,11 @@ async def measured(search: Callable[[str], Awaitable[Any]], queries: Iterator[st
 
 
 def faiss_rate(file: Path, vectors: np.ndarray, *, batch: int, seconds: float) -> float:
-    index = read_index(file)
+    index, thread = read_index(file), search_thread(0)
     batches = itertools.cycle(vectors[i : i + batch] for i in range(0, len(vectors) - batch + 1, batch))
     count, started = 0, time.perf_counter()
     while (took := time.perf_counter() - started) < seconds:
-        index.search(next(batches), NUM_PASSAGES)
+        thread.submit(index.search, next(batches), NUM_PASSAGES).result()
         count += batch
     return count / took
 
@@ -162,7 +162,6 @@ def compare(console: Console, title: str, index: Path, *, seconds: float) -> Non
         rate = asyncio.run(through_pool())
         batch = rate.count / max(ray.get(actor.num_batches.remote()) - 1, 1)
         ray.kill(actor)
-        set_num_threads(0)
         limit = faiss_rate(index / manifest.vectors.files[0], vectors, batch=max(round(batch), 1), seconds=seconds)
         for name, found in (("one at a time", rate_alone), ("pool", rate)):
             ratio = f"{rate.per_second / found.per_second:.2f}"

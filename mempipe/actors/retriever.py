@@ -14,7 +14,7 @@ from mempipe.engines.encoders import Vectors
 from mempipe.engines.index_folder import read_manifest, vector_files
 from mempipe.engines.remote_retrieval import RemoteRetriever
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
-from mempipe.engines.vectors import Rows, Scored, Shards, open_shards, set_num_threads
+from mempipe.engines.vectors import Rows, Scored, Shards, open_shards, search_thread
 from mempipe.types import SearchResult
 
 
@@ -25,14 +25,14 @@ class ShardActor:
         manifest, _ = read_manifest(Path(config.index))
         files = vector_files(manifest, Path(config.index), part=number, num_parts=config.shard_actors)
         self._vectors = open_shards(files, search=manifest.vectors.search if manifest.vectors else "")
-        set_num_threads(config.num_threads)
+        self._thread = search_thread(config.num_threads)
 
     def shape(self) -> tuple[int, int]:
         """Number of vectors and their dimension."""
         return self._vectors.num_vectors, self._vectors.dimension
 
     def search(self, vectors: Vectors, count: int, rows: Rows | None) -> list[Scored]:
-        return self._vectors.search(vectors, count, rows=rows)
+        return self._thread.submit(self._vectors.search, vectors, count, rows=rows).result()
 
 
 class RemoteShard:
@@ -58,7 +58,6 @@ class RetrieverActor:
         else:
             vectors = Shards([RemoteShard(actor) for actor in shards], num_threads=len(shards)) if shards else None
             retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path, vectors=vectors)
-            set_num_threads(config.num_threads)
         self._retriever = BatchingRetriever(retriever, config)
         self._desk = Desk(self._search)
 

@@ -11,7 +11,6 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +23,7 @@ from mempipe.engines.fusion import reciprocal_rank_fusion
 from mempipe.engines.index_folder import MANIFEST, Manifest, VectorFiles, read_manifest, search_mode, verify
 from mempipe.engines.lexical import LexicalIndex
 from mempipe.engines.passages import ArrowPassages, JsonlPassages, Passages
-from mempipe.engines.vectors import Scored, VectorIndex, open_shards
+from mempipe.engines.vectors import Scored, VectorIndex, open_shards, search_thread
 from mempipe.faults import InfrastructureFault
 from mempipe.types import SearchResult
 
@@ -195,7 +194,7 @@ class BatchingRetriever:
         self._waiting: list[tuple[Query, asyncio.Future[SearchResult]]] = []
         self._last_batch = MAX_BATCH
         self._flushing: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retriever")
+        self._thread = search_thread(config.num_threads)
 
     async def search(self, query: str, *, num_passages: int, partition: str = "") -> SearchResult:
         """The best passages. Raises ValueError for a query that cannot be answered, RetrievalTimeout, and RetrievalError."""

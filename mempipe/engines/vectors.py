@@ -35,8 +35,15 @@ NUM_SPARE = 16
 """Candidates beyond those asked for: faiss rounds otherwise, so that passages of nearly the same score may come in another order."""
 
 
-def set_num_threads(count: int) -> None:
-    """CPU threads of this process's searches and encoders; 0: as many as the machine has cores. Ray allows an actor one by default."""
+def search_thread(num_threads: int) -> ThreadPoolExecutor:
+    """A thread whose searches and encoders use `num_threads` CPU threads; 0: as many as the machine has cores.
+
+    OpenMP counts per calling thread, and Ray's actors start with one; so the number must be set where the work is done.
+    """
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="search", initializer=_set_num_threads, initargs=(num_threads,))
+
+
+def _set_num_threads(count: int) -> None:
     count = count or os.cpu_count() or 1
     threadpool_limits(count)  # faiss' own OpenMP threads and those of its BLAS
     if torch := sys.modules.get("torch"):  # only an encoder that is a model brings it in

@@ -22,7 +22,6 @@ from mempipe.actors.launch import WORKER_ENV, connected
 from mempipe.config import ConfigError, parse_section
 from mempipe.engines.index_folder import check_index
 from mempipe.engines.retrieval import Retriever
-from mempipe.engines.vectors import set_num_threads
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
 
 NAME = "retrieval"
@@ -34,7 +33,6 @@ class RetrievalReplica:
 
     def __init__(self, config: ServiceConfig) -> None:
         retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
-        set_num_threads(config.num_threads)
         self._service = RetrievalService(retriever, config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
