@@ -122,7 +122,7 @@ def _files(config: RunConfig) -> list[Finding]:
     for setting, value, required in (
         ("data.train", config.data.train, True),
         ("data.validation", config.data.validation, False),
-        *([] if config.retrieval.url else [("retrieval.index", config.retrieval.index, True)]),
+        *([] if config.retrieval.url or config.agent.name == "memagent" else [("retrieval.index", config.retrieval.index, True)]),
     ):
         if not value:
             findings.append(
