@@ -9,6 +9,7 @@ from mempipe.cli import main
 from mempipe.config import load_config
 from mempipe.data.trajectories import write_trajectories
 from mempipe.doctor import Shape, check, model_shape
+from mempipe.engines.index_build import build_index
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -37,20 +38,26 @@ def test_data_qa_says_what_it_understood_and_refuses_with_the_line(tmp_path, cap
     assert "line 2" in capsys.readouterr().err
 
 
-def test_an_index_is_built_and_searched(tmp_path, capsys):
+def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsys):
+    passages = [
+        Passage(id=str(i), title=t, text=f"{t} is the capital of {c}.") for i, (t, c) in enumerate([("Lima", "Peru"), ("Oslo", "Norway")])
+    ]
+    build_index(passages, tmp_path / "index")
     corpus = tmp_path / "corpus.jsonl"
-    rows = [("0", '"Lima"\nLima is the capital of Peru.'), ("1", '"Oslo"\nOslo is the capital of Norway.')]
-    corpus.write_text("".join(json.dumps({"id": i, "contents": contents}) + "\n" for i, contents in rows))
-    index = tmp_path / "index"
-    assert main(["index", "build", str(corpus), str(index)]) == 0
-    capsys.readouterr()
-    assert main(["index", "search", str(index), "capital of Norway", "--num-passages", "1", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["title"], found["id"]) == ("Oslo", "1")
-    assert main(["index", "search", str(index), "capital of Norway"]) == 0
+    corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in passages))
+    theirs = str(tmp_path / "index" / "vectors" / "00000.faiss")
+    assert main(["index", "adopt", theirs, str(corpus), str(tmp_path / "adopted"), "kind=hashing"]) == 0
+    assert "2 passages" in capsys.readouterr().out
+    for index in ("index", "adopted"):
+        assert main(["index", "search", str(tmp_path / index), "capital of Norway", "--num-passages", "1", "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert (found["title"], found["id"]) == ("Oslo", "1")
+    assert main(["index", "search", str(tmp_path / "index"), "capital of Norway"]) == 0
     assert "Oslo" in capsys.readouterr().out
     assert main(["index", "search", str(tmp_path), "x"]) == 2
-    assert "error:" in capsys.readouterr().err
+    assert main(["index", "adopt", theirs, str(corpus), str(tmp_path / "again"), "kind=hashing", "dimension=7"]) == 2
+    assert main(["index", "build", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.count("error:") == 3
 
 
 @pytest.fixture
