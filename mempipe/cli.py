@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mempipe.config import ConfigError, RunConfig, load_config
+from mempipe.config import ConfigError, IndexConfig, RunConfig, load_config
 
 EXIT_CONFIG = 2
 EXIT_RUN = 1
@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("overrides", nargs="*")
     doctor.add_argument("--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)")
 
-    add("config", _config, "list every setting with its default and meaning")
+    config = add("config", _config, "list every setting with its default and meaning")
+    config.add_argument("kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default), or of an index to be built")
 
     trace = add("trace", _trace, "read the trajectories of a run, turn by turn")
     trace.add_argument("run", help="a run's folder or a trajectories.parquet")
@@ -191,7 +192,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> None:
-    for line in describe_settings(RunConfig):
+    for line in describe_settings(IndexConfig if arguments.kind == "index" else RunConfig):
         print(line)
 
 

@@ -19,7 +19,9 @@ def test_config_lists_every_setting_with_default_and_meaning(capsys):
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert "algorithm.group_size = 5" in out
-    assert "budget.memory_tokens = 1024    # The memory that goes from one context to the next." in out
+    assert "budget.memory_tokens = 1024    # The memory that goes from one context to the next" in out
+    assert main(["config", "index"]) == 0
+    assert 'faiss.factory = "Flat"    # faiss factory string' in capsys.readouterr().out
 
 
 def test_data_world_prints_passages_and_answerable_questions(capsys):
@@ -39,9 +41,8 @@ def test_data_qa_says_what_it_understood_and_refuses_with_the_line(tmp_path, cap
 
 
 def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsys):
-    passages = [
-        Passage(id=str(i), title=t, text=f"{t} is the capital of {c}.") for i, (t, c) in enumerate([("Lima", "Peru"), ("Oslo", "Norway")])
-    ]
+    facts = {"Lima": "Peru", "Oslo": "Norway"}
+    passages = [Passage(id=str(i), title=city, text=f"{city} is the capital of {facts[city]}.") for i, city in enumerate(facts)]
     build_index(passages, tmp_path / "index")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in passages))
