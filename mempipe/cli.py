@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)")
 
     config = add("config", _config, "list every setting with its default and meaning")
-    config.add_argument("kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default), or of an index to be built")
+    config.add_argument("kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default) or of an index")
 
     trace = add("trace", _trace, "read the trajectories of a run, turn by turn")
     trace.add_argument("run", help="a run's folder or a trajectories.parquet")
@@ -208,7 +208,8 @@ def describe_settings(section: type, prefix: str = "") -> list[str]:
                 *describe_settings(inner, f"{prefix}{name}."),
             ]
         else:
-            lines.append(f"{prefix}{name} = {json.dumps(field.default)}" + (f"    # {field.description}" if field.description else ""))
+            value = "(needed)" if field.is_required() else json.dumps(field.default)
+            lines.append(f"{prefix}{name} = {value}" + (f"    # {field.description}" if field.description else ""))
     return lines
 
 
