@@ -227,13 +227,13 @@ def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
     if config.retrieval.index:
         check_index(config.retrieval.index)
     if run.endpoint is not None:
-        asyncio.run(_check_endpoint(Endpoint(run.endpoint)))
+        asyncio.run(_check_endpoint(Endpoint(run.endpoint), context_tokens=config.budget.context_tokens))
     return prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
 
 
-async def _check_endpoint(endpoint: Endpoint) -> None:
+async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> None:
     try:
-        await endpoint.check()
+        await endpoint.check(context_tokens=context_tokens)
     finally:
         await endpoint.close()
 

@@ -46,16 +46,20 @@ class Endpoint:
         self._client: httpx.AsyncClient | None = None
         self._places = asyncio.Semaphore(config.max_concurrency)
 
-    async def check(self) -> None:
-        """Raises ConfigError when the server cannot be asked for its models, or does not serve the configured one."""
+    async def check(self, *, context_tokens: int = 0) -> None:
+        """Raises ConfigError when the server cannot be asked for its models, does not serve the configured one, or says that its contexts
+        are shorter than `context_tokens`."""
         try:
             answer = await self._ask("GET", "models", None)
         except EndpointFault as fault:
             raise ConfigError(f"endpoint.url is {self._config.url!r}, which does not answer: {fault}") from fault
-        models = answer.get("data")
-        names = [str(model.get("id")) for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        if self._config.model not in names:
-            raise ConfigError(f"endpoint.model is {self._config.model!r}; {self._config.url} serves {', '.join(names[:5]) or 'none'}")
+        listed = answer.get("data")
+        models = {str(model.get("id")): model for model in listed if isinstance(model, dict)} if isinstance(listed, list) else {}
+        if self._config.model not in models:
+            raise ConfigError(f"endpoint.model is {self._config.model!r}; {self._config.url} serves {', '.join(models) or 'none'}")
+        length = models[self._config.model].get("max_model_len")  # vLLM says it
+        if isinstance(length, int) and length < context_tokens:
+            raise ConfigError(f"budget.context_tokens is {context_tokens}, but {self._config.model} is served with contexts of {length}")
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         """One completion after `token_ids`; log-probs are NaN where the server gives none. Raises EndpointFault."""
@@ -176,12 +180,17 @@ def _completion(answer: dict[str, Any], *, prompt: list[int], max_tokens: int, t
     if choice.get("prompt_token_ids") not in (None, prompt):
         raise EndpointFault("the server completed another prompt than it was sent")
     token_ids = choice.get("token_ids")
-    if token_ids is None:
+    exact = token_ids is not None
+    if not exact:
         token_ids = _encoded(choice.get("text"), stopped=reason == "stop", tokenizer=tokenizer)
+        if len(token_ids) > max_tokens:  # the same text in more tokens than it was sampled in
+            token_ids, reason = token_ids[:max_tokens], "length"
     if not isinstance(token_ids, list) or not all(type(i) is int and i >= 0 for i in token_ids):
         raise EndpointFault(f"token_ids is {str(token_ids)[:80]}; expected ids")
     if len(token_ids) > max_tokens:
         raise EndpointFault(f"the server sampled {len(token_ids)} tokens, {max_tokens} were allowed")
+    if reason == "length" and exact and len(token_ids) < max_tokens:
+        raise EndpointFault(f"the server stopped after {len(token_ids)} of {max_tokens} tokens; its context is shorter than the budget's")
     return Completion(
         token_ids=token_ids,
         logprobs=_logprobs(choice.get("logprobs"), num_tokens=len(token_ids)),

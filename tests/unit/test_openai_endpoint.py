@@ -1,0 +1,326 @@
+"""Completions over HTTP: a real vLLM server on loopback, and one that does everything wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from mempipe.config import ConfigError, EndpointConfig, SamplingConfig
+from mempipe.data.ruler import SourceQuestion
+from mempipe.engines.closed_book import answers_right, closed_book_filter
+from mempipe.engines.openai_endpoint import Endpoint, EndpointFault
+from mempipe.types import FinishReason
+
+GREEDY = SamplingConfig(temperature=0.0)
+Answer = Callable[[dict, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Letters:
+    """One token per character; 0 ends a message."""
+
+    stop_token_ids = frozenset({0})
+    special_token_ids = frozenset({0})
+    special_tokens = ("<end>",)
+
+    def encode_template(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+@asynccontextmanager
+async def faulty(answers: Sequence[Answer]) -> AsyncIterator[tuple[str, list[dict]]]:
+    """A server that gives one answer after the other, the last one again and again; and what it was asked."""
+    asked: list[dict] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next((int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")), 0)
+        body = await reader.readexactly(length)
+        asked.append({"head": head, **(json.loads(body) if body else {})})
+        try:
+            await answers[min(len(asked), len(answers)) - 1](asked[-1], writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", asked
+
+
+def says(body: object, *, status: int = 200, length: int | None = None) -> Answer:
+    async def answer(request: dict, writer: asyncio.StreamWriter) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content) if length is None else length}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + content)
+        await writer.drain()
+
+    return answer
+
+
+async def hangs(request: dict, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+async def drips(request: dict, writer: asyncio.StreamWriter) -> None:
+    """A byte now and then: no single read times out."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def resets(request: dict, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+def choice(**fields: object) -> dict:
+    return {"choices": [{"text": "ab", "finish_reason": "stop", "token_ids": [97, 98, 0], "prompt_token_ids": [1, 2], **fields}]}
+
+
+def endpoint(url: str, *, timeout_s: float = 10.0, key: str = "") -> Endpoint:
+    config = EndpointConfig(url=url, model="m", timeout_s=timeout_s, api_key_env=key)
+    return Endpoint(config, sampling=GREEDY, tokenizer=Letters())
+
+
+async def generated(answers: Sequence[Answer], *, timeout_s: float = 10.0):
+    async with faulty(answers) as (url, asked):
+        client = endpoint(url, timeout_s=timeout_s)
+        try:
+            return await client.generate([1, 2], max_tokens=5), asked
+        finally:
+            await client.close()
+
+
+async def test_ids_go_in_and_come_back_with_their_log_probs():
+    completion, asked = await generated([says(choice(logprobs={"token_logprobs": [-0.5, -1, None]}))])
+    assert (completion.token_ids, completion.finish_reason) == ([97, 98, 0], FinishReason.STOP)
+    assert completion.logprobs[:2] == [-0.5, -1.0] and math.isnan(completion.logprobs[2])
+    sent = {"prompt": [1, 2], "max_tokens": 5, "temperature": 0.0, "stop_token_ids": [0], "return_token_ids": True, "model": "m"}
+    assert asked[0].items() >= sent.items() and "Authorization" not in asked[0]["head"]
+
+
+async def test_a_server_without_ids_gives_its_text_as_text():
+    completion, _ = await generated([says({"choices": [{"text": "<en", "finish_reason": "stop"}]})])
+    assert completion.token_ids == [*map(ord, "<en"), 0] and all(map(math.isnan, completion.logprobs))
+    cut, _ = await generated([says({"choices": [{"text": "ab", "finish_reason": "length"}]})])
+    assert (cut.token_ids, cut.finish_reason) == ([97, 98], FinishReason.LENGTH)
+    longer, _ = await generated([says({"choices": [{"text": "abcdef", "finish_reason": "stop"}]})])
+    assert (longer.token_ids, longer.finish_reason) == ([*map(ord, "abcde")], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [says({}, status=503), says({}, status=429), resets, says(b"{not json"), says(b"[]"), says(choice(), length=10**6)],
+    ids=["503", "429", "reset", "garbage", "no object", "lying length"],
+)
+async def test_what_may_pass_is_asked_again(fault):
+    completion, asked = await generated([fault, fault, says(choice())])
+    assert completion.token_ids == [97, 98, 0] and len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (says({"error": "too long"}, status=400), "status 400.*too long"),
+        (says({}, status=302), "status 302"),
+        (says(choice(finish_reason="tool_calls")), "finish_reason is 'tool_calls'"),
+        (says(choice(token_ids=list(range(6)))), "sampled 6 tokens, 5 were allowed"),
+        (says(choice(token_ids=[97], finish_reason="length")), "stopped after 1 of 5 tokens"),
+        (says(choice(token_ids=["a"])), "token_ids is"),
+        (says(choice(token_ids=[-1])), "token_ids is"),
+        (says(choice(token_ids=[True])), "token_ids is"),
+        (says(choice(prompt_token_ids=[1])), "another prompt"),
+        (says({"choices": []}), "expected 1 choices"),
+        (says({"choices": [{"finish_reason": "stop"}]}), "text is None"),
+    ],
+)
+async def test_what_is_no_completion_is_a_fault_at_once(answer, message):
+    started = time.monotonic()
+    with pytest.raises(EndpointFault, match=message):
+        await generated([answer])
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("answer", [hangs, drips], ids=["hangs", "drips"])
+async def test_a_stall_is_a_fault_by_the_deadline(answer):
+    started = time.monotonic()
+    with pytest.raises(EndpointFault, match=r"given up after 1.5 s"):
+        await generated([answer], timeout_s=1.5)
+    assert time.monotonic() - started < 4
+
+
+async def test_a_stall_leaves_time_for_another_attempt():
+    completion, asked = await generated([hangs, says(choice())], timeout_s=6)
+    assert completion.token_ids == [97, 98, 0] and len(asked) == 2
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr("mempipe.engines.openai_endpoint.MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(EndpointFault, match="more than 1000 bytes"):
+        await generated([says(b" " * 2000)])
+
+
+async def test_the_key_is_sent_and_never_shown(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "sk-secret")
+    async with faulty([says({"error": "Incorrect API key provided: sk-secret"}, status=401)]) as (url, asked):
+        client = endpoint(url, key="SOME_KEY")
+        with pytest.raises(EndpointFault) as caught:
+            await client.generate([1, 2], max_tokens=5)
+        await client.close()
+    assert "authorization: bearer sk-secret" in asked[0]["head"].lower()
+    assert "***" in str(caught.value) and "sk-secret" not in str(caught.value)
+
+
+def test_a_key_that_is_not_set_is_named(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"endpoint.api_key_env is 'NO_SUCH_KEY'"):
+        endpoint("http://127.0.0.1:1/v1", key="NO_SUCH_KEY")
+
+
+async def test_a_model_that_is_not_served_is_refused():
+    async with faulty([says({"data": [{"id": "a"}, {"id": "b"}]})]) as (url, _):
+        client = endpoint(url)
+        with pytest.raises(ConfigError, match=r"endpoint.model is 'm'; .* serves a, b"):
+            await client.check()
+        await client.close()
+    client = endpoint("http://127.0.0.1:9/v1", timeout_s=0.5)
+    with pytest.raises(ConfigError, match="which does not answer"):
+        await client.check()
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_right"),
+    [
+        ("It is \\boxed{Paris}.", True),
+        ("The answer is Paris, I think", True),
+        ("\\boxed{Rome}", False),
+        ("Parisian streets", False),
+        ("", False),
+    ],
+)
+def test_a_question_is_known_when_its_box_or_its_words_are_a_gold(reply, is_right):
+    assert answers_right(reply, ["Paris", "the"]) is is_right
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address of a real server of a tiny chat model, and the model's folder."""
+    from mempipe.engines.tiny import build_model, build_tokenizer
+
+    folder = tmp_path_factory.mktemp("served")
+    build_tokenizer(folder)
+    build_model(folder, seed=1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    # The module behind `vllm serve`, whose own command asks for a package that is named otherwise in the CPU build.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    settings = ["--model", str(folder), "--served-model-name", "m", "--max-model-len", "768", "--enforce-eager", "--dtype", "float32"]
+    log = (folder / "log").open("w")
+    server = subprocess.Popen([*command, *settings], env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                httpx.get(f"{url}/models").raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
+                time.sleep(0.5)
+        yield url, str(folder)
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        log.close()
+
+
+async def test_a_real_server_samples_what_transformers_finds_likeliest(vllm_server):
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    from mempipe.engines.tokenizer import load_tokenizer
+
+    url, folder = vllm_server
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=tokenizer)
+    await client.check(context_tokens=768)
+    with pytest.raises(ConfigError, match=r"budget.context_tokens is 769, but m is served with contexts of 768"):
+        await client.check(context_tokens=769)
+    prompts = [[20 + i, 30, 40] for i in range(8)]
+    completions = await asyncio.gather(*(client.generate(prompt, max_tokens=6) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert 1 <= len(completion.token_ids) <= 6
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.logprobs == pytest.approx(found.tolist(), abs=1e-3)
+        assert found.tolist() == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)
+        ended = completion.token_ids[-1] in tokenizer.stop_token_ids
+        assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+    with pytest.raises(EndpointFault, match="its context is shorter than the budget's"):
+        await client.generate([20] * 760, max_tokens=20)
+    with pytest.raises(EndpointFault, match="status 400"):
+        await client.generate([20] * 800, max_tokens=20)
+    await client.close()
+
+
+async def test_a_stop_token_ends_a_completion_and_is_its_last_id(vllm_server):
+    from mempipe.engines.tokenizer import load_tokenizer
+
+    url, folder = vllm_server
+    tokenizer = load_tokenizer(folder)
+    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=tokenizer)
+    sampled = (await client.generate([20, 30, 40], max_tokens=3)).token_ids
+    await client.close()
+    stops = Letters()
+    stops.stop_token_ids = frozenset({sampled[0]})
+    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=stops)
+    completion = await client.generate([20, 30, 40], max_tokens=3)
+    assert (completion.token_ids, completion.finish_reason) == (sampled[:1], FinishReason.STOP)
+    await client.close()
+
+
+def test_known_questions_are_asked_of_the_real_server(vllm_server):
+    url, _ = vllm_server
+    questions = [
+        SourceQuestion(id=str(i), text=f"who {i} ?", answers=["no such answer"], documents=[("T", "x")], needed=[0]) for i in range(3)
+    ]
+    assert closed_book_filter(url, ["m"])(questions) == [False] * 3
+    with pytest.raises(ConfigError, match=r"endpoint.model is 'other'"):
+        closed_book_filter(url, ["other"])(questions)
