@@ -147,12 +147,23 @@ class RetrievalConfig(Section):
     """Folder made by `mempipe index build`: passages, faiss index, manifest."""
     url: str = ""
     """Address of a running service (`mempipe index serve`, or Search-R1's server) that is searched instead of an index folder."""
+    mode: Literal["auto", "dense", "lexical", "fusion"] = "auto"
+    """By vectors, by words (BM25), by both (reciprocal rank fusion), or by all that the index has."""
+    encoder_path: str = ""
+    """Where the index's encoder lies on this cluster; empty: where it lay when the index was built."""
     num_passages: int = Field(5, ge=1)
     """Passages per search when the call names no number: told in the tool schema and used by the retriever."""
     max_passages: int = Field(10, ge=1)
     """The most a call may ask for."""
     max_query_chars: int = Field(1000, ge=1)
     num_replicas: int = Field(1, ge=1)
+    """Actors that answer searches, each with encoder, caches and passages."""
+    shard_actors: int = Field(0, ge=0)
+    """Actors among which the vectors are split; 0: every replica holds all of them (memory-mapped, shared by those on one machine)."""
+    num_gpus: int = Field(0, ge=0)
+    """GPUs of every actor that holds vectors, over which faiss spreads them in float16; 0: searched on CPUs."""
+    num_threads: int = Field(0, ge=0)
+    """CPU threads with which one actor encodes and searches; 0: as many as the machine has cores."""
     batch_wait_ms: float = Field(2.0, ge=0)
     """How long a search waits for others to share its batch."""
     timeout_s: float = Field(60.0, gt=0)
@@ -430,6 +441,10 @@ class RunConfig(Section):
             )
         if self.warm_start is not None and name != "memsearcher":
             raise ValueError(f"warm_start is set, whose script plays agent.name 'memsearcher', but agent.name is {name!r}; set it to null")
+        if self.world is not None and name == "memagent":
+            raise ValueError(
+                "agent.name is 'memagent', which reads a long text, but the questions of a `world` have none; set world to null"
+            )
         if self.reward.format == "search_r1" and name != "react":
             raise ValueError(f"reward.format is 'search_r1', which reads the tags of agent.name 'react', but agent.name is {name!r}")
         return self

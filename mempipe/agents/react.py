@@ -62,10 +62,11 @@ class React(TaggedAgent[ReactLayout]):
         turn.inject(self.layout.prompt(question_ids))
         for number in itertools.count(1):
             completion, message = await self._act(turn)
-            ending, observation = self._ending(message, is_last=number == self.layout.num_messages), []
+            ending = self._ending(message, is_last=number == self.layout.num_messages)
+            observation, num_tokens = self.layout.retry, 0
+            if ending is None and message.query is not None:
+                observation, num_tokens = await self._observe(turn, message.query, number=number, partition=question.partition)
             if ending is None:
-                turns_left = max(self._budget.max_turns - number, 0)
-                observation = await self._observe(turn, message, turns_left=turns_left, partition=question.partition)
                 needed = len(turn.token_ids) + len(message.token_ids) + len(observation) + self._budget.action_tokens
                 ending = EndReason.CONTEXT_LIMIT if needed > self._budget.context_tokens else None
             self._take_in(turn, completion, message, ends=ending is not None)
@@ -75,6 +76,7 @@ class React(TaggedAgent[ReactLayout]):
                 finish(turn)
                 return ending, message.answer
             turn.inject(observation)
+            turn.num_observation_tokens += num_tokens
         raise AssertionError("the last message ends the trajectory")
 
     def _ending(self, message: TaggedMessage, *, is_last: bool) -> EndReason | None:
@@ -84,11 +86,7 @@ class React(TaggedAgent[ReactLayout]):
             return EndReason.NO_ACTION
         return EndReason.MAX_TURNS if is_last else None
 
-    async def _observe(self, turn: Turn, message: TaggedMessage, *, turns_left: int, partition: str) -> list[int]:
-        """What follows the message: the passages of its search, or the request to try again."""
-        if message.query is None:
-            return self.layout.retry
-        (search,) = await self._run_searches(turn, [(message.query, self.layout.tool.num_passages)], partition=partition)
-        observation, num_tokens = self.layout.observation(search.passages, turns_left=turns_left)
-        turn.num_observation_tokens += num_tokens
-        return observation
+    async def _observe(self, turn: Turn, query: str, *, number: int, partition: str) -> tuple[list[int], int]:
+        """What follows the search of the message of that number, and how many ids of it count against the budget."""
+        (search,) = await self._run_searches(turn, [(query, self.layout.tool.num_passages)], partition=partition)
+        return self.layout.observation(search.passages, turns_left=max(self._budget.max_turns - number, 0))

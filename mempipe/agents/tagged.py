@@ -68,7 +68,9 @@ class TaggedLayout(SearchLayout):
         self._observation = encode_pieces(tokenizer, "", prompts.observation, "")
         needed = len(self._turns_left(budget.max_turns)) + 1
         if budget.observation_tokens < needed:
-            raise ConfigError(f"budget.observation_tokens is {budget.observation_tokens}, expected at least {needed}")
+            raise ConfigError(
+                f"budget.observation_tokens is {budget.observation_tokens}, expected at least {needed}: the turns left and a passage"
+            )
         self.template_tokens = self._prompt.num_tokens + self._observation.num_tokens
         self._check_budget()
 

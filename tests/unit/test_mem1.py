@@ -75,7 +75,9 @@ def test_a_turn_sees_the_prompt_the_last_message_and_its_observation_and_no_olde
     messages = [TOKENIZER.encode_template(step) for step in script]
     assert engine.prompts == [prompt, prompt + messages[0] + observed[0], prompt + messages[1] + observed[1]]
     assert engine.limits == [100] * 3
-    assert TOKENIZER.decode(observed[0]).startswith("\n\n<information>[HINT]Turns left: 3[/HINT]\n\nDoc 1(Title: France) Paris is")
+    assert TOKENIZER.decode(observed[0]).startswith(
+        "\n\n<information>[HINT]Turns left, this one included: 3[/HINT]\n\nDoc 1(Title: France) Paris is"
+    )
     assert TOKENIZER.decode(observed[0]).endswith("\n</information>\n\n")
     first, second, last = trajectory.contexts
     assert (first.memory_before, first.memory_after, first.searches, first.num_observation_tokens) == ("", SEARCH, [], 0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mempipe.agents.memagent import MemAgent, MemAgentLayout, MemAgentPrompts
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import UnfitQuestion
-from mempipe.config import Budget, CompatConfig, ConfigError
+from mempipe.config import Budget, CompatConfig, ConfigError, parse_config
+from mempipe.doctor import check
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.types import Context, EndReason, FinishReason, SearchResult, Trajectory
 
@@ -164,6 +165,11 @@ def test_a_template_that_does_not_fit_the_context_is_refused_with_the_numbers():
     assert build_layout(context_tokens=fits, memory_message_tokens=300)
     with pytest.raises(ConfigError, match=rf"is {fits - 1}, but template .* chunk 8 \+ memory message 300 tokens need {fits}"):
         build_layout(context_tokens=fits - 1, memory_message_tokens=300)
+
+
+def test_the_doctor_asks_for_no_index_since_nothing_is_searched():
+    texts = [finding.text for finding in check(parse_config({"agent": {"name": "memagent"}}), num_devices=8)]
+    assert any("data.train is empty" in text for text in texts) and not any("retrieval" in text for text in texts)
 
 
 def test_a_first_memory_longer_than_the_budget_is_refused():

@@ -138,7 +138,8 @@ def test_promise_3_budget_is_law_for_reacts_context_which_ends_the_trajectory():
     trajectory, engine = play(script, layout=build_layout(**small, context_tokens=needed - 1))
     assert (trajectory.end_reason, trajectory.answer, len(engine.prompts)) == (EndReason.CONTEXT_LIMIT, None, 2)
     (context,) = trajectory.contexts
-    assert len(context.searches) == 2 and [mask for mask, _ in segments(context)] == [0, 1, 0, 1]
+    shown = LAYOUT.observation(Library().passages, turns_left=0)[1]
+    assert (len(context.searches), context.num_observation_tokens) == (2, shown) and [mask for mask, _ in segments(context)] == [0, 1, 0, 1]
     assert context.token_ids == whole.contexts[0].token_ids[: len(context.token_ids)]
     assert_token_exact(trajectory.contexts, engine)
 
