@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from conformance.common import Adapter, Case, Difference
 
+from conformance.common import Adapter, Case, Difference
 from mempipe.engines.retrieval import Query
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
 from mempipe.types import Passage, SearchResult
