@@ -90,7 +90,10 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
         if each.label != OVERALL and any(left_out.values()):
             counts = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
             lines.append(f"{each.label}: questions left out: {counts}")
-    for label in sets[0].keys() & sets[1].keys():
+    compared = {each.label for each in comparisons}
+    for label in sorted(sets[0].keys() & sets[1].keys()):
+        if label not in compared:
+            lines.append(f"{label}: no question is shared; the set is left out")
         settings = [json.loads((own[label] / _SETTINGS).read_text())["settings"] for own in sets]
         for name in ("sampling", "num_samples", "judge"):
             if settings[0][name] != settings[1][name]:

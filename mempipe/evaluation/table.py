@@ -156,7 +156,7 @@ def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> l
             complete = set(published["columns"]) <= set(table.columns)
             values = [_point(average if column == "average" and complete else None) for column in table.columns]
             rows.append(Row(name=name, values=values, published=published["title"]))
-    return rows
+    return [row for row in rows if any(row.values)]
 
 
 def _averages(kind: str, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[str]]:

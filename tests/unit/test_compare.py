@@ -1,0 +1,123 @@
+"""Two evaluated runs against each other: only what both were asked, the same way, counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mempipe.cli import main
+from mempipe.config import ConfigError
+from mempipe.evaluation.compare import OVERALL, compare_runs, warnings
+from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.types import EndReason, Group, Question, Trajectory
+
+SETTINGS = {"sampling": {"temperature": 0.0}, "judge": None}
+
+
+def results(folder: Path, rights: dict[str, bool], *, texts: dict[str, str] | None = None, num_samples: int = 1) -> Path:
+    """A finished set: question id to whether it was answered rightly."""
+    groups = []
+    for key, is_right in rights.items():
+        question = Question(id=key, text=(texts or {}).get(key, f"{key}?"), golden_answers=["Nile"])
+        attempts = [
+            Trajectory(id="t", group_id=key, member=i, contexts=[], end_reason=EndReason.ANSWERED, answer="Nile" if is_right else "Rhine")
+            for i in range(num_samples)
+        ]
+        groups.append(Group(id=key, question=question, trajectories=attempts))
+    found = ResultFolder(folder, {**SETTINGS, "num_samples": num_samples})
+    found.open()
+    found.append(groups, [result_row(group, growing=False, prompt_hash="p") for group in groups])
+    found.finish()
+    return folder.parent
+
+
+def test_means_difference_and_mcnemar_are_over_the_shared_questions(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True, "2": False, "3": False, "4": False, "only-a": True})
+    b = results(tmp_path / "b" / "nq", {"4": False, "3": True, "2": True, "1": False, "x": True, "y": True})
+    (nq,) = compare_runs(a, b)
+    assert (nq.num_shared, nq.num_only_first, nq.num_only_second, nq.num_changed) == (4, 1, 2, 0)
+    assert (nq.first, nq.second, nq.difference.value) == (0.25, 0.5, 0.25)
+    assert (nq.mcnemar.gained, nq.mcnemar.lost, nq.mcnemar.p_value) == (2, 1, 1.0)
+    assert warnings(a, b, [nq]) == [f"nq: questions left out: 1 only in {a}, 2 only in {b}"]
+
+
+def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True, "2": True})
+    b = results(tmp_path / "b" / "nq", {"1": True, "2": True}, texts={"2": "another?"})
+    (nq,) = compare_runs(a, b)
+    assert (nq.num_shared, nq.num_changed) == (1, 1)
+    assert warnings(a, b, [nq]) == ["nq: questions left out: 1 asked differently"]
+
+
+def test_all_sets_weigh_the_same_whatever_their_size(tmp_path):
+    for run, (small, large) in {"a": (False, False), "b": (True, False)}.items():
+        results(tmp_path / run / "bamboogle", {"1": small})
+        results(tmp_path / run / "nq", {str(i): large for i in range(9)})
+    *_, overall = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert (overall.label, overall.num_shared, overall.difference.value) == (OVERALL, 10, 0.5)
+    assert (overall.mcnemar.gained, overall.mcnemar.lost) == (1, 0)
+
+
+def test_mcnemar_has_no_meaning_for_several_attempts(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True}, num_samples=2)
+    b = results(tmp_path / "b" / "nq", {"1": False}, num_samples=2)
+    assert compare_runs(a, b)[0].mcnemar is None
+
+
+def test_the_interval_is_paired(tmp_path):
+    a = results(tmp_path / "a" / "nq", {str(i): i % 2 == 0 for i in range(40)})
+    b = results(tmp_path / "b" / "nq", {str(i): i % 2 == 0 for i in range(40)})
+    difference = compare_runs(a, b)[0].difference
+    assert difference.low == difference.value == difference.high == 0.0
+
+
+def test_sets_that_one_side_lacks_and_other_settings_are_said(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True})
+    results(tmp_path / "a" / "popqa", {"1": True})
+    b = results(tmp_path / "b" / "nq", {"1": True}, num_samples=4)
+    lines = warnings(a, b, compare_runs(a, b))
+    assert lines == [f"only {a} has popqa", f"nq: num_samples is 1 in {a} and 4 in {b}"]
+
+
+def test_an_evaluation_of_a_single_run_stands_for_it_and_of_several_does_not(tmp_path):
+    results(tmp_path / "one" / "run" / "nq", {"1": True})
+    results(tmp_path / "two" / "x" / "nq", {"1": True})
+    results(tmp_path / "two" / "y" / "nq", {"1": True})
+    assert compare_runs(tmp_path / "one", tmp_path / "two" / "x")[0].num_shared == 1
+    for folder, message in (
+        (tmp_path / "two", r"the results of x, y; name one of them"),
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "one" / "run" / "nq", "holds no results"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compare_runs(folder, tmp_path / "one")
+
+
+def test_a_set_in_which_no_question_is_shared_is_said(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True})
+    b = results(tmp_path / "b" / "nq", {"2": True})
+    for folder in (a, b):
+        results(folder / "popqa", {"1": True})
+    comparisons = compare_runs(a, b)
+    assert [each.label for each in comparisons] == ["popqa"]
+    assert warnings(a, b, comparisons) == ["nq: no question is shared; the set is left out"]
+
+
+def test_runs_without_a_shared_question_or_a_known_metric_are_refused(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True})
+    b = results(tmp_path / "b" / "popqa", {"1": True})
+    with pytest.raises(ConfigError, match="share no question; their sets are nq and popqa"):
+        compare_runs(a, b)
+    with pytest.raises(ConfigError, match="--metric is 'exact'; the metrics are em, f1"):
+        compare_runs(a, a, metric="exact")
+
+
+def test_the_command_prints_the_table_and_what_was_left_out(tmp_path, capsys):
+    a = results(tmp_path / "a" / "nq", {"1": False, "2": False})
+    b = results(tmp_path / "b" / "nq", {"1": True})
+    assert main(["evaluate", "compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "100.00" in out and "1 gained, 0" in out and "note" in out and "1 only in" in out
+    assert main(["evaluate", "compare", str(a)]) == 2
+    assert "takes two folders of evaluated runs, got 1" in capsys.readouterr().err
