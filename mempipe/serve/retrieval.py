@@ -87,6 +87,7 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
 def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
     """`mempipe index serve`: serves until Ctrl-C or SIGTERM."""
     stop = threading.Event()
+    print(f"starting the service of {settings['index']} ...", flush=True)
     with served(settings, host=host, port=port) as url:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
