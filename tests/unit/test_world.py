@@ -8,7 +8,7 @@ import pytest
 from mempipe.agents.protocol import Tool, parse_action, parse_memory
 from mempipe.data import world as tiny_world
 from mempipe.data.world import KNOWS_NOTHING, NO_NOISE, Noise, ScriptedPolicy, World, make_questions, make_worlds
-from mempipe.engines.retrieval import HashingEncoder
+from mempipe.engines.encoders import HashingEncoder
 from mempipe.types import Question
 
 TOOL = Tool(name="wikipedia_search", num_passages=2, max_passages=2, max_query_chars=1000)
