@@ -228,7 +228,24 @@ def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
         check_index(config.retrieval.index)
     if run.endpoint is not None:
         asyncio.run(_check_endpoint(Endpoint(run.endpoint), context_tokens=config.budget.context_tokens))
+    else:
+        _check_weights(config)
     return prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
+
+
+def _check_weights(config: RunConfig) -> None:
+    """That a local folder holds a model whose contexts are long enough. Names are left to the engine, which can fetch them."""
+    folder, room = Path(config.model.path), config.budget.context_tokens
+    if not folder.is_dir():
+        return
+    try:
+        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder} holds no model: config.json cannot be read ({error})") from error
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds no weights (*.safetensors)")
+    if isinstance(positions, int) and positions < room:
+        raise ConfigError(f"budget.context_tokens is {room}, but {folder} has {positions} positions (max_position_embeddings)")
 
 
 async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> None:

@@ -26,6 +26,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself 
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
 _MAX_REASONS = 3
+_PUBLISHED = " (published)"
 
 
 def write_evaluation_report(
@@ -133,9 +134,14 @@ def _grid(table: ScoreTable) -> list[list[str]]:
     """Head and lines of a table of scores."""
     lines = [["", *table.columns]]
     for row in table.rows:
-        name = f"{row.name} [published: {row.published}]" if row.published else row.name
-        lines.append([name, *(percent_text(value) for value in row.values)])
+        lines.append([row.name + _PUBLISHED * bool(row.published), *(percent_text(value) for value in row.values)])
     return lines
+
+
+def _sources(table: ScoreTable) -> str:
+    """Where the published rows of a table are from."""
+    titles = list(dict.fromkeys(row.published for row in table.rows if row.published))
+    return f"Published numbers are from {'; '.join(titles)}." if titles else ""
 
 
 def _counts(cells: Sequence[Cell]) -> list[list[str]]:
@@ -158,7 +164,7 @@ def _markdown(
 ) -> str:
     parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
     for table in tables:
-        parts += [f"## {table.title}: {table.metric}, percent", _markdown_table(_grid(table))]
+        parts += [f"## {table.title}: {table.metric}, percent", _markdown_table(_grid(table)), *filter(None, [_sources(table)])]
     if evidence:
         parts += ["## em by where the needed documents stand in the context", _markdown_table([_evidence_head(), *evidence])]
     parts += ["## Questions and tokens", _markdown_table(_counts(cells))]
@@ -196,7 +202,11 @@ def _page(
     plot: Markup | None,
     lines: Sequence[Series],
 ) -> str:
-    sections = [_section(f"{table.title}: {table.metric}, percent", _html_table(_grid(table))) for table in tables]
+    sections = []
+    for table in tables:
+        source = _sources(table)
+        note = element("p", source, class_="facts") if source else None
+        sections.append(_section(f"{table.title}: {table.metric}, percent", _html_table(_grid(table)), note))
     if evidence:
         head = "em by where the needed documents stand in the context"
         sections.append(_section(head, _html_table([_evidence_head(), *evidence])))
@@ -220,7 +230,7 @@ def _page(
     return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
 
 
-def _section(title: str, *children: Markup) -> Markup:
+def _section(title: str, *children: Markup | None) -> Markup:
     return element("section", element("h2", title), *children)
 
 
@@ -228,7 +238,7 @@ def _html_table(lines: Sequence[Sequence[str]]) -> Markup:
     head, *body = lines
     rows = [element("tr", *(element("th", text) for text in head))]
     for name, *values in body:
-        published = "published" if "[published" in name else None
+        published = "published" if name.endswith(_PUBLISHED) else None
         rows.append(element("tr", element("th", name), *(element("td", value) for value in values), class_=published))
     return element("div", element("table", fragment(*rows), class_="scores"), class_="scroll")
 

@@ -70,7 +70,7 @@ def write_suite(folder: Path, world: RunConfig, questions: Path) -> Path:
 @pytest.fixture(scope="module")
 def evaluated(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluated]:
     folder = tmp_path_factory.mktemp("evaluate")
-    questions = [*read_questions(world.data.train), LONG]
+    questions = [*read_questions(world.data.train)[:23], LONG]
     write_questions(folder / "questions.parquet", questions)
     suite = write_suite(folder, world, folder / "questions.parquet")
     marked = Marked()

@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from mempipe.config import ConfigError, EndpointConfig, SamplingConfig
+from mempipe.config import ConfigError, EndpointConfig, SamplingConfig, parse_config
 from mempipe.data.ruler import SourceQuestion
 from mempipe.engines.closed_book import answers_right, closed_book_filter
 from mempipe.engines.openai_endpoint import Endpoint, EndpointFault
-from mempipe.types import FinishReason
+from mempipe.types import FinishReason, Question, to_row
 
 GREEDY = SamplingConfig(temperature=0.0)
 Answer = Callable[[dict, asyncio.StreamWriter], Awaitable[None]]
@@ -207,6 +207,41 @@ async def test_a_model_that_is_not_served_is_refused():
     with pytest.raises(ConfigError, match="which does not answer"):
         await client.check()
     await client.close()
+
+
+@pytest.mark.parametrize("record_failures", [True, False])
+async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_failures_are_recorded(tmp_path, record_failures):
+    import pyarrow as pa
+
+    from mempipe.data.trajectories import table_to_groups
+    from mempipe.engines.tiny import build_tokenizer
+    from mempipe.stream import QUESTION_ROW, Driver, DriverSpec, GroupFailed
+
+    build_tokenizer(tmp_path)
+    budget = {"question_tokens": 64, "memory_tokens": 8, "action_tokens": 8, "memory_message_tokens": 8, "observation_tokens": 64}
+    values = {"model": {"path": str(tmp_path)}, "agent": {"prompts": "tiny"}, "budget": budget, "stream": {"num_attempts": 2}}
+    async with faulty([says({"error": "no"}, status=400)]) as (url, asked):
+        driver = Driver(
+            DriverSpec(
+                config=parse_config(values),
+                sampling=GREEDY,
+                group_size=1,
+                namespace="",
+                generators=[],
+                retrievers=[],
+                endpoint=EndpointConfig(url=url, model="m"),
+                record_failures=record_failures,
+            )
+        )
+        row = {"position": 0, "group_id": "g", "question": to_row(Question(id="q", text="who ?", golden_answers=["x"]))}
+        groups = driver(pa.Table.from_pylist([row], schema=QUESTION_ROW))
+        if not record_failures:
+            with pytest.raises(GroupFailed, match="status 400"):
+                await anext(groups)
+        else:
+            (group,) = table_to_groups(await anext(groups))
+            assert (group.trajectories, group.num_retries) == ([], 2) and "status 400" in group.failed
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from mempipe.cli import main
 from mempipe.config import ConfigError
 from mempipe.data import ruler
 from mempipe.data.qa import read_questions
@@ -170,6 +171,24 @@ def test_lengths_that_cannot_work_are_refused_before_a_file_is_written(tmp_path,
         with pytest.raises(ConfigError, match=message):
             write_ruler(sources, tmp_path / "out", num_docs=num_docs, splits={"test": 2}, seed=1)
         assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_command_writes_files_and_says_where_the_needed_documents_stand(tmp_path, capsys):
+    source, output = str(source_file(tmp_path)), str(tmp_path / "out")
+    assert main(["data", "ruler", source, output, "--num-docs", "8,16", "--split", "train=6,test=4", "--seed", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "48 paragraphs; positions drawn per question" in out and "test_16.parquet: 4 questions of 16 documents" in out
+    more = ["data", "ruler", source, str(tmp_path / "more"), "--num-docs", "8"]
+    assert main([*more, "--num-questions", "2", "--exclude", f"{output}/train_8.parquet", f"{output}/test_8.parquet"]) == 0
+    assert "10 excluded" in capsys.readouterr().out
+    for wrong, message in (
+        (["--num-docs", "8,x"], "--num-docs is '8,x'"),
+        (["--split", "train=many"], "--split is 'train=many'; expected names with numbers"),
+        (["--unknown-only", "m"], "give both or neither"),
+        (["--exclude", str(tmp_path / "none.jsonl")], "none.jsonl does not exist"),
+    ):
+        assert main([*more, *wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real questions are not beside this checkout")
