@@ -25,7 +25,7 @@ T = TypeVar("T")
 class FinishReason(StrEnum):
     """Why the engine stopped sampling."""
 
-    STOP = "stop"  # a stop token was sampled; it is the last of the completion's ids
+    STOP = "stop"  # a stop token was sampled; it is the last of the completion's ids (or the text that a message ends with was)
     LENGTH = "length"  # the token limit was reached
 
 

@@ -39,10 +39,18 @@ class GeneratorActor:
     """One vLLM engine. When the engine's process dies the actor exits, so that Ray starts both anew."""
 
     def __init__(
-        self, *, model: ModelConfig, config: GenerationConfig, context_tokens: int, seed: int, store: str, transfer: Transfer
+        self,
+        *,
+        model: ModelConfig,
+        config: GenerationConfig,
+        context_tokens: int,
+        seed: int,
+        store: str,
+        transfer: Transfer,
+        stop_texts: Sequence[str] = (),
     ) -> None:
         """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
-        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed, transfer=transfer)
+        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed, transfer=transfer, stop_texts=stop_texts)
         self._store: Handle = ray.get_actor(store)
         self._desk = Desk(self._generate)
         self._started = asyncio.Lock()

@@ -27,6 +27,7 @@ from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
 from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.agents import stop_texts
 from mempipe.config import ConfigError, RunConfig, SamplingConfig
 from mempipe.engines.weights import check_canary
 from mempipe.stream import DriverSpec
@@ -326,6 +327,7 @@ class _Started:
                 seed=config.seed + i,
                 store=WEIGHT_STORE,
                 transfer=transfer,
+                stop_texts=stop_texts(config.agent.name),
             )
         retrieval, anywhere = config.retrieval, {"num_cpus": 0}
         on_gpus = retrieval.num_gpus > 0

@@ -10,8 +10,9 @@ from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
 from mempipe.agents.react import React, ReactLayout
 from mempipe.agents.rendering import Layout
+from mempipe.agents.tagged import STOP_TEXTS
 from mempipe.agents.turn import Agent
-from mempipe.config import RunConfig
+from mempipe.config import AgentName, RunConfig
 
 
 def make_layout(config: RunConfig, *, tokenizer: Tokenizer) -> Layout:
@@ -29,7 +30,17 @@ def make_layout(config: RunConfig, *, tokenizer: Tokenizer) -> Layout:
 
 def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
     """The agent that `config` names."""
-    match make_layout(config, tokenizer=tokenizer):
+    return bind_agent(make_layout(config, tokenizer=tokenizer), generate=generate, search=search)
+
+
+def stop_texts(agent: AgentName) -> tuple[str, ...]:
+    """Texts that end a message of the agent, beside the model's stop tokens: what an engine samples behind them would be dropped."""
+    return STOP_TEXTS if agent in ("mem1", "react") else ()
+
+
+def bind_agent(layout: Layout, *, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
+    """The agent of a layout that is there already: many agents can share one."""
+    match layout:
         case MemSearcherLayout() as layout:
             return MemSearcher(layout, generate=generate, search=search)
         case MemAgentLayout() as layout:
@@ -38,5 +49,5 @@ def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn,
             return Mem1(layout, generate=generate, search=search)
         case ReactLayout() as layout:
             return React(layout, generate=generate, search=search)
-        case layout:
+        case _:
             raise AssertionError(f"no agent has a {type(layout).__name__}")

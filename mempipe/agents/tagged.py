@@ -18,6 +18,7 @@ from mempipe.agents.turn import Agent, Turn, without_stop
 from mempipe.config import Budget, CompatConfig, ConfigError
 from mempipe.types import Completion, EndReason, FinishReason, Passage
 
+STOP_TEXTS = ("</search>", "</answer>")
 _ACTION_END = re.compile("</(search|answer)>")
 
 

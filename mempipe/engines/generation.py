@@ -1,7 +1,8 @@
 """A vLLM engine that samples token ids after token ids, under weights of a known version that can be replaced while it runs.
 
-Ids in, ids out: the engine has no tokenizer, and stops only at the ids that the caller names. Every completion is sampled by one
-version of the weights: `load_weights` lets the completions under way finish, holds back new ones, and empties the prefix cache.
+Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names. Every completion is
+sampled by one version of the weights: `load_weights` lets the completions under way finish, holds back new ones, and empties the prefix
+cache.
 Faults raise (`EngineFault`); they are never a completion (promise 8).
 """
 
@@ -61,8 +62,13 @@ class Generator:
         seed: int = 0,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         transfer: Literal["mempipe_shm", "nccl", "ipc"] = SHARED_MEMORY_BACKEND,
+        stop_texts: Sequence[str] = (),
     ) -> None:
-        """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's."""
+        """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
+
+        A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer (the model's), since
+        it must read along.
+        """
         self.max_model_len = max_model_len
         self.policy_version = 0
         self._model = model
@@ -70,6 +76,7 @@ class Generator:
         self._seed = seed
         self._device = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self._transfer = transfer
+        self._stop_texts = list(stop_texts)
         self._engine: AsyncLLM | None = None
         self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
         self._vocab_size = 0
@@ -93,6 +100,7 @@ class Generator:
             arguments = _engine_arguments(
                 self._model, self._config, max_model_len=self.max_model_len, seed=self._seed, device=self._device, transfer=self._transfer
             )
+            arguments["skip_tokenizer_init"] = not self._stop_texts
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._death = self._engine.output_handler
         self._vocab_size = self._engine.model_config.get_vocab_size()
@@ -117,8 +125,8 @@ class Generator:
         GenerationTimeout; EngineDead; WeightTransferFailed when the engine has no whole set of weights.
         """
         self._check(token_ids, max_tokens)
-        output = await self._run(token_ids, _sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed))
-        return _completion(output)
+        params = _sampling_params(sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids, stop_texts=self._stop_texts, seed=seed)
+        return _completion(await self._run(token_ids, params))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given all ids before it, at temperature 1; the prefix cache is not used.
@@ -279,7 +287,9 @@ async def _final_output(engine: AsyncLLM, request_id: str, token_ids: Sequence[i
     return output
 
 
-def _sampling_params(sampling: SamplingConfig, *, max_tokens: int, stop_token_ids: Sequence[int], seed: int | None) -> SamplingParams:
+def _sampling_params(
+    sampling: SamplingConfig, *, max_tokens: int, stop_token_ids: Sequence[int], stop_texts: Sequence[str], seed: int | None
+) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -293,7 +303,10 @@ def _sampling_params(sampling: SamplingConfig, *, max_tokens: int, stop_token_id
         seed=seed,
         logprobs=0,  # of the sampled id alone
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(stop_texts),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # a tag may be one
+        detokenize=bool(stop_texts),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -325,7 +338,6 @@ def _engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": seed,
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
