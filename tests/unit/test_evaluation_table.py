@@ -274,7 +274,7 @@ def test_published_numbers_stand_beside_ours_and_are_marked():
     cells = [cell("ours", "ruler_hqa", [1, 0], num_docs=n) for n in (50, 100, 200, 400, 800, 1600, 3200, 6400)]
     (table, *_) = score_tables(cells, bootstrap=BOOTSTRAP, seed=1)
     row = next(row for row in table.rows if row.name == "Qwen2.5-7B + MemTrain + MemAgent")
-    assert table.metric == "sub_em_two_way" and "MemTrain, table 1" in row.published and not table.rows[0].published
+    assert table.metric == "sub_em_two_way" and "MemTrain (arXiv 2606.03197), table 1" in row.published and not table.rows[0].published
     assert [percent_text(value) for value in row.values][:2] == ["76.56", "79.69"]
     assert row.values[-1].value == pytest.approx(0.7353, abs=5e-5)
 
