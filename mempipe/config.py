@@ -439,12 +439,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"compat.num_passages is {compat.num_passages}, more than retrieval.max_passages {self.retrieval.max_passages}"
             )
-        if self.warm_start is not None and name != "memsearcher":
-            raise ValueError(f"warm_start is set, whose script plays agent.name 'memsearcher', but agent.name is {name!r}; set it to null")
-        if self.world is not None and name == "memagent":
-            raise ValueError(
-                "agent.name is 'memagent', which reads a long text, but the questions of a `world` have none; set world to null"
-            )
         if self.reward.format == "search_r1" and name != "react":
             raise ValueError(f"reward.format is 'search_r1', which reads the tags of agent.name 'react', but agent.name is {name!r}")
         return self

@@ -1,7 +1,7 @@
 """Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then with many.
 
 The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what the engine
-will be prompted with. Its mistakes (`mempipe.data.world.Noise`) are what reinforcement learning has to undo.
+will be prompted with. Its mistakes (`mempipe.data.scripts.Noise`) are what reinforcement learning has to undo.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mempipe.actors.launch import launch_learners, learner_settings
-from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
+from mempipe.agents import bind_agent, make_layout
 from mempipe.config import OptimizerConfig, RunConfig
-from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy, make_questions
+from mempipe.data.scripts import NO_NOISE, SCRIPTS, Noise
+from mempipe.data.world import make_questions
 from mempipe.engines.retrieval import BatchingRetriever, Retriever
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.progress import Progress
@@ -64,20 +66,26 @@ def imitation_samples(config: RunConfig) -> list[TrainingSample]:
     return samples
 
 
-async def scripted_trajectories(questions: Sequence[Question], config: RunConfig, *, noise: Noise, name: str) -> list[Trajectory]:
-    """The script's attempt at every question, through the agent's own rollout loop and the run's own index."""
+async def scripted_trajectories(
+    questions: Sequence[Question], config: RunConfig, *, noise: Noise, name: str, num_noted: int = 0
+) -> list[Trajectory]:
+    """The script's attempt at every question, through the agent's own rollout loop and the run's own index.
+
+    Of the facts in a memory it keeps the newest `num_noted`; 0: all.
+    """
     tokenizer = load_tokenizer(config.model.path)
-    layout = MemSearcherLayout.from_config(config, tokenizer=tokenizer)
+    layout = make_layout(config, tokenizer=tokenizer)
     retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
+    new_script = partial(SCRIPTS[config.agent.name], max_turns=config.budget.max_turns, noise=noise, num_noted=num_noted)
 
     async def attempt(i: int, question: Question) -> Trajectory:
-        policy = ScriptedPolicy(question=question.text, max_turns=config.budget.max_turns, noise=noise, seed=f"{config.seed}:{name}:{i}")
+        script = new_script(question=question.text, seed=f"{config.seed}:{name}:{i}")
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            reply = [*tokenizer.encode_template(policy.reply(tokenizer.decode(token_ids))), layout.closing_id]
+            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), layout.closing_id]
             return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0)
 
-        agent = MemSearcher(layout, generate=generate, search=retriever.search)
+        agent = bind_agent(layout, generate=generate, search=retriever.search)
         return await agent.rollout(question, trajectory_id=f"{name}/{i}", group_id=f"{name}/{i}", member=0)
 
     trajectories: list[Trajectory] = []

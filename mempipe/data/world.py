@@ -1,26 +1,19 @@
-"""The synthetic world: entities, facts, one passage per entity, 1- to 3-hop questions, and a script that answers them, well or badly.
+"""The synthetic world: entities, facts, one passage per entity, and questions that take one fact or several, one behind the other.
 
 A world is drawn from a seed. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a held-out world
 is true in a training world. The language is small on purpose. A question walks its chain from left to right ("What is Velmora's
-mayor's employer?"), a passage puts every value right behind the name of its relation ("... is led by mayor Osvin ..."), and a memory is
-a list of facts ("known Velmora mayor Osvin;").
+mayor's employer?"), and a passage puts every value right behind the name of its relation ("... is led by mayor Osvin ..."). Agents that
+search find the passages in an index; for those that read, every question has a document of a few of them.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mempipe.types import Evidence, Passage, Question
-
-TOOL_NAME = "wikipedia_search"
-CALL_OPEN = f'<tool_call>{{"name": "{TOOL_NAME}", "arguments": {{"query": "'
-CALL_CLOSE = '"}}</tool_call>'
-ANSWER_OPEN = "\\boxed{"
-KNOWS_NOTHING = "known nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +54,12 @@ RELATIONS: dict[str, tuple[Relation, ...]] = {
 }
 COUNTS = {"person": 30, "film": 14, "book": 12, "company": 16, "city": 24, "country": 10}
 OPENINGS = ("What is", "Name", "Find", "Look up")
+LONG_WALKS = 1000
+DOCUMENT_PASSAGES = 4
+"""Passages in the document of a question; of a question with more hops there are as many as those."""
+PASSAGE_TOKENS = 21
+"""Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an agent that reads one
+passage at a time."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -93,13 +92,12 @@ NAME_POOLS: dict[str, tuple[str, ...]] = {
 }
 
 
-def vocabulary() -> list[str]:
-    """Every word that worlds and scripts write, names included, sorted."""
-    texts = [*OPENINGS, KNOWS_NOTHING, "need answer of and The 's is"]
+def words() -> set[str]:
+    """Every word of questions and passages, names included."""
+    texts = [*OPENINGS, "'s The and"]
     for kind, relations in RELATIONS.items():
         texts += [kind, *(f"{' '.join(r.leads)} {r.name}" for r in relations)]
-    words = {word for text in texts for word in text.split()}
-    return sorted(words.union(*NAME_POOLS.values()))
+    return {word for text in texts for word in text.split()}.union(*NAME_POOLS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +121,13 @@ class World:
             for relation in RELATIONS[kind]:
                 values = [v for v in self._names[relation.target] if v != name and (name, relation.name, v) not in forbidden]
                 self._facts[name, relation.name] = rng.choice(values)
-        self.passages = [self._passage(name, rng) for name in self._kind]
+        self._passages = {name: self._passage(name, rng) for name in self._kind}
         self._chains: dict[int, list[Chain]] = {}
+
+    @property
+    def passages(self) -> list[Passage]:
+        """What there is to be found, one passage per entity."""
+        return list(self._passages.values())
 
     def facts_about(self, entity: str) -> list[tuple[str, str, str]]:
         """The facts of one entity as (entity, relation, value)."""
@@ -167,9 +170,39 @@ class World:
             ]
         return self._chains[num_hops]
 
+    def long_question(self, num_hops: int, *, seed: int) -> Question:
+        """A question about a random walk of `num_hops` facts. No entity occurs twice, and no three neighbouring relations, so that the
+        last three facts tell how far one has come.
+
+        Raises ValueError when no such walk is found.
+        """
+        rng = random.Random(f"{seed}:{self.id}:long")
+        for _ in range(LONG_WALKS):
+            chain = self._walk(num_hops, rng)
+            if len(chain.relations) == num_hops:
+                return self._question(chain, rng.choice(OPENINGS))
+        raise ValueError(f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a shorter one")
+
+    def _walk(self, num_hops: int, rng: random.Random) -> Chain:
+        """A random chain of `num_hops` facts, or as many as there are before its end is reached."""
+        entities, relations = (rng.choice(list(self._kind)),), ()
+        while len(relations) < num_hops:
+            triples = set(zip(relations, relations[1:], relations[2:], strict=False))
+            ways = [
+                (relation, value)
+                for _, relation, value in self.facts_about(entities[-1])
+                if value not in entities and (*relations[-2:], relation) not in triples
+            ]
+            if not ways:
+                break
+            relation, value = rng.choice(ways)
+            entities, relations = (*entities, value), (*relations, relation)
+        return Chain(entities, relations)
+
     def _question(self, chain: Chain, opening: str) -> Question:
+        id = "-".join((self.id, chain.entities[0], *chain.relations))
         return Question(
-            id="-".join((self.id, chain.entities[0], *chain.relations)),
+            id=id,
             text=question_text(chain, opening),
             golden_answers=[chain.entities[-1]],
             source="world",
@@ -179,7 +212,17 @@ class World:
                 Evidence(passage_id=self._passage_id(entity), value=value)
                 for entity, value in zip(chain.entities, chain.entities[1:], strict=False)
             ],
+            context=self._document(chain, random.Random(id)),
         )
+
+    def _document(self, chain: Chain, rng: random.Random) -> str:
+        """The passages that the chain needs, in reading order, among others; one a line, filled up with full stops to equal length."""
+        needed = chain.entities[:-1]
+        others = rng.sample([name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed)))
+        for place, name in zip(sorted(rng.sample(range(len(needed) + len(others)), len(needed))), needed, strict=True):
+            others.insert(place, name)
+        texts = [self._passages[name].text for name in others]
+        return "\n".join(text + "." * (PASSAGE_TOKENS - 1 - len(re.findall(r"\w+|\.", text))) for text in texts)
 
     def _passage(self, name: str, rng: random.Random) -> Passage:
         relations = list(RELATIONS[self._kind[name]])
@@ -211,79 +254,6 @@ def make_questions(worlds: Sequence[World], count: int, *, seed: int, hops: Sequ
     return questions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
-    """How often the script errs, as probabilities per decision. Reinforcement learning has to undo exactly this."""
-
-    answer_early: float = 0.2
-    """Answer with the last value known although hops are missing."""
-    vague_query: float = 0.2
-    """Search for the relation without naming the entity."""
-    forget: float = 0.65
-    """Leave the memory as it was instead of adding the fact just read. Above 0.5, so that the most likely memory is the useless one."""
-
-
-NO_NOISE = Noise(answer_early=0.0, vague_query=0.0, forget=0.0)
-
-
-@dataclass(slots=True, kw_only=True)
-class ScriptedPolicy:
-    """Writes the messages of one trajectory the way a trained policy would, with mistakes drawn from `noise`.
-
-    `reply` reads nothing but the text that a model would see. Same question, same seed and same observations: same replies.
-    """
-
-    question: str
-    max_turns: int
-    noise: Noise = field(default_factory=Noise)
-    seed: int | str = 0
-    _turn: int = 0
-    _rng: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(f"{self.seed}:{self.question}")
-
-    def reply(self, prompt: str) -> str:
-        """The next assistant message, without a stop token, after the decoded `prompt` of a context.
-
-        After an observation it is a memory message, otherwise the rest of an action message that was opened with `<think>`.
-        """
-        memory = _last_between(prompt, "<memory>", "</memory>")
-        if "<tool_response>" not in prompt:
-            return self.action(memory)
-        query = _last_between(prompt, CALL_OPEN, CALL_CLOSE)
-        return self.memory(memory, query=query, observation=_last_between(prompt, "<tool_response>", "</tool_response>"))
-
-    def action(self, memory: str) -> str:
-        """A search for the next missing fact, or the answer once the chain is complete or the turns are spent."""
-        self._turn += 1
-        entity, missing = self._progress(memory)
-        if not missing or self._turn >= self.max_turns or self._chance(self.noise.answer_early):
-            return answer_action(entity)
-        return search_action(missing[0], "" if self._chance(self.noise.vague_query) else entity)
-
-    def memory(self, memory: str, *, query: str, observation: str) -> str:
-        """The memory message: the old facts, and the fact that was searched for if it was found, needed and not forgotten."""
-        facts = parse_memory(memory)
-        entity, missing = self._progress(memory)
-        forgets = self._chance(self.noise.forget)
-        if missing and query == search_query(missing[0], entity) and not forgets:
-            found = re.search(rf"^The \w+ {entity} .*\b{missing[0]} (\w+)", observation, re.MULTILINE)
-            facts += [(entity, missing[0], found[1])] if found else []
-        return memory_message(facts)
-
-    def _progress(self, memory: str) -> tuple[str, tuple[str, ...]]:
-        """The entity that the known facts lead to, and the relations still to be followed from there."""
-        entity, relations = parse_question(self.question)
-        facts = {(e, relation): value for e, relation, value in parse_memory(memory)}
-        while relations and (entity, relations[0]) in facts:
-            entity, relations = facts[entity, relations[0]], relations[1:]
-        return entity, relations
-
-    def _chance(self, probability: float) -> bool:
-        return self._rng.random() < probability
-
-
 def question_text(chain: Chain, opening: str) -> str:
     return opening + " " + "'s ".join((chain.entities[0], *chain.relations)) + "?"
 
@@ -294,36 +264,6 @@ def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
     if match is None:
         raise ValueError(f"not a question of the synthetic world: {text!r}; expected e.g. \"What is Velmora's mayor's employer?\"")
     return match[1], tuple(match[2].split("'s ")[1:])
-
-
-def parse_memory(text: str) -> list[tuple[str, str, str]]:
-    """The complete facts of a memory, in order; anything else in it is passed over."""
-    return re.findall(r"(\w+) (\w+) (\w+);", text)
-
-
-def search_query(relation: str, entity: str) -> str:
-    return f"{relation} of {entity}" if entity else relation
-
-
-def search_action(relation: str, entity: str) -> str:
-    # The same text as json.dumps of the call; the fixed parts around the query are single tokens of the tiny tokenizer.
-    return f"need {relation}</think>{CALL_OPEN}{json.dumps(search_query(relation, entity))[1:-1]}{CALL_CLOSE}"
-
-
-def answer_action(entity: str) -> str:
-    # The space keeps the name the same token as everywhere else.
-    return f"answer</think>{ANSWER_OPEN} {entity}}}"
-
-
-def memory_message(facts: Sequence[tuple[str, str, str]]) -> str:
-    known = "known" + "".join(f" {entity} {relation} {value};" for entity, relation, value in facts)
-    return f"<memory>{known if facts else KNOWS_NOTHING}</memory>"
-
-
-def _last_between(text: str, start: str, end: str) -> str:
-    """What stands between the last `end` and the `start` before it, stripped; "" when there is none."""
-    head, found, _ = text.rpartition(end)
-    return head.rpartition(start)[2].strip() if found and start in head else ""
 
 
 def _derive(seed: int, *parts: str | int) -> int:

@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from mempipe.data import world
+from mempipe.data import scripts
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_END = "<|im_end|>"
@@ -20,15 +20,21 @@ SPECIAL_TOKENS = (
     MESSAGE_END,
     "<think>",
     "</think>",
-    world.CALL_OPEN,
-    world.CALL_CLOSE,
+    scripts.CALL_OPEN,
+    scripts.CALL_CLOSE,
     "<tool_call>",
     "</tool_call>",
     "<tool_response>",
     "</tool_response>",
     "<memory>",
     "</memory>",
-    world.ANSWER_OPEN,
+    "<search>",
+    "</search>",
+    "<information>",
+    "</information>",
+    "<answer>",
+    "</answer>",
+    scripts.ANSWER_OPEN,
 )
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -52,7 +58,7 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     it and one without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows
     nothing else.
     """
-    words = ["system", "user", "assistant", *world.vocabulary()]
+    words = ["system", "user", "assistant", *scripts.vocabulary()]
     bpe = Qwen2Tokenizer().backend_tokenizer  # Qwen2's way of cutting text into words
     trainer = trainers.BpeTrainer(
         vocab_size=1_000_000, min_frequency=1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False

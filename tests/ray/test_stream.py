@@ -17,7 +17,7 @@ from mempipe.actors.handles import start_actor
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig, SamplingConfig
 from mempipe.data.qa import read_questions
-from mempipe.data.world import NO_NOISE, Noise, ScriptedPolicy
+from mempipe.data.scripts import NO_NOISE, MemSearcherScript, Noise
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.stream import Collector, DriverSpec, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason
@@ -54,8 +54,8 @@ class ScriptedGenerator:
             await asyncio.sleep(0.5)
         prompt = self._tokenizer.decode(token_ids)
         question = prompt.split("user\n", 1)[1].split("\n<memory>", 1)[0].strip()
-        policy = ScriptedPolicy(question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls)
-        reply = [*self._tokenizer.encode_template(policy.reply(prompt)), *stop_token_ids]
+        script = MemSearcherScript(question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls)
+        reply = [*self._tokenizer.encode_template(script.reply(prompt)), *stop_token_ids]
         version = self.policy_version
         return Completion(token_ids=reply, logprobs=[-0.1] * len(reply), finish_reason=FinishReason.STOP, policy_version=version)
 

@@ -45,8 +45,6 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"compat": {"num_passages": 11}}, ["compat.num_passages is 11", "max_passages 10"]),
         ({"reward": {"format": "search_r1"}}, ["reward.format is 'search_r1'", "reward.answer is 'f1'"]),
         ({"reward": {"format": "search_r1", "answer": "em"}}, ["reward.format is 'search_r1'", "'memsearcher'"]),
-        ({"agent": {"name": "memagent"}, "world": {}}, ["agent.name is 'memagent'", "world"]),
-        ({"agent": {"name": "mem1"}, "warm_start": {}}, ["warm_start", "agent.name is 'mem1'"]),
         ({"retrieval": {"num_passages": 20}}, ["num_passages is 20", "max_passages 10"]),
         ({"sampling": {"top_p": 0.9}}, ["top_p 0.9", "training needs"]),
         ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from mempipe.config import ConfigError, RetrievalConfig
 from mempipe.data.corpus import read_corpus
 from mempipe.data.qa import read_questions
-from mempipe.data.world import World, search_query
+from mempipe.data.scripts import search_query
+from mempipe.data.world import World
 from mempipe.engines import retrieval, vectors
 from mempipe.engines.encoders import Encoder, HashingEncoder
 from mempipe.engines.index_build import build_index

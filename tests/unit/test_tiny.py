@@ -13,7 +13,8 @@ from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tool
 from mempipe.config import Budget
 from mempipe.data import world as tiny_world
-from mempipe.data.world import NAME_POOLS, NO_NOISE, ScriptedPolicy, World
+from mempipe.data.scripts import NO_NOISE, TOOL_NAME, MemSearcherScript, vocabulary
+from mempipe.data.world import NAME_POOLS, PASSAGE_TOKENS, World
 from mempipe.engines.tiny import SPECIAL_TOKENS, build_model, build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.types import Completion, EndReason, FinishReason, SearchResult, Trajectory
@@ -21,7 +22,7 @@ from mempipe.types import Completion, EndReason, FinishReason, SearchResult, Tra
 BUDGET = Budget(
     question_tokens=32, memory_tokens=64, action_tokens=32, memory_message_tokens=68, observation_tokens=96, max_turns=6, context_tokens=512
 )
-TOOL = Tool(name=tiny_world.TOOL_NAME, num_passages=2, max_passages=2, max_query_chars=200)
+TOOL = Tool(name=TOOL_NAME, num_passages=2, max_passages=2, max_query_chars=200)
 WORLD = World(5)
 
 
@@ -41,11 +42,11 @@ def tokenizer(folder) -> HFTokenizer:
 async def scripted_trajectory(tokenizer: HFTokenizer) -> Trajectory:
     """A faultless attempt at a three-hop question, through the agent's own loop."""
     (question,) = WORLD.questions(1, seed=1, hops=[3])
-    policy = ScriptedPolicy(question=question.text, max_turns=BUDGET.max_turns, noise=NO_NOISE)
+    script = MemSearcherScript(question=question.text, max_turns=BUDGET.max_turns, noise=NO_NOISE)
     (stop_id,) = tokenizer.stop_token_ids
 
     async def generate(token_ids, *, max_tokens):
-        reply = [*tokenizer.encode_template(policy.reply(tokenizer.decode(token_ids))), stop_id]
+        reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), stop_id]
         return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0)
 
     async def search(query, *, num_passages, partition):
@@ -68,9 +69,9 @@ def test_every_name_is_one_token_with_and_without_a_space_before_it(tokenizer):
 
 def test_names_differ_in_more_than_case_and_from_all_other_words():
     names = [name.lower() for pool in NAME_POOLS.values() for name in pool]
-    others = {word.lower() for word in tiny_world.vocabulary()} - set(names)
+    others = {word.lower() for word in vocabulary()} - set(names)
     assert len(set(names)) == len(names)
-    assert len(others) == len(tiny_world.vocabulary()) - len(names)
+    assert len(others) == len(vocabulary()) - len(names)
 
 
 @given(st.text(max_size=30))
@@ -121,6 +122,13 @@ async def test_a_name_is_the_same_token_in_question_passage_query_memory_and_ans
     sampled = [token for token, in_loss in zip(last.token_ids, last.loss_mask, strict=True) if in_loss]
     assert answer in sampled
     assert answer in last.token_ids[: last.num_prompt_tokens]
+
+
+def test_a_chunk_is_a_passage_of_the_document(tokenizer):
+    for question in WORLD.questions(30, seed=1):
+        token_ids = tokenizer.encode_text(question.context)
+        chunks = [token_ids[start : start + PASSAGE_TOKENS] for start in range(0, len(token_ids), PASSAGE_TOKENS)]
+        assert [tokenizer.decode(chunk).strip("\n") for chunk in chunks] == question.context.splitlines()
 
 
 def test_the_model_is_a_qwen2_that_both_engines_can_load(folder, tokenizer):

@@ -1,41 +1,16 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
 
-from mempipe.agents.protocol import Tool, parse_action, parse_memory
 from mempipe.data import world as tiny_world
-from mempipe.data.world import KNOWS_NOTHING, NO_NOISE, Noise, ScriptedPolicy, World, make_questions, make_worlds
+from mempipe.data.scripts import search_query
+from mempipe.data.world import World, make_questions, make_worlds
 from mempipe.engines.encoders import HashingEncoder
-from mempipe.types import Question
 
-TOOL = Tool(name="wikipedia_search", num_passages=2, max_passages=2, max_query_chars=1000)
 TRAIN, HELD_OUT = make_worlds(5, num_held_out=2, seed=7)
 WORLD = HELD_OUT[0]
-MAX_TURNS = 6
-
-
-def play(question: Question, policy: ScriptedPolicy, world: World) -> tuple[str | None, list[str]]:
-    """The answer and all messages of a script that is shown the passages it names, as a perfect retriever would."""
-    memory, messages = KNOWS_NOTHING, []
-    for _ in range(MAX_TURNS):
-        prompt = f"{question.text}\n<memory>{memory}</memory><think>"
-        messages.append(policy.reply(prompt))
-        action = parse_action(f"<think>{messages[-1]}", tool=TOOL)
-        if action.answer is not None:
-            return action.answer.strip(), messages
-        (call,) = action.calls
-        found = "\n".join(passage.text for passage in world.passages if passage.title in call.query.split())
-        messages.append(policy.reply(f"{prompt}{messages[-1]}\n<tool_response>{found}</tool_response>"))
-        memory = parse_memory(messages[-1])
-        assert memory, "an empty memory would end the trajectory"
-    return None, messages
-
-
-def script(question: Question, noise: Noise = NO_NOISE, seed: int = 0) -> ScriptedPolicy:
-    return ScriptedPolicy(question=question.text, max_turns=MAX_TURNS, noise=noise, seed=seed)
 
 
 def test_a_seed_gives_the_same_world_and_another_seed_another():
@@ -91,57 +66,38 @@ def test_the_query_of_a_fact_finds_the_passage_of_its_entity():
     encoder = HashingEncoder()
     passages = encoder.encode_passages(WORLD.passages)
     facts = sorted(WORLD.facts)
-    scores = encoder.encode_queries([tiny_world.search_query(relation, entity) for entity, relation, _ in facts]) @ passages.T
+    scores = encoder.encode_queries([search_query(relation, entity) for entity, relation, _ in facts]) @ passages.T
     best_two = scores.argsort(axis=1)[:, -2:]
     found = [entity in {WORLD.passages[i].title for i in best} for (entity, _, _), best in zip(facts, best_two, strict=True)]
     assert sum(found) >= 0.98 * len(facts)
 
 
-@pytest.mark.parametrize("num_hops", [1, 2, 3])
-def test_without_noise_the_script_answers_right_in_one_turn_per_hop_and_one(num_hops):
-    for question in WORLD.questions(20, seed=2, hops=[num_hops]):
-        answer, messages = play(question, script(question), WORLD)
-        assert [answer] == question.golden_answers
-        assert len(messages) == 2 * num_hops + 1
+def test_a_document_holds_what_the_question_needs_in_reading_order_among_others():
+    texts = {passage.text: passage.id for passage in WORLD.passages}
+    places = Counter()
+    for question in WORLD.questions(60, seed=1):
+        lines = question.context.splitlines()
+        ids = [texts[line.rstrip(".") + "."] for line in lines]
+        needed = [evidence.passage_id for evidence in question.evidence]
+        assert len(ids) == len(set(ids)) == tiny_world.DOCUMENT_PASSAGES
+        assert [id for id in ids if id in needed] == needed
+        places[ids.index(needed[0])] += 1
+    assert set(places) == set(range(tiny_world.DOCUMENT_PASSAGES)), "what is needed stands anywhere"
 
 
-def test_the_script_notes_one_fact_after_the_other():
-    (question,) = WORLD.questions(1, seed=2, hops=[2])
-    _, messages = play(question, script(question), WORLD)
-    (first, second), (start, relations) = question.evidence, tiny_world.parse_question(question.text)
-    assert messages[1] == f"<memory>known {start} {relations[0]} {first.value};</memory>"
-    assert messages[3] == f"<memory>known {start} {relations[0]} {first.value}; {first.value} {relations[1]} {second.value};</memory>"
+def test_a_long_question_walks_without_repetition_and_its_document_has_every_passage():
+    for seed in range(5):
+        question = WORLD.long_question(20, seed=seed)
+        entity, relations = tiny_world.parse_question(question.text)
+        entities = [entity, *(evidence.value for evidence in question.evidence)]
+        assert len(relations) == question.num_hops == 20
+        assert len(set(entities)) == 21
+        assert len(set(zip(relations, relations[1:], relations[2:], strict=False))) == 18
+        assert all(fact in WORLD.facts for fact in zip(entities, relations, entities[1:], strict=False))
+        assert len(question.context.splitlines()) == 20
+    assert question == WORLD.long_question(20, seed=4) != WORLD.long_question(20, seed=3)
 
 
-def test_a_search_is_the_json_of_its_call():
-    text = tiny_world.search_action("mayor", "Velmora")
-    call = text.partition("<tool_call>")[2].removesuffix("</tool_call>")
-    assert call == json.dumps({"name": "wikipedia_search", "arguments": {"query": "mayor of Velmora"}})
-
-
-def test_a_script_that_always_forgets_answers_only_when_its_turns_are_spent():
-    (question,) = WORLD.questions(1, seed=3, hops=[1])
-    answer, messages = play(question, script(question, Noise(answer_early=0.0, vague_query=0.0, forget=1.0)), WORLD)
-    assert len(messages) == 2 * (MAX_TURNS - 1) + 1
-    assert answer == tiny_world.parse_question(question.text)[0]
-    assert set(messages[1::2]) == {f"<memory>{KNOWS_NOTHING}</memory>"}
-
-
-def test_a_vague_query_names_no_entity_and_teaches_nothing():
-    (question,) = WORLD.questions(1, seed=3, hops=[1])
-    _, messages = play(question, script(question, Noise(answer_early=0.0, vague_query=1.0, forget=0.0)), WORLD)
-    (relation,) = tiny_world.parse_question(question.text)[1]
-    assert all(f'"query": "{relation}"' in action for action in messages[:-1:2])
-    assert set(messages[1::2]) == {f"<memory>{KNOWS_NOTHING}</memory>"}
-
-
-def test_decisions_are_drawn_per_seed_and_question():
-    question = WORLD.questions(1, seed=4, hops=[3])[0]
-    noise = Noise(answer_early=0.3, vague_query=0.3, forget=0.5)
-    runs = [play(question, script(question, noise, seed), WORLD)[1] for seed in (1, 1, 2, 3, 4)]
-    assert runs[0] == runs[1]
-    assert len({tuple(messages) for messages in runs}) > 1
-
-
-def test_a_memory_cut_in_the_middle_of_a_fact_keeps_the_whole_facts_before_it():
-    assert tiny_world.parse_memory("known A mayor B; B employer") == [("A", "mayor", "B")]
+def test_a_walk_that_no_world_has_is_refused():
+    with pytest.raises(ValueError, match="found no chain of 110 facts without repetition"):
+        World(1).long_question(110, seed=1)

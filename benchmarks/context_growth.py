@@ -1,0 +1,89 @@
+"""What every agent reads in each turn of a question of 20 hops: its context by turn, and by how much it grows from turn 5 to turn 20.
+
+    python -m benchmarks.context_growth [--hops 20] [--seeds 1 2 3 4 5] [--plot docs/images/context_growth.svg]
+
+No model: a faultless script writes the messages, everything else is real (the agents' own loops, tokenizer, index, searches). The scripts
+of the agents with a memory keep the newest three facts, which is all that the next step needs. MemAgent's turns are the passages of a
+document of 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from mempipe.config import load_config
+from mempipe.data.scripts import NO_NOISE
+from mempipe.data.world import World
+from mempipe.engines.encoders import HashingEncoder
+from mempipe.engines.index_build import build_index
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.evaluation.results import tokens_by_turn
+from mempipe.types import Trajectory
+from pipelines.warm_start import scripted_trajectories
+
+CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
+AGENTS = {"memsearcher": "quickstart", "mem1": "quickstart_mem1", "memagent": "quickstart_memagent", "react": "quickstart_react"}
+NUM_NOTED = 3
+EARLY = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hops", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--plot", default="", help="an SVG of the context by turn")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        by_agent = {
+            agent: [tokens_by_turn(t, growing=agent == "react") for t in trajectories]
+            for agent, trajectories in play(Path(folder), seeds=arguments.seeds, num_hops=arguments.hops).items()
+        }
+    means = {agent: [fmean(turn) for turn in zip(*rows, strict=True)][: arguments.hops] for agent, rows in by_agent.items()}
+    for agent, tokens in means.items():
+        early, last = tokens[EARLY - 1], tokens[-1]
+        print(f"{agent:12} turn {EARLY}: {early:6.1f}   turn {len(tokens)}: {last:6.1f}   x {last / early:.2f}")
+    if arguments.plot:
+        plot(means, arguments.plot)
+    return 0
+
+
+def play(folder: Path, *, seeds: Sequence[int], num_hops: int) -> dict[str, list[Trajectory]]:
+    """Every agent's faultless attempt at one question of each seed's world, with tokenizer and index in `folder`."""
+    worlds = [World(seed) for seed in seeds]
+    questions = [world.long_question(num_hops, seed=seed) for world, seed in zip(worlds, seeds, strict=True)]
+    build_tokenizer(folder / "model")
+    passages = [replace(passage, partition=world.id) for world in worlds for passage in world.passages]
+    build_index(passages, folder / "index", encoder=HashingEncoder())
+    budget = {"question_tokens": 128, "max_turns": num_hops + 1, "context_tokens": 4096}
+    settings = [*(f"budget.{name}={value}" for name, value in budget.items()), f"retrieval.index={folder / 'index'}"]
+    attempts = {}
+    for agent, name in AGENTS.items():
+        config = load_config(CONFIGS / f"{name}.yaml", [*settings, f"model.path={folder / 'model'}"])
+        attempts[agent] = asyncio.run(scripted_trajectories(questions, config, noise=NO_NOISE, name=agent, num_noted=NUM_NOTED))
+    return attempts
+
+
+def plot(means: dict[str, list[float]], file: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    names = {"memsearcher": "MemSearcher", "mem1": "MEM1", "memagent": "MemAgent", "react": "ReAct"}
+    for (agent, tokens), color in zip(means.items(), ("#1f6feb", "#bf5af2", "#1a7f5a", "#c2570c"), strict=True):
+        axes.plot(range(1, len(tokens) + 1), tokens, "o-", ms=3, color=color, label=names[agent])
+    axes.set(xlabel="turn", ylabel="tokens read when acting", ylim=(0, None), title=f"Context by turn, questions of {len(tokens)} hops")
+    axes.legend(fontsize=8)
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
