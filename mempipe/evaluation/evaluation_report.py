@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from mempipe.config import RunConfig
 from mempipe.evaluation.charts import Series, line_chart
 from mempipe.evaluation.markup import Markup, element, fragment
 from mempipe.evaluation.metrics import METRICS, definitions
+from mempipe.evaluation.statistics import bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import JUDGE, Cell, ScoreTable, evidence_lines, percent_text, score_tables
 from mempipe.mlflow_writer import without_credentials
@@ -27,6 +29,13 @@ _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
 _MAX_REASONS = 3
 _PUBLISHED = " (published)"
+_COSTS = {
+    "turns": "turns",
+    "prompt_tokens_by_turn": "prompt tokens by turn",
+    "sampled_tokens": "sampled tokens",
+    "total_tokens": "total tokens",
+    "seconds": "seconds",
+}
 
 
 def write_evaluation_report(
@@ -63,21 +72,30 @@ def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def _means(cell: Cell) -> dict[str, float]:
-    """Over all questions, failed ones included: the metrics, and what the answers cost."""
-    attempts = [turns for row in cell.rows for turns in row["tokens_by_turn"]]
+    """The metrics over all questions, failed ones included, and what the answers cost over those that were attempted."""
+    attempts = sum(len(row["answers"]) for row in cell.rows)
     means = {name: fmean(row[name] for row in cell.rows) for name in METRICS}
     if judged := cell.scores(JUDGE):
         means |= {JUDGE: fmean(judged.values()), "judge_unparsed": float(sum(row["judge_unparsed"] for row in cell.rows))}
     means |= {"num_questions": float(len(cell.rows)), "num_failed": float(cell.num_failed)}
     if attempts:
         means |= {
-            "answered": sum(answer is not None for row in cell.rows for answer in row["answers"]) / len(attempts),
-            "turns": fmean(map(len, attempts)),
-            "prompt_tokens_by_turn": fmean(tokens for turns in attempts for tokens in turns) if any(attempts) else 0.0,
-            "sampled_tokens": fmean(tokens for row in cell.rows for tokens in row["sampled_tokens"]),
-            "seconds": fmean(row["seconds"] for row in cell.rows),
+            "answered": sum(answer is not None for row in cell.rows for answer in row["answers"]) / attempts,
+            **{name: fmean(values) for name, values in _costs(cell).items()},
         }
     return means
+
+
+def _costs(cell: Cell) -> dict[str, list[float]]:
+    """What every attempted question cost, a mean over its attempts; prompt tokens also over its turns."""
+    rows = [row for row in cell.rows if row["answers"]]
+    return {
+        "turns": [fmean(map(len, row["tokens_by_turn"])) for row in rows],
+        "prompt_tokens_by_turn": [fmean([*chain.from_iterable(row["tokens_by_turn"])] or [0]) for row in rows],
+        "sampled_tokens": [fmean(row["sampled_tokens"]) for row in rows],
+        "total_tokens": [fmean(row["total_tokens"]) for row in rows],
+        "seconds": [row["seconds"] for row in rows],
+    }
 
 
 def _facts(run: str, cells: Sequence[Cell], config: RunConfig, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,13 +162,22 @@ def _sources(table: ScoreTable) -> str:
     return f"Published numbers are from {'; '.join(titles)}." if titles else ""
 
 
-def _counts(cells: Sequence[Cell]) -> list[list[str]]:
-    lines = [["run", "set", "questions", "failed", "answered", "turns", "prompt tokens by turn", "sampled tokens"]]
+def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+    """How many questions and what one cost, with intervals."""
+    lines = [["run", "set", "questions", "failed", "answered", *_COSTS.values()]]
     for cell in cells:
-        means = _means(cell)
-        tail = [f"{means[name]:.2f}" if name in means else "–" for name in ("answered", "turns", "prompt_tokens_by_turn", "sampled_tokens")]
-        lines.append([cell.run, cell.benchmark.label, str(len(cell.rows)), str(cell.num_failed), *tail])
+        costs, answered = _costs(cell), _means(cell).get("answered")
+        counts = [str(len(cell.rows)), str(cell.num_failed), "–" if answered is None else f"{answered:.2f}"]
+        lines.append([cell.run, cell.benchmark.label, *counts, *(_cost_text(costs[name], suite) for name in _COSTS)])
     return lines
+
+
+def _cost_text(values: Sequence[float], suite: EvaluationSuite) -> str:
+    if not values:
+        return "–"
+    drawn = suite.bootstrap
+    interval = bootstrap_interval(values, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence)
+    return f"{interval.value:.2f} ({interval.low:.2f}–{interval.high:.2f})"
 
 
 def _markdown(
@@ -167,7 +194,7 @@ def _markdown(
         parts += [f"## {table.title}: {table.metric}, percent", _markdown_table(_grid(table)), *filter(None, [_sources(table)])]
     if evidence:
         parts += ["## em by where the needed documents stand in the context", _markdown_table([_evidence_head(), *evidence])]
-    parts += ["## Questions and tokens", _markdown_table(_counts(cells))]
+    parts += ["## Questions and tokens", _markdown_table(_counts(cells, suite))]
     if has_plot:
         parts.append(f"![Prompt tokens by turn]({PLOT_FILE})")
     parts += ["## Runs", _markdown_table(_fact_lines(facts))]
@@ -210,7 +237,7 @@ def _page(
     if evidence:
         head = "em by where the needed documents stand in the context"
         sections.append(_section(head, _html_table([_evidence_head(), *evidence])))
-    sections.append(_section("Questions and tokens", _html_table(_counts(cells))))
+    sections.append(_section("Questions and tokens", _html_table(_counts(cells, suite))))
     if plot is not None:
         keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines]
         sections.append(_section("Prompt tokens by turn", element("figure", element("ul", *keys, class_="legend"), plot)))

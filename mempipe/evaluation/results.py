@@ -43,6 +43,7 @@ _COLUMNS = pa.schema(
         ("end_reasons", pa.list_(pa.string())),
         ("tokens_by_turn", pa.list_(pa.list_(pa.int64()))),  # what the model read when it acted, turn by turn
         ("sampled_tokens", pa.list_(pa.int64())),
+        ("total_tokens", pa.list_(pa.int64())),  # of all contexts, read and sampled
         ("snapshots", pa.list_(pa.string())),  # of the indexes that answered its searches
         ("prompt_hash", pa.string()),
     ]
@@ -74,6 +75,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
         "end_reasons": [str(attempt.end_reason) for attempt in attempts],
         "tokens_by_turn": [tokens_by_turn(attempt, growing=growing) for attempt in attempts],
         "sampled_tokens": [sum(sum(context.loss_mask) for context in attempt.contexts) for attempt in attempts],
+        "total_tokens": [sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
         "snapshots": sorted({search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}),
         "prompt_hash": prompt_hash,
     }

@@ -182,6 +182,7 @@ def test_a_row_holds_means_over_attempts_and_what_they_cost():
     row = result_row(group(0, "Nile", "the long Nile"), growing=False, prompt_hash="p", depths=[0.5])
     assert (row["em"], row["f1"], row["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
     assert (row["answers"], row["sampled_tokens"], row["tokens_by_turn"]) == (["Nile", "the long Nile"], [2, 2], [[2], [2]])
+    assert row["total_tokens"] == [4, 4]
     assert (row["snapshots"], row["evidence_depths"], row["em_by_objective"]) == (["abc"], [0.5], [0.5])
 
 
@@ -341,6 +342,8 @@ def test_a_report_says_how_its_numbers_came_about(tmp_path):
     data = json.loads(files["report.json"])
     assert [each["em"] for each in data["cells"]] == [0.5, 1.0] and data["tables"][0]["rows"][0]["values"][0]["value"] == 0.5
     assert data["runs"]["a"]["ends"] == "2 answered"
+    assert "| 4.00 (4.00–4.00) |" in files["report.md"], "total tokens with their interval"
+    assert data["cells"][0]["total_tokens"] == 4.0
     assert files["tokens_by_turn.svg"].startswith("<svg xmlns=") and "part-1" in files["tokens_by_turn.svg"]
 
 
