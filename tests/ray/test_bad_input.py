@@ -99,13 +99,13 @@ def test_files_that_are_not_named(train, refused, setting):
     refused(train(f"{setting}=''"), f"{setting} is empty")
 
 
-@pytest.mark.parametrize("name", ["passages.arrow", "index.faiss", "manifest.json"])
+@pytest.mark.parametrize("name", ["passages/00000000.arrow", "vectors/00000.faiss", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_an_index_that_is_damaged(train, refused, tmp_path, name, damage):
     file = tmp_path / "inputs" / "index" / name
     content = file.read_bytes()
     file.unlink() if damage == "missing" else file.write_bytes(content[: len(content) // 2])
-    refused(train(), str(file.parent), name)
+    refused(train(), str(tmp_path / "inputs" / "index"), name)
 
 
 @pytest.mark.parametrize(
