@@ -24,7 +24,7 @@ from mempipe.data.world import World
 from mempipe.engines.encoders import HashingEncoder
 from mempipe.engines.index_build import build_index
 from mempipe.engines.tiny import build_tokenizer
-from mempipe.evaluation.results import tokens_by_turn
+from mempipe.evaluation.memory_quality import tokens_by_turn
 from mempipe.types import Trajectory
 from pipelines.warm_start import scripted_trajectories
 

@@ -81,6 +81,11 @@ class AgentConfig(Section):
     final_answer_turn: bool = True
     """react: after max_turns one more message is sampled, in which no search is made (as published)."""
 
+    @property
+    def grows(self) -> bool:
+        """Whether the whole history is carried in one context, so that every message that is sampled is a turn."""
+        return self.name == "react"
+
 
 class CompatConfig(Section):
     """Where published code departs from its paper, or its evaluation from its training: what to do as it does, item by item."""

@@ -45,8 +45,6 @@ from mempipe.types import Completion, Group, Question, SearchResult
 
 NO_SEARCH = ("memagent",)
 """Agents that read a text instead of searching."""
-GROWING = ("react",)
-"""Agents that carry their whole history in one context."""
 _PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 
 
@@ -144,7 +142,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         rows = [
             result_row(
                 group,
-                growing=planned.config.agent.name in GROWING,
+                growing=planned.config.agent.grows,
                 prompt_hash=planned.prompt_hash,
                 depths=job.depths.get(group.question.id, ()),
             )

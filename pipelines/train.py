@@ -124,7 +124,9 @@ def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: st
             groups.append(group)
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
-    tracker.log_metrics({f"validation/{name}": value for name, value in rollout_metrics(groups).items()}, step=step)
+    tracker.log_metrics(
+        {f"validation/{name}": value for name, value in rollout_metrics(groups, growing=roles.config.agent.grows).items()}, step=step
+    )
     return groups
 
 
@@ -195,7 +197,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
         reports = roles.learners.step(updates)
     with Timer() as syncing:
         canary = roles.sync(step + 1)
-    rollouts = rollout_metrics(batch.groups, policy_version=step)
+    rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent.grows)
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
     seconds = {"seconds/reference": reference.seconds, "seconds/learn": learning.seconds, "seconds/sync": syncing.seconds}

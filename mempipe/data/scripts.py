@@ -168,7 +168,7 @@ SCRIPTS: dict[AgentName, type[Script]] = {
 
 def vocabulary() -> list[str]:
     """Every word that worlds and scripts write, names included, sorted."""
-    return sorted(words().union(f"{KNOWS_NOTHING} need answer of is".split()))
+    return sorted(words().union(f"{KNOWS_NOTHING} need answer of".split()))
 
 
 def known(facts: Sequence[Fact]) -> str:

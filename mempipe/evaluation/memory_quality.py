@@ -27,6 +27,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from statistics import fmean, pstdev
 
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
@@ -106,6 +107,13 @@ def contains_value(text: str, value: str) -> bool:
     return bool(value.strip()) and value.strip() in text
 
 
+def tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
+    """Tokens before the first sampled one, in every context; in a growing context before every message."""
+    if not growing:
+        return [context.num_prompt_tokens for context in trajectory.contexts]
+    return [start for context in trajectory.contexts for start in _message_starts(context)]
+
+
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
     """Prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
 
@@ -121,13 +129,17 @@ def full_history_tokens(trajectory: Trajectory) -> list[int]:
     return tokens
 
 
-def rollout_metrics(groups: Sequence[Group], *, policy_version: int | None = None, memory_budget: int | None = None) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], *, policy_version: int | None = None, memory_budget: int | None = None, growing: bool = False
+) -> dict[str, float]:
     """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares),
     advantage_mean, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens).
     Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
     with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
+
+    With `growing` every message in a context is a turn (`tokens_by_turn`); of such an agent there is no memory and no other history.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -135,12 +147,13 @@ def rollout_metrics(groups: Sequence[Group], *, policy_version: int | None = Non
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     advantages = [trajectory.advantage for trajectory in trajectories]
     ends = Counter(trajectory.end_reason for trajectory in trajectories)
+    tokens = [tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
     metrics = {
         "reward": fmean(t.reward for t in trajectories),
         "em": fmean(t.em for t in trajectories),
         "f1": fmean(t.f1 for t in trajectories),
         "format_rate": ends[EndReason.ANSWERED] / len(trajectories),
-        "turns": len(contexts) / len(trajectories),
+        "turns": sum(map(len, tokens)) / len(trajectories),
         "searches": sum(len(context.searches) for context in contexts) / len(trajectories),
         "advantage_mean": fmean(advantages),
         "advantage_std": pstdev(advantages),
@@ -150,10 +163,13 @@ def rollout_metrics(groups: Sequence[Group], *, policy_version: int | None = Non
     }
     metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
     if contexts:
-        metrics["context_tokens_per_turn"] = fmean(context.num_prompt_tokens for context in contexts)
-        metrics["full_history_tokens_per_turn"] = fmean(tokens for t in trajectories for tokens in full_history_tokens(t))
+        metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
     if policy_version is not None:
         metrics |= _staleness(contexts, policy_version)
+    if growing:
+        return metrics
+    if contexts:
+        metrics["full_history_tokens_per_turn"] = fmean(chain.from_iterable(map(full_history_tokens, trajectories)))
     return metrics | memory_quality(groups, memory_budget=memory_budget)
 
 
@@ -206,6 +222,14 @@ def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def _is_memory_turn(trajectory: Trajectory, index: int) -> bool:
     context = trajectory.contexts[index]
     return bool(context.searches or context.memory_after) or index + 1 < len(trajectory.contexts)
+
+
+def _message_starts(context: Context) -> Iterator[int]:
+    place = 0
+    for sampled, run in groupby(context.loss_mask):
+        if sampled:
+            yield place
+        place += len(list(run))
 
 
 def _num_action_tokens(context: Context) -> int:

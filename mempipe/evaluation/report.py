@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from mempipe.config import AgentConfig
 from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.memory_quality import rollout_metrics
 from mempipe.evaluation.report_page import render_page
@@ -58,6 +59,11 @@ class ReportData:
     @property
     def memory_budget(self) -> int | None:
         return self.settings.get("budget", {}).get("memory_tokens")
+
+    @property
+    def growing(self) -> bool:
+        """Whether the agent carries its whole history in one context."""
+        return AgentConfig.model_validate(self.settings.get("agent", {})).grows
 
     @property
     def train_seconds(self) -> dict[str, float]:
@@ -115,7 +121,7 @@ def summarise(data: ReportData) -> dict[str, Number]:
     numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
     numbers["num_questions"] = len(data.after or data.before)
     for label, groups in (("start", data.before), ("end", data.after)):
-        numbers |= _evaluation(groups, label=label, memory_budget=data.memory_budget)
+        numbers |= _evaluation(groups, label=label, memory_budget=data.memory_budget, growing=data.growing)
     numbers |= _comparison(data.before, data.after)
     for name in ("context_tokens_per_turn", "full_history_tokens_per_turn"):
         numbers[name] = numbers.get(f"{name}_end", numbers.get(f"{name}_start"))
@@ -143,10 +149,10 @@ def by_hops(groups: Sequence[Group]) -> dict[int, list[Group]]:
     return dict(sorted(parts.items()))
 
 
-def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | None) -> dict[str, Number]:
+def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | None, growing: bool) -> dict[str, Number]:
     if not groups:
         return {}
-    metrics = rollout_metrics(groups, memory_budget=memory_budget).items()
+    metrics = rollout_metrics(groups, memory_budget=memory_budget, growing=growing).items()
     numbers: dict[str, Number] = {f"{name.replace('/', '_')}_{label}": value for name, value in metrics if name not in _TRAINING_ONLY}
     intervals = {"em": em_interval(groups), "f1": bootstrap_interval(_per_question(groups, "f1"))}
     for hops, part in by_hops(groups).items():

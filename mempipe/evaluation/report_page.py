@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mempipe.evaluation.charts import SMALL, Bar, BarGroup, Series, bar_chart, line_chart, number, percent, share_bar, whole_percent
 from mempipe.evaluation.markup import Markup, element, fragment
-from mempipe.evaluation.memory_quality import full_history_tokens
+from mempipe.evaluation.memory_quality import full_history_tokens, tokens_by_turn
 from mempipe.evaluation.report_examples import examples_section
 from mempipe.types import EndReason, Group
 
@@ -197,16 +197,16 @@ def _end_chart(numbers: Numbers) -> Markup | None:
 
 def _context_chart(data: ReportData) -> Markup | None:
     trajectories = [trajectory for group in data.after or data.before for trajectory in group.trajectories]
-    bounded = _by_turn([[float(context.num_prompt_tokens) for context in t.contexts] for t in trajectories])
-    full = _by_turn([[float(tokens) for tokens in full_history_tokens(t)] for t in trajectories])
-    if not bounded:
+    own = _by_turn([[float(tokens) for tokens in tokens_by_turn(t, growing=data.growing)] for t in trajectories])
+    if not own:
         return None
-    lines = [
-        Series(label="bounded memory", style="after", points=bounded, markers=True),
-        Series(label="full history, same trajectories", style="history", points=full, markers=True),
-    ]
+    lines = [Series(label="full history" if data.growing else "bounded memory", style="after", points=own, markers=True)]
+    text = "Mean over the trajectories that got so far."
+    if not data.growing:
+        full = _by_turn([[float(tokens) for tokens in full_history_tokens(t)] for t in trajectories])
+        lines.append(Series(label="full history, same trajectories", style="history", points=full, markers=True))
+        text += " A full history holds every earlier action and passage."
     chart = line_chart(lines, title="Prompt tokens by turn", x_label="turn")
-    text = "Mean over the trajectories that got so far. A full history holds every earlier action and passage."
     return _figure("Prompt tokens by turn", chart, lines, text)
 
 

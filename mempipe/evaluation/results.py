@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,9 +18,10 @@ import pyarrow.parquet as pq
 
 from mempipe.config import ConfigError
 from mempipe.data.trajectories import group_to_table
+from mempipe.evaluation.memory_quality import tokens_by_turn
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.runs import write_text
-from mempipe.types import Context, EndReason, Group, Trajectory
+from mempipe.types import EndReason, Group
 
 _FREE = ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")
 """What may differ between an evaluation and its continuation."""
@@ -79,21 +79,6 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
         "snapshots": sorted({search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}),
         "prompt_hash": prompt_hash,
     }
-
-
-def tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
-    """Tokens before the first sampled one, in every context; in a growing context before every message."""
-    if not growing:
-        return [context.num_prompt_tokens for context in trajectory.contexts]
-    return [start for context in trajectory.contexts for start in _message_starts(context)]
-
-
-def _message_starts(context: Context) -> Iterator[int]:
-    place = 0
-    for sampled, run in groupby(context.loss_mask):
-        if sampled:
-            yield place
-        place += len(list(run))
 
 
 class ResultFolder:

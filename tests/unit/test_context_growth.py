@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.context_growth import AGENTS, NUM_NOTED, play
 from mempipe.data.scripts import parse_facts
-from mempipe.evaluation.results import tokens_by_turn
+from mempipe.evaluation.memory_quality import tokens_by_turn
 from mempipe.types import EndReason
 
 SEEDS = (1, 2)

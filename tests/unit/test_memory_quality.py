@@ -199,6 +199,14 @@ def test_rollout_metrics_of_two_trajectories():
     assert metrics["early_answer_rate"] == 0.0 and metrics["kept_rate"] == 1.0
 
 
+def test_in_a_growing_context_every_message_is_a_turn_and_there_is_no_memory_to_measure():
+    whole = turn(0, "film")
+    metrics = rollout_metrics([group_of(attempt(whole))], growing=True)
+    assert metrics["turns"] == 2.0
+    assert metrics["context_tokens_per_turn"] == (10 + 10 + 3 + 8) / 2
+    assert not {"kept_rate", "found_rate", "early_answer_rate", "full_history_tokens_per_turn"} & metrics.keys()
+
+
 def test_staleness_is_weighed_by_tokens():
     mixed = turn(0, policy_versions=[-1] * 10 + [5, 4, 2])
     metrics = rollout_metrics([group_of(attempt(mixed))], policy_version=5)

@@ -1,0 +1,40 @@
+"""ReAct, MEM1 and MemAgent through the whole real job in miniature: a short warm start, two learner steps, evaluations, export."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+
+import pytest
+from miniature import QUICKSTART, ROOT, Marked, train_command
+
+from mempipe.data.trajectories import read_trajectories
+from mempipe.evaluation.memory_quality import tokens_by_turn
+from mempipe.tracking import read_metrics
+from mempipe.types import EndReason
+
+NUM_STEPS = 2
+JOB_WITHIN_S = 600  # on a machine that is busy with other things
+SCRIPT_ENDS = {EndReason.ANSWERED, EndReason.MAX_TURNS}
+"""How attempts end that keep to the grammar of the script; others have not learned it yet."""
+
+
+@pytest.mark.parametrize("agent", ["react", "mem1", "memagent"])
+def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tmp_path):
+    overrides = [f"num_steps={NUM_STEPS}", "name=run", "warm_start.num_clean_trajectories=900", "warm_start.tokens_per_step=1024"]
+    command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"quickstart_{agent}.yaml"))
+    done = subprocess.run(command, cwd=ROOT, env=Marked().environment, capture_output=True, text=True, timeout=JOB_WITHIN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    assert len(steps) == NUM_STEPS
+    assert all(row["learner/grad_norm"] > 0 for row in steps if row["advantage_std"] > 0)
+    assert (tmp_path / "run" / "huggingface" / "model.safetensors").exists()
+
+    trajectories = [t for group in read_trajectories(tmp_path / "run" / "trajectories.parquet") for t in group.trajectories]
+    assert len(trajectories) == 2 * 12, "before and after"
+    ends = Counter(trajectory.end_reason for trajectory in trajectories)
+    assert sum(ends[end] for end in SCRIPT_ENDS) >= 0.5 * len(trajectories), ends
+    contexts = {"react": {1}, "memagent": {5}}.get(agent, set(range(1, 7)))
+    assert {len(trajectory.contexts) for trajectory in trajectories} <= contexts
+    turns = [len(tokens_by_turn(trajectory, growing=agent == "react")) for trajectory in trajectories]
+    assert max(turns) > 1
