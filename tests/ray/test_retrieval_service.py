@@ -94,6 +94,7 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
     running = subprocess.Popen(command, env=marked.environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert running.stdout is not None
+        assert running.stdout.readline().startswith(f"starting the service of {index}")
         assert f"serving {index} at http://127.0.0.1:{port}" in running.stdout.readline()
         example = running.stdout.readline()
         curl = subprocess.run(example, shell=True, capture_output=True, text=True, check=True)
