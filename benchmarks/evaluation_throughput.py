@@ -80,7 +80,7 @@ def streamed(engines: Engines, questions: Sequence[Question], number: int) -> fl
     """Timed from the first question's answer on, so that the start of the stream's processes does not count."""
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
     started, count = 0.0, 0
-    for _ in stream_groups(spec, ((f"{number}/{question.id}", question) for question in questions)):
+    for _ in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):
         started = started or time.perf_counter()
         count += 1
     assert count == len(questions)

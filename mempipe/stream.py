@@ -8,7 +8,9 @@ the drivers. An `Admission` actor decides when a group may start, so Ray Data's 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
@@ -36,6 +38,7 @@ from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rollout import run_group
 from mempipe.types import Group, Question, from_row, to_row
 
+ATTEMPTS_PER_ROW = 8
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
 
 
@@ -59,10 +62,11 @@ class DriverSpec:
 
 
 class QuestionSource(Datasource):
-    """(position, group id, question) rows, made as they are asked for, one per block."""
+    """Rows of up to `groups_per_row` (group id, question) and the position of the first, made as they are asked for, one per block."""
 
-    def __init__(self, rows: Iterable[tuple[str, Question]]) -> None:
+    def __init__(self, rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> None:
         self._rows = rows
+        self._groups_per_row = groups_per_row
 
     def get_name(self) -> str:
         return "Questions"
@@ -71,17 +75,20 @@ class QuestionSource(Datasource):
         return None
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
-        rows = self._rows
+        rows, size = self._rows, self._groups_per_row
 
         def read() -> Iterator[pa.Table]:
-            for position, (group_id, question) in enumerate(rows):
-                row = {"position": position, "group_id": group_id, "question": to_row(question)}
-                yield pa.Table.from_pylist([row], schema=QUESTION_ROW)
+            remaining, position = iter(rows), 0
+            while asked := list(itertools.islice(remaining, size)):
+                groups = [{"group_id": group_id, "question": to_row(question)} for group_id, question in asked]
+                yield pa.Table.from_pylist([{"position": position, "groups": groups}], schema=QUESTION_ROW)
+                position += len(asked)
 
         return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None))]
 
 
-QUESTION_ROW = pa.schema([("position", pa.int64()), ("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
+_ASKED = pa.struct([("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
+QUESTION_ROW = pa.schema([("position", pa.int64()), ("groups", pa.list_(_ASKED))])
 
 
 class Driver:
@@ -104,10 +111,19 @@ class Driver:
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         for row in batch.to_pylist():
-            group_id = row["group_id"]
-            if self._admission is not None:
-                await self._admission.ticket.remote(group_id, row["position"])
-            yield group_to_table(await self._finished(group_id, from_row(Question, row["question"])))
+            asked = enumerate(row["groups"], start=row["position"])
+            tasks = [asyncio.create_task(self._admitted(position, **group)) for position, group in asked]
+            try:
+                for finished in asyncio.as_completed(tasks):
+                    yield group_to_table(await finished)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _admitted(self, position: int, group_id: str, question: dict[str, Any]) -> Group:
+        if self._admission is not None:
+            await self._admission.ticket.remote(group_id, position)
+        return await self._finished(group_id, from_row(Question, question))
 
     async def _finished(self, group_id: str, question: Question) -> Group:
         attempts = self._spec.config.stream.num_attempts
@@ -142,6 +158,10 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
     Raises GroupFailed when a group cannot be finished.
     """
     stream = spec.config.stream
+    # Ray Data handles some 15 blocks a second. Whole groups of training are worth one each; single questions are not.
+    alone = bool(spec.admission) or spec.config.ordered
+    groups_per_row = 1 if alone else max(min(ATTEMPTS_PER_ROW // spec.group_size, stream.groups_in_flight), 1)
+    source = QuestionSource(rows, groups_per_row=groups_per_row)
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = spec.config.ordered
     context.execution_no_progress_timeout_s = -1  # a learner step may take longer than any timeout
@@ -149,13 +169,15 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
     context.target_min_block_size = 1
     context.enable_progress_bars = False
     with DataContext.current(context):
-        dataset = ray.data.read_datasource(QuestionSource(rows), override_num_blocks=1, num_cpus=SOURCE_CPUS).map_batches(
+        dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=SOURCE_CPUS).map_batches(
             Driver,
             fn_constructor_args=[spec],
             batch_format="pyarrow",
             batch_size=None,
             num_cpus=0,
-            compute=ActorPoolStrategy(size=stream.num_drivers, max_concurrent_calls_per_actor=stream.groups_in_flight),
+            compute=ActorPoolStrategy(
+                size=stream.num_drivers, max_concurrent_calls_per_actor=math.ceil(stream.groups_in_flight / groups_per_row)
+            ),
         )
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
