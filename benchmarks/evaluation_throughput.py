@@ -37,6 +37,7 @@ from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
 
 NUM_THREADS = 30
+NUM_IN_FLIGHT = 192
 
 
 def main() -> None:
@@ -47,7 +48,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(QUICKSTART, [*SETTINGS, f"world.num_validation_questions={arguments.questions}", f"output={folder}"])
+        sizes = [f"world.num_validation_questions={arguments.questions}", f"stream.groups_in_flight={NUM_IN_FLIGHT}"]
+        config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
         run = Run(config)
         if arguments.run is None:
             config = prepare(run)

@@ -38,7 +38,7 @@ from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rollout import run_group
 from mempipe.types import Group, Question, from_row, to_row
 
-ATTEMPTS_PER_ROW = 8
+ATTEMPTS_PER_ROW = 16
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
 
 
