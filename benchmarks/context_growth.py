@@ -24,7 +24,7 @@ from mempipe.data.world import World
 from mempipe.engines.encoders import HashingEncoder
 from mempipe.engines.index_build import build_index
 from mempipe.engines.tiny import build_tokenizer
-from mempipe.evaluation.memory_quality import tokens_by_turn
+from mempipe.evaluation.memory_quality import context_tokens_by_turn
 from mempipe.types import Trajectory
 from pipelines.warm_start import scripted_trajectories
 
@@ -42,7 +42,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         by_agent = {
-            agent: [tokens_by_turn(t, growing=agent == "react") for t in trajectories]
+            agent: [context_tokens_by_turn(t, growing=agent == "react") for t in trajectories]
             for agent, trajectories in play(Path(folder), seeds=arguments.seeds, num_hops=arguments.hops).items()
         }
     means = {agent: [fmean(turn) for turn in zip(*rows, strict=True)][: arguments.hops] for agent, rows in by_agent.items()}
@@ -80,7 +80,7 @@ def plot(means: dict[str, list[float]], file: str) -> None:
     names = {"memsearcher": "MemSearcher", "mem1": "MEM1", "memagent": "MemAgent", "react": "ReAct"}
     for (agent, tokens), color in zip(means.items(), ("#1f6feb", "#bf5af2", "#1a7f5a", "#c2570c"), strict=True):
         axes.plot(range(1, len(tokens) + 1), tokens, "o-", ms=3, color=color, label=names[agent])
-    axes.set(xlabel="turn", ylabel="tokens read when acting", ylim=(0, None), title=f"Context by turn, questions of {len(tokens)} hops")
+    axes.set(xlabel="turn", ylabel="tokens of the context", ylim=(0, None), title=f"Context by turn, questions of {len(tokens)} hops")
     axes.legend(fontsize=8)
     figure.savefig(file)
 

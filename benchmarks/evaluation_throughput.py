@@ -22,12 +22,12 @@ from pathlib import Path
 
 import ray
 
-from benchmarks.rollout_throughput import QUICKSTART, SETTINGS
+from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
 from mempipe.actors.launch import Engines, connected, launch_engines
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents import make_agent
 from mempipe.cli import ENVIRONMENT
-from mempipe.config import RunConfig, load_config
+from mempipe.config import load_config
 from mempipe.data.qa import read_questions
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.runs import Run
@@ -54,13 +54,12 @@ def main() -> None:
         if arguments.run is None:
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_start(run, config) if arguments.run is None else of_run(config, Path(arguments.run))
+            config = warm_start(run, config) if arguments.run is None else of_run(config, Path(arguments.run), weights="huggingface")
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
             with launch_engines(config, namespace) as engines:
-                rounds = [(streamed(engines, questions, number), threaded(engines, questions)) for number in range(arguments.rounds + 1)][
-                    1:
-                ]
+                numbers = range(arguments.rounds + 1)
+                rounds = [(streamed(engines, questions, number), threaded(engines, questions)) for number in numbers][1:]
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
     for name, column in (("stream", 0), (f"{NUM_THREADS} threads", 1)):
         print(f"{name:<12}{statistics.median(one[column] for one in rounds):8.1f} questions/s")
@@ -68,25 +67,15 @@ def main() -> None:
     print(f"stream / threads: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")
 
 
-def of_run(config: RunConfig, run: Path) -> RunConfig:
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": str(run / "huggingface")}),
-            "retrieval": config.retrieval.model_copy(update={"index": str(run / "index")}),
-            "data": config.data.model_copy(update={"validation": str(run / "world" / "validation.parquet")}),
-        }
-    )
-
-
 def streamed(engines: Engines, questions: Sequence[Question], number: int) -> float:
-    """Timed from the first question's answer on, so that the start of the stream's processes does not count."""
+    """Timed from when the first question to be answered was asked, so that the start of the stream's processes does not count."""
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
     started, count = 0.0, 0
-    for _ in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):
-        started = started or time.perf_counter()
+    for group in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):
+        started = started or time.perf_counter() - group.seconds
         count += 1
     assert count == len(questions)
-    return (count - 1) / (time.perf_counter() - started)
+    return count / (time.perf_counter() - started)
 
 
 def threaded(engines: Engines, questions: Sequence[Question]) -> float:

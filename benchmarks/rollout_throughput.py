@@ -77,7 +77,7 @@ def main() -> None:
         sizes = [f"algorithm.groups_per_step={arguments.groups}", f"world.num_train_questions={num_questions}"]
         config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
         run = Run(config)
-        config = prepare(run) if arguments.run is None else _of_run(config, Path(arguments.run))
+        config = prepare(run) if arguments.run is None else of_run(config, Path(arguments.run), weights="warm_start")
         with connected(config.ray_address, name=config.name) as namespace:
             config = warm_start(run, config) if arguments.run is None else config
             with started(config, namespace, num_questions=num_questions) as contest:
@@ -85,12 +85,14 @@ def main() -> None:
     report(rounds)
 
 
-def _of_run(config: RunConfig, run: Path) -> RunConfig:
+def of_run(config: RunConfig, run: Path, *, weights: str) -> RunConfig:
+    """With the files that a finished run made; its `weights` are "warm_start" or "huggingface" (the trained ones)."""
+    files = {split: str(run / "world" / f"{split}.parquet") for split in ("train", "validation")}
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update={"path": str(run / "warm_start")}),
+            "model": config.model.model_copy(update={"path": str(run / weights)}),
             "retrieval": config.retrieval.model_copy(update={"index": str(run / "index")}),
-            "data": config.data.model_copy(update={"train": str(run / "world" / "train.parquet")}),
+            "data": config.data.model_copy(update=files),
         }
     )
 

@@ -114,8 +114,8 @@ class Driver:
             asked = enumerate(row["groups"], start=row["position"])
             tasks = [asyncio.create_task(self._admitted(position, **group)) for position, group in asked]
             try:
-                for finished in asyncio.as_completed(tasks):
-                    yield group_to_table(await finished)
+                for task in tasks:  # not as they finish: of a row that is run again, Ray keeps what it had by its place in this order
+                    yield group_to_table(await task)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -153,7 +153,7 @@ class Driver:
 
 
 def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
-    """Groups in the order in which they finish (in the order of `rows` when `config.ordered`).
+    """Groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
 
     Raises GroupFailed when a group cannot be finished.
     """

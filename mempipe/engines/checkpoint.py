@@ -7,9 +7,7 @@ disk and renamed. With several ranks all of them call together, on a file system
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -26,6 +24,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
+
+from mempipe.engines.files import sha256, sync
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -129,7 +129,7 @@ def _start(partial: Path) -> None:
 
 def _finish(partial: Path, target: Path, state: str, keep: int) -> None:
     (partial / STATE).write_text(state)
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(partial.iterdir())}
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(partial.iterdir())}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     _replace(partial, target)
     for old in _checkpoints(target.parent)[:-keep]:
@@ -139,13 +139,13 @@ def _finish(partial: Path, target: Path, state: str, keep: int) -> None:
 def _replace(partial: Path, target: Path) -> None:
     """Makes `partial` known as `target`, durably."""
     for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+        sync(file)
+    sync(partial)
     replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():
         target.rename(replaced)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -162,7 +162,7 @@ def _verify(path: Path) -> None:
         size = file.stat().st_size
         if size != written["bytes"]:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has {size} bytes, {written['bytes']} were written")
-        if _sha256(file) != written["sha256"]:
+        if sha256(file) != written["sha256"]:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
 
 
@@ -170,19 +170,6 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Oldest first."""
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

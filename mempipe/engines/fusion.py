@@ -1,9 +1,15 @@
-"""Rankings of several indexes made one."""
+"""Rankings, and those of several indexes made one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""A ranking: rows and their scores, best first."""
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, constant: int = 60) -> list[tuple[int, float]]:

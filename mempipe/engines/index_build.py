@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,7 @@ from mempipe.agents.protocol import replace_surrogates
 from mempipe.config import ConfigError, FaissConfig, IndexConfig
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
 from mempipe.engines.encoders import Encoder, HashingEncoder, Vectors
+from mempipe.engines.files import sync, write_whole
 from mempipe.engines.index_folder import (
     MANIFEST,
     LexicalFiles,
@@ -42,9 +43,7 @@ from mempipe.engines.index_folder import (
     VectorFiles,
     read_manifest,
     record_of,
-    sync,
     write_manifest,
-    write_whole,
 )
 from mempipe.engines.lexical import LexicalIndex
 from mempipe.engines.passages import line_offsets, read_batches
@@ -477,8 +476,9 @@ def _threads(factory: str, graph_threads: int) -> Iterator[None]:
 def _train(index: Any, sample: Vectors) -> None:
     """Trains with the centroids on GPUs, where there are any."""
     if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
-        with suppress(RuntimeError):  # not an index with inverted lists
-            faiss.extract_index_ivf(index).clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
+        lists = faiss.try_extract_index_ivf(index)
+        if lists is not None:
+            lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
     index.train(sample)
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mempipe.config import ConfigError
+from mempipe.engines.files import sha256, write_whole
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -152,31 +151,11 @@ def verify(folder: str | Path) -> None:
 
 def record_of(file: Path, *, sampled: bool = False) -> FileRecord:
     size = file.stat().st_size
+    if not sampled:
+        return FileRecord(bytes=size, sha256=sha256(file))
     with file.open("rb") as opened:
-        if not sampled:
-            return FileRecord(bytes=size, sha256=hashlib.file_digest(opened, "sha256").hexdigest())
         digest = hashlib.sha256(str(size).encode())
         for i in range(SAMPLED_BLOCKS):
             opened.seek(max(size - BLOCK_BYTES, 0) * i // (SAMPLED_BLOCKS - 1))
             digest.update(opened.read(BLOCK_BYTES))
         return FileRecord(bytes=size, sha256=digest.hexdigest(), sampled=True)
-
-
-def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
-    """`write` makes a file that appears under its name when it is whole and on the disk."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        sync(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Brings a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

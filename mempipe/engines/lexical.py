@@ -26,9 +26,7 @@ import pyarrow as pa
 
 from mempipe.config import ConfigError
 from mempipe.engines.encoders import words
-
-Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""Rows and their scores, best first."""
+from mempipe.engines.fusion import Scored
 
 FORMAT = 1
 SETTINGS, WORDS, STARTS, ROWS, WEIGHTS = "lexical.json", "words.arrow", "starts.npy", "rows.npy", "weights.npy"

@@ -8,6 +8,7 @@ unsharded. Other indexes (IVF, HNSW, transforms) answer as faiss does.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -22,9 +23,8 @@ from threadpoolctl import threadpool_limits
 
 from mempipe.config import ConfigError
 from mempipe.engines.encoders import Vectors
+from mempipe.engines.fusion import Scored
 
-Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""Rows and their scores, best first."""
 Rows = tuple[int, int]
 """The rows from the first up to, not including, the second."""
 
@@ -215,5 +215,6 @@ def _gpu_copy(index: Any) -> Any:
     options.shard = True
     try:
         return faiss.index_cpu_to_all_gpus(index, co=options)
-    except RuntimeError:
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning("a faiss %s stays on the CPU: %s", type(index).__name__, error)
         return None

@@ -22,7 +22,7 @@ from mempipe.evaluation.table import JUDGE, Cell, ScoreTable, evidence_lines, pe
 from mempipe.mlflow_writer import without_credentials
 from mempipe.runs import write_text
 
-PLOT_FILE = "tokens_by_turn.svg"
+PLOT_FILE = "context_tokens_by_turn.svg"
 NUM_EVIDENCE_BINS = 5
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses scripts and outside resources
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
@@ -31,7 +31,7 @@ _MAX_REASONS = 3
 _PUBLISHED = " (published)"
 _COSTS = {
     "turns": "turns",
-    "prompt_tokens_by_turn": "prompt tokens by turn",
+    "context_tokens_by_turn": "context tokens by turn",
     "sampled_tokens": "sampled tokens",
     "total_tokens": "total tokens",
     "seconds": "seconds",
@@ -87,11 +87,11 @@ def _means(cell: Cell) -> dict[str, float]:
 
 
 def _costs(cell: Cell) -> dict[str, list[float]]:
-    """What every attempted question cost, a mean over its attempts; prompt tokens also over its turns."""
+    """What every attempted question cost, a mean over its attempts; context tokens also over its turns."""
     rows = [row for row in cell.rows if row["answers"]]
     return {
-        "turns": [fmean(map(len, row["tokens_by_turn"])) for row in rows],
-        "prompt_tokens_by_turn": [fmean([*chain.from_iterable(row["tokens_by_turn"])] or [0]) for row in rows],
+        "turns": [fmean(map(len, row["context_tokens_by_turn"])) for row in rows],
+        "context_tokens_by_turn": [fmean([*chain.from_iterable(row["context_tokens_by_turn"])] or [0]) for row in rows],
         "sampled_tokens": [fmean(row["sampled_tokens"]) for row in rows],
         "total_tokens": [fmean(row["total_tokens"]) for row in rows],
         "seconds": [row["seconds"] for row in rows],
@@ -127,10 +127,10 @@ def _evidence_head() -> list[str]:
 
 
 def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
-    """Prompt tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where history grows."""
+    """Context tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where history grows."""
     lines = []
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
-        attempts = [turns for cell in cells if cell.run == run for row in cell.rows for turns in row["tokens_by_turn"]]
+        attempts = [turns for cell in cells if cell.run == run for row in cell.rows for turns in row["context_tokens_by_turn"]]
         by_turn: dict[int, list[int]] = {}
         for turns in attempts:
             for turn, tokens in enumerate(turns, start=1):
@@ -138,7 +138,7 @@ def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
         points = [(float(turn), fmean(tokens)) for turn, tokens in by_turn.items() if len(tokens) >= _MIN_SHARE * len(attempts)]
         if points:
             lines.append(Series(label=run, style=f"part-{number % _NUM_STYLES}", points=points, markers=True))
-    return (line_chart(lines, title="Prompt tokens by turn", x_label="turn") if lines else None), lines
+    return (line_chart(lines, title="Context tokens by turn", x_label="turn") if lines else None), lines
 
 
 def _head(suite: EvaluationSuite) -> list[str]:
@@ -196,7 +196,7 @@ def _markdown(
         parts += ["## em by where the needed documents stand in the context", _markdown_table([_evidence_head(), *evidence])]
     parts += ["## Questions and tokens", _markdown_table(_counts(cells, suite))]
     if has_plot:
-        parts.append(f"![Prompt tokens by turn]({PLOT_FILE})")
+        parts.append(f"![Context tokens by turn]({PLOT_FILE})")
     parts += ["## Runs", _markdown_table(_fact_lines(facts))]
     parts += ["## Metrics", "\n".join(f"- **{name}**: {text}" for name, text in definitions().items())]
     return "\n\n".join(parts) + "\n"
@@ -240,7 +240,7 @@ def _page(
     sections.append(_section("Questions and tokens", _html_table(_counts(cells, suite))))
     if plot is not None:
         keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines]
-        sections.append(_section("Prompt tokens by turn", element("figure", element("ul", *keys, class_="legend"), plot)))
+        sections.append(_section("Context tokens by turn", element("figure", element("ul", *keys, class_="legend"), plot)))
     sections.append(_section("Runs", _html_table(_fact_lines(facts))))
     items = [element("li", element("b", name), f": {text}") for name, text in definitions().items()]
     sections.append(_section("Metrics", element("ul", *items)))

@@ -107,11 +107,21 @@ def contains_value(text: str, value: str) -> bool:
     return bool(value.strip()) and value.strip() in text
 
 
-def tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
+def prompt_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
     """Tokens before the first sampled one, in every context; in a growing context before every message."""
     if not growing:
         return [context.num_prompt_tokens for context in trajectory.contexts]
-    return [start for context in trajectory.contexts for start in _message_starts(context)]
+    return [start for context in trajectory.contexts for start, _ in _messages(context)]
+
+
+def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
+    """Tokens that the context holds when a turn ends, read and written; a growing context has a turn for every message.
+
+    What agents are compared by: some read passages before a turn's first sampled token, others behind it.
+    """
+    if not growing:
+        return [len(context.token_ids) for context in trajectory.contexts]
+    return [end for context in trajectory.contexts for _, end in _messages(context)]
 
 
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
@@ -139,7 +149,7 @@ def rollout_metrics(
     Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
     with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
 
-    With `growing` every message in a context is a turn (`tokens_by_turn`); of such an agent there is no memory and no other history.
+    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`); of such an agent there is no memory and no other history.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -147,7 +157,7 @@ def rollout_metrics(
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     advantages = [trajectory.advantage for trajectory in trajectories]
     ends = Counter(trajectory.end_reason for trajectory in trajectories)
-    tokens = [tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
+    tokens = [prompt_tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
     metrics = {
         "reward": fmean(t.reward for t in trajectories),
         "em": fmean(t.em for t in trajectories),
@@ -224,12 +234,13 @@ def _is_memory_turn(trajectory: Trajectory, index: int) -> bool:
     return bool(context.searches or context.memory_after) or index + 1 < len(trajectory.contexts)
 
 
-def _message_starts(context: Context) -> Iterator[int]:
+def _messages(context: Context) -> Iterator[tuple[int, int]]:
+    """Where every sampled message starts and ends."""
     place = 0
     for sampled, run in groupby(context.loss_mask):
+        start, place = place, place + len(list(run))
         if sampled:
-            yield place
-        place += len(list(run))
+            yield start, place
 
 
 def _num_action_tokens(context: Context) -> int:

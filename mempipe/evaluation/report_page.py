@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mempipe.evaluation.charts import SMALL, Bar, BarGroup, Series, bar_chart, line_chart, number, percent, share_bar, whole_percent
 from mempipe.evaluation.markup import Markup, element, fragment
-from mempipe.evaluation.memory_quality import full_history_tokens, tokens_by_turn
+from mempipe.evaluation.memory_quality import full_history_tokens, prompt_tokens_by_turn
 from mempipe.evaluation.report_examples import examples_section
 from mempipe.types import EndReason, Group
 
@@ -197,7 +197,7 @@ def _end_chart(numbers: Numbers) -> Markup | None:
 
 def _context_chart(data: ReportData) -> Markup | None:
     trajectories = [trajectory for group in data.after or data.before for trajectory in group.trajectories]
-    own = _by_turn([[float(tokens) for tokens in tokens_by_turn(t, growing=data.growing)] for t in trajectories])
+    own = _by_turn([[float(tokens) for tokens in prompt_tokens_by_turn(t, growing=data.growing)] for t in trajectories])
     if not own:
         return None
     lines = [Series(label="full history" if data.growing else "bounded memory", style="after", points=own, markers=True)]

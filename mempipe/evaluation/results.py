@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from mempipe.config import ConfigError
 from mempipe.data.trajectories import group_to_table
-from mempipe.evaluation.memory_quality import tokens_by_turn
+from mempipe.evaluation.memory_quality import context_tokens_by_turn
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.runs import write_text
 from mempipe.types import EndReason, Group
@@ -41,7 +41,7 @@ _COLUMNS = pa.schema(
         ("judge_unparsed", pa.int64()),
         ("answers", pa.list_(pa.string())),  # of every attempt; null where it did not answer
         ("end_reasons", pa.list_(pa.string())),
-        ("tokens_by_turn", pa.list_(pa.list_(pa.int64()))),  # what the model read when it acted, turn by turn
+        ("context_tokens_by_turn", pa.list_(pa.list_(pa.int64()))),
         ("sampled_tokens", pa.list_(pa.int64())),
         ("total_tokens", pa.list_(pa.int64())),  # of all contexts, read and sampled
         ("snapshots", pa.list_(pa.string())),  # of the indexes that answered its searches
@@ -73,7 +73,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
         "judge_unparsed": 0,
         "answers": answers,
         "end_reasons": [str(attempt.end_reason) for attempt in attempts],
-        "tokens_by_turn": [tokens_by_turn(attempt, growing=growing) for attempt in attempts],
+        "context_tokens_by_turn": [context_tokens_by_turn(attempt, growing=growing) for attempt in attempts],
         "sampled_tokens": [sum(sum(context.loss_mask) for context in attempt.contexts) for attempt in attempts],
         "total_tokens": [sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
         "snapshots": sorted({search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}),

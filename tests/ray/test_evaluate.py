@@ -109,12 +109,14 @@ def test_a_kill_leaves_no_process(evaluated):
 
 
 def test_every_row_has_its_attempts_whole(evaluated):
-    rows = read_results(evaluated.folder / "noise" / "world", columns=["question_id", "failed", "answers", "tokens_by_turn", "group"])
+    rows = read_results(
+        evaluated.folder / "noise" / "world", columns=["question_id", "failed", "answers", "context_tokens_by_turn", "group"]
+    )
     for row in rows:
         trajectories = row["group"]["trajectories"]
         assert len(trajectories) == len(row["answers"]) == (0 if row["failed"] else NUM_SAMPLES)
-        for trajectory, tokens in zip(trajectories, row["tokens_by_turn"], strict=True):
-            assert [context["num_prompt_tokens"] for context in trajectory["contexts"]] == tokens
+        for trajectory, tokens in zip(trajectories, row["context_tokens_by_turn"], strict=True):
+            assert [len(context["token_ids"]) for context in trajectory["contexts"]] == tokens
             assert all(len(context["token_ids"]) == len(context["loss_mask"]) for context in trajectory["contexts"])
 
 
@@ -132,7 +134,7 @@ def test_pairs_are_scored_objective_by_objective(evaluated):
 
 
 def test_the_report_is_there_and_in_mlflow(evaluated):
-    for name in ("report.md", "report.html", "tokens_by_turn.svg"):
+    for name in ("report.md", "report.html", "context_tokens_by_turn.svg"):
         assert (evaluated.folder / name).stat().st_size > 500
     from mlflow import MlflowClient
 

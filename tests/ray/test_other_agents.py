@@ -9,7 +9,7 @@ import pytest
 from miniature import QUICKSTART, ROOT, Marked, train_command
 
 from mempipe.data.trajectories import read_trajectories
-from mempipe.evaluation.memory_quality import tokens_by_turn
+from mempipe.evaluation.memory_quality import context_tokens_by_turn
 from mempipe.tracking import read_metrics
 from mempipe.types import EndReason
 
@@ -36,5 +36,5 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
     assert sum(ends[end] for end in SCRIPT_ENDS) >= 0.5 * len(trajectories), ends
     contexts = {"react": {1}, "memagent": {5}}.get(agent, set(range(1, 7)))
     assert {len(trajectory.contexts) for trajectory in trajectories} <= contexts
-    turns = [len(tokens_by_turn(trajectory, growing=agent == "react")) for trajectory in trajectories]
+    turns = [len(context_tokens_by_turn(trajectory, growing=agent == "react")) for trajectory in trajectories]
     assert max(turns) > 1

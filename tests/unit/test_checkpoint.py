@@ -16,7 +16,6 @@ from learner_setup import free_port, load_plain, make_learner, pack, samples, sa
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from mempipe.engines import checkpoint
 from mempipe.engines.checkpoint import CheckpointError, export_hf, latest, load_tensors, read_state, save_checkpoint
 from mempipe.engines.learner import Learner
 
@@ -133,7 +132,7 @@ def test_a_full_disk_while_syncing_leaves_nothing(tmp_path, monkeypatch):
     def no_space(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", no_space)
+    monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path)
     assert files(tmp_path) == []

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.context_growth import AGENTS, NUM_NOTED, play
 from mempipe.data.scripts import parse_facts
-from mempipe.evaluation.memory_quality import tokens_by_turn
+from mempipe.evaluation.memory_quality import context_tokens_by_turn
 from mempipe.types import EndReason
 
 SEEDS = (1, 2)
@@ -23,20 +23,20 @@ def test_twenty_hops_are_answered_right(attempts, agent):
     for trajectory in attempts[agent]:
         assert trajectory.end_reason is EndReason.ANSWERED
         assert trajectory.answer is not None
-        assert len(tokens_by_turn(trajectory, growing=agent == "react")) == 21
+        assert len(context_tokens_by_turn(trajectory, growing=agent == "react")) == 21
     answers = {agent: [(trajectory.answer or "").strip() for trajectory in trajectories] for agent, trajectories in attempts.items()}
     assert answers[agent] == answers["memsearcher"]
 
 
 def test_the_context_of_memsearcher_is_at_turn_20_what_it_was_at_turn_5(attempts):
     for trajectory in attempts["memsearcher"]:
-        tokens = tokens_by_turn(trajectory, growing=False)
+        tokens = context_tokens_by_turn(trajectory, growing=False)
         assert tokens[19] <= 1.1 * tokens[4]
         assert len(parse_facts(trajectory.contexts[19].memory_before)) == NUM_NOTED
 
 
 def test_the_context_of_react_has_grown_threefold_by_then(attempts):
     for trajectory in attempts["react"]:
-        tokens = tokens_by_turn(trajectory, growing=True)
+        tokens = context_tokens_by_turn(trajectory, growing=True)
         assert tokens[19] >= 3 * tokens[4]
         assert tokens == sorted(tokens)

@@ -16,8 +16,9 @@ from mempipe.evaluation import evaluation_report
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.evaluation_report import flat_metrics, write_evaluation_report
 from mempipe.evaluation.judge import judge_prompt, judge_row, parse_verdict
+from mempipe.evaluation.memory_quality import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import ResultFolder, read_results, result_row, tokens_by_turn
+from mempipe.evaluation.results import ResultFolder, read_results, result_row
 from mempipe.evaluation.statistics import bootstrap_average
 from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluationSuite, load_suite, resolve_run
 from mempipe.evaluation.table import Cell, evidence_lines, percent_text, published_tables, score_tables
@@ -181,7 +182,7 @@ def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):
 def test_a_row_holds_means_over_attempts_and_what_they_cost():
     row = result_row(group(0, "Nile", "the long Nile"), growing=False, prompt_hash="p", depths=[0.5])
     assert (row["em"], row["f1"], row["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
-    assert (row["answers"], row["sampled_tokens"], row["tokens_by_turn"]) == (["Nile", "the long Nile"], [2, 2], [[2], [2]])
+    assert (row["answers"], row["sampled_tokens"], row["context_tokens_by_turn"]) == (["Nile", "the long Nile"], [2, 2], [[4], [4]])
     assert row["total_tokens"] == [4, 4]
     assert (row["snapshots"], row["evidence_depths"], row["em_by_objective"]) == (["abc"], [0.5], [0.5])
 
@@ -198,8 +199,10 @@ def test_only_an_answered_trajectory_has_an_answer():
 
 def test_a_turn_is_a_context_or_in_a_growing_one_a_message():
     trajectory = attempt("x", masks=("0011001", "00011"))
-    assert tokens_by_turn(trajectory, growing=False) == [2, 3]
-    assert tokens_by_turn(trajectory, growing=True) == [2, 6, 3]
+    assert prompt_tokens_by_turn(trajectory, growing=False) == [2, 3]
+    assert prompt_tokens_by_turn(trajectory, growing=True) == [2, 6, 3]
+    assert context_tokens_by_turn(trajectory, growing=False) == [7, 5]
+    assert context_tokens_by_turn(trajectory, growing=True) == [4, 7, 5]
 
 
 def test_parts_come_back_in_order_with_whole_trajectories_and_metric_definitions(tmp_path):
@@ -344,7 +347,7 @@ def test_a_report_says_how_its_numbers_came_about(tmp_path):
     assert data["runs"]["a"]["ends"] == "2 answered"
     assert "| 4.00 (4.00–4.00) |" in files["report.md"], "total tokens with their interval"
     assert data["cells"][0]["total_tokens"] == 4.0
-    assert files["tokens_by_turn.svg"].startswith("<svg xmlns=") and "part-1" in files["tokens_by_turn.svg"]
+    assert files["context_tokens_by_turn.svg"].startswith("<svg xmlns=") and "part-1" in files["context_tokens_by_turn.svg"]
 
 
 def test_failures_are_counted_in_the_report_with_their_reasons(tmp_path):
@@ -356,7 +359,7 @@ def test_failures_are_counted_in_the_report_with_their_reasons(tmp_path):
 
 def test_an_evaluation_of_failures_only_has_a_report(tmp_path):
     files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows_of(group(0, failed="x"))))
-    assert "tokens_by_turn.svg" not in files and "0.00" in files["report.md"]
+    assert "context_tokens_by_turn.svg" not in files and "0.00" in files["report.md"]
 
 
 def test_texts_of_runs_cannot_become_markup(tmp_path):

@@ -224,9 +224,9 @@ def words(layout: MemSearcherLayout, observation: Observation) -> str:
 def test_whole_passages_come_first_and_the_last_one_is_cut_at_a_token():
     prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}")
     layout = build_layout(prompts=prompts, observation_tokens=9)
-    passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(["ZZZZ", "XXXX", "YYYY"])]
+    passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(["ZZZZ", "WWWW", "YYYY"])]
     observation = layout.observation([CALL], [passages], last_id=layout.closing_id)
-    assert "<tool_response>ZZZZ\n\nXXX</tool_response>" in words(layout, observation) and observation.num_tokens == 9
+    assert "<tool_response>ZZZZ\n\nWWW</tool_response>" in words(layout, observation) and observation.num_tokens == 9
 
 
 def test_several_calls_share_the_budget_best_passages_first():
