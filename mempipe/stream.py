@@ -27,7 +27,7 @@ from ray.exceptions import RayTaskError
 
 from mempipe.actors.handles import Handle
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
-from mempipe.agents import make_agent
+from mempipe.agents import make_agent, stop_texts
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.config import AlgorithmConfig, EndpointConfig, RunConfig, SamplingConfig
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
@@ -101,7 +101,7 @@ class Driver:
         tokenizer = load_tokenizer(config.model.path)
         generators: GeneratorPool | Endpoint
         if spec.endpoint is not None:
-            generators = Endpoint(spec.endpoint, sampling=spec.sampling, tokenizer=tokenizer)
+            generators = Endpoint(spec.endpoint, sampling=spec.sampling, tokenizer=tokenizer, stop_texts=stop_texts(config.agent.name))
         else:
             replicas, stop_token_ids = [actors[name] for name in spec.generators], sorted(tokenizer.stop_token_ids)
             generators = GeneratorPool(replicas, config=config.generation, sampling=spec.sampling, stop_token_ids=stop_token_ids)

@@ -35,9 +35,20 @@ class EndpointFault(InfrastructureFault):
 class Endpoint:
     """One client. Any number of calls may be under way, of which `config.max_concurrency` are with the server."""
 
-    def __init__(self, config: EndpointConfig, *, sampling: SamplingConfig | None = None, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is needed by `generate` only. Raises ConfigError when the variable that holds the key is not set."""
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        sampling: SamplingConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_texts: Sequence[str] = (),
+    ) -> None:
+        """`tokenizer` is needed by `generate` only, whose completions also end with the token in which one of `stop_texts` ends.
+
+        Raises ConfigError when the variable that holds the key is not set.
+        """
         self._config = config
+        self._stop_texts = list(stop_texts)
         self._sampling = sampling or SamplingConfig()
         self._tokenizer = tokenizer
         self._key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -79,8 +90,10 @@ class Endpoint:
         }
         if sampling.top_k > 0:
             request["top_k"] = sampling.top_k
+        if self._stop_texts:
+            request |= {"stop": self._stop_texts, "include_stop_str_in_output": True}
         answer = await self._ask("POST", "completions", request)
-        return _completion(answer, prompt=list(token_ids), max_tokens=max_tokens, tokenizer=self._tokenizer)
+        return _completion(answer, prompt=list(token_ids), max_tokens=max_tokens, tokenizer=self._tokenizer, stop_texts=self._stop_texts)
 
     async def chat(self, prompt: str, *, max_tokens: int, temperature: float, top_p: float = 1.0, num_samples: int = 1) -> list[str]:
         """`num_samples` answers to a user message. Raises EndpointFault."""
@@ -172,7 +185,9 @@ def _choices(answer: dict[str, Any], *, num: int) -> list[dict[str, Any]]:
     return choices
 
 
-def _completion(answer: dict[str, Any], *, prompt: list[int], max_tokens: int, tokenizer: Tokenizer) -> Completion:
+def _completion(
+    answer: dict[str, Any], *, prompt: list[int], max_tokens: int, tokenizer: Tokenizer, stop_texts: Sequence[str]
+) -> Completion:
     (choice,) = _choices(answer, num=1)
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
@@ -182,7 +197,7 @@ def _completion(answer: dict[str, Any], *, prompt: list[int], max_tokens: int, t
     token_ids = choice.get("token_ids")
     exact = token_ids is not None
     if not exact:
-        token_ids = _encoded(choice.get("text"), stopped=reason == "stop", tokenizer=tokenizer)
+        token_ids = _encoded(choice.get("text"), stopped=reason == "stop", tokenizer=tokenizer, stop_texts=stop_texts)
         if len(token_ids) > max_tokens:  # the same text in more tokens than it was sampled in
             token_ids, reason = token_ids[:max_tokens], "length"
     if not isinstance(token_ids, list) or not all(type(i) is int and i >= 0 for i in token_ids):
@@ -199,10 +214,16 @@ def _completion(answer: dict[str, Any], *, prompt: list[int], max_tokens: int, t
     )
 
 
-def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text whose own ids are not known, with the stop token that ended it. What it says stays text."""
+def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequence[str]) -> list[int]:
+    """The ids of a text whose own ids are not known, with what ended it: a stop token, or a stop text. What it says stays text."""
     if not isinstance(text, str):
         raise EndpointFault(f"text is {str(text)[:80]}; expected a text")
+    if stopped and text.endswith(tuple(stop_texts)):
+        return tokenizer.encode_text(text)
+    if stopped:
+        for stop_text in stop_texts:  # most servers cut it off; it is the closing tag that lacks
+            if text.rfind(stop_text.replace("</", "<")) > text.rfind(stop_text):
+                return tokenizer.encode_text(text + stop_text)
     return tokenizer.encode_text(text) + [min(tokenizer.stop_token_ids)] * stopped
 
 

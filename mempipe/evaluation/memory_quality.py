@@ -2,12 +2,14 @@
 
 Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of its value
 stand there next to each other (`contains_value`). In a turn, the *next needed* fact is the first one that `memory_before` does
-not know. A turn is a *memory turn* when it wrote a memory or had to: it searched, left a memory, or was followed by another turn.
+not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was followed by another turn, or searched
+and did not answer (where MEM1 answers, it reads its last passages and notes them nowhere).
 
     found_rate         turns whose searches returned the passage of the next needed fact / turns that searched while a fact was needed
-    kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage a turn retrieved
+    kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage a memory turn retrieved
     lost_rate          known facts missing from memory_after / needed facts known in memory_before, over memory turns
-    early_answer_rate  answers given although no memory of the trajectory ever knew the last needed fact / answers
+    early_answer_rate  answers given although no memory of the trajectory ever knew the last needed fact, nor did the answering turn
+                       read its passage / answers
     truncation_rate    memory turns whose memory was cut / memory turns
     memory_tokens      mean tokens of the memory that a memory turn left
     budget_use         memory_tokens / budget.memory_tokens
@@ -85,14 +87,22 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
     """The counts of one trajectory."""
     counts = MemoryQuality()
     for index, context in enumerate(trajectory.contexts):
-        counts += _evidence_counts(context, question, wrote=_is_memory_turn(trajectory, index))
-        if _is_memory_turn(trajectory, index):
+        counts += _evidence_counts(context, question, wrote=is_memory_turn(trajectory, index))
+        if is_memory_turn(trajectory, index):
             counts += _memory_counts(context)
     if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
-        last = question.evidence[-1].value
+        last = question.evidence[-1]
         memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
-        counts += MemoryQuality(answers=1, early_answers=int(not any(contains_value(text, last) for text in memories)))
+        known = any(contains_value(text, last.value) for text in memories) or last.passage_id in _retrieved(trajectory.contexts[-1])
+        counts += MemoryQuality(answers=1, early_answers=int(not known))
     return counts
+
+
+def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
+    """Whether the turn wrote a memory or had to, as the module's docstring defines it."""
+    context, is_last = trajectory.contexts[index], index + 1 == len(trajectory.contexts)
+    answered = is_last and trajectory.end_reason is EndReason.ANSWERED
+    return bool(context.memory_after) or not is_last or (bool(context.searches) and not answered)
 
 
 def contains_value(text: str, value: str) -> bool:
@@ -186,12 +196,13 @@ def rollout_metrics(
 def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> MemoryQuality:
     known = [contains_value(context.memory_before, fact.value) for fact in question.evidence]
     known_after = [contains_value(context.memory_after, fact.value) for fact in question.evidence]
-    retrieved = {passage.id for search in context.searches for passage in search.passages}
+    retrieved = _retrieved(context)
     found = [fact.passage_id in retrieved for fact in question.evidence]
     next_needed = known.index(False) if False in known else None
     searched = bool(context.searches) and next_needed is not None
-    new = [index for index, (is_known, is_found) in enumerate(zip(known, found, strict=True)) if is_found and not is_known]
-    held = [index for index, is_known in enumerate(known) if is_known] if wrote else []
+    facts = range(len(known)) if wrote else ()
+    new = [index for index in facts if found[index] and not known[index]]
+    held = [index for index in facts if known[index]]
     return MemoryQuality(
         searches_in_need=int(searched),
         searches_found=int(searched and next_needed is not None and found[next_needed]),
@@ -200,6 +211,10 @@ def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> Me
         facts_held=len(held),
         facts_lost=sum(not known_after[index] for index in held),
     )
+
+
+def _retrieved(context: Context) -> set[str]:
+    return {passage.id for search in context.searches for passage in search.passages}
 
 
 def _memory_counts(context: Context) -> MemoryQuality:
@@ -227,11 +242,6 @@ def _num_copied(words: Sequence[str], sources: Sequence[Sequence[str]]) -> int:
 def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Every run of `_COPY_WORDS` consecutive words."""
     return zip(*(words[offset:] for offset in range(_COPY_WORDS)), strict=False)
-
-
-def _is_memory_turn(trajectory: Trajectory, index: int) -> bool:
-    context = trajectory.contexts[index]
-    return bool(context.searches or context.memory_after) or index + 1 < len(trajectory.contexts)
 
 
 def _messages(context: Context) -> Iterator[tuple[int, int]]:

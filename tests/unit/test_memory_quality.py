@@ -128,6 +128,16 @@ def test_an_answer_is_early_when_no_memory_ever_knew_the_last_fact(trajectory, e
     assert (counts.early_answers, counts.answers) == (early, 1)
 
 
+def test_an_answer_from_passages_that_its_own_turn_read_is_not_early_and_left_no_memory_to_judge():
+    """MEM1 reads, notes and answers in one message."""
+    mem1 = attempt(turn(0, after="q"), turn(1, "film", before="q", after="Ann Lee"), turn(2, "ann", before="Ann Lee"))
+    counts = trajectory_quality(mem1, QUESTION)
+    assert (counts.answers, counts.early_answers) == (1, 0)
+    assert (counts.searches_found, counts.searches_in_need) == (2, 2)
+    assert (counts.facts_kept, counts.facts_retrieved) == (1, 1)
+    assert (counts.facts_lost, counts.facts_held, counts.memory_turns) == (0, 0, 2)
+
+
 def test_only_answers_can_be_early():
     assert trajectory_quality(attempt(turn(0), end=EndReason.NO_ACTION), QUESTION).answers == 0
 

@@ -97,16 +97,16 @@ def choice(**fields: object) -> dict:
     return {"choices": [{"text": "ab", "finish_reason": "stop", "token_ids": [97, 98, 0], "prompt_token_ids": [1, 2], **fields}]}
 
 
-def endpoint(url: str, *, timeout_s: float = 10.0, key: str = "") -> Endpoint:
+def endpoint(url: str, *, timeout_s: float = 10.0, key: str = "", stop_texts: Sequence[str] = ()) -> Endpoint:
     config = EndpointConfig(url=url, model="m", timeout_s=timeout_s, api_key_env=key)
-    return Endpoint(config, sampling=GREEDY, tokenizer=Letters())
+    return Endpoint(config, sampling=GREEDY, tokenizer=Letters(), stop_texts=stop_texts)
 
 
-async def generated(answers: Sequence[Answer], *, timeout_s: float = 10.0):
+async def generated(answers: Sequence[Answer], *, timeout_s: float = 10.0, max_tokens: int = 5, stop_texts: Sequence[str] = ()):
     async with faulty(answers) as (url, asked):
-        client = endpoint(url, timeout_s=timeout_s)
+        client = endpoint(url, timeout_s=timeout_s, stop_texts=stop_texts)
         try:
-            return await client.generate([1, 2], max_tokens=5), asked
+            return await client.generate([1, 2], max_tokens=max_tokens), asked
         finally:
             await client.close()
 
@@ -126,6 +126,23 @@ async def test_a_server_without_ids_gives_its_text_as_text():
     assert (cut.token_ids, cut.finish_reason) == ([97, 98], FinishReason.LENGTH)
     longer, _ = await generated([says({"choices": [{"text": "abcdef", "finish_reason": "stop"}]})])
     assert (longer.token_ids, longer.finish_reason) == ([*map(ord, "abcde")], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "whole"),
+    [
+        ("<s>q</s>", "stop", "<s>q</s>"),  # vLLM
+        ("<s>q", "stop", "<s>q</s>"),  # most others
+        ("<s>q</s> and <a>b", "stop", "<s>q</s> and <a>b</a>"),
+        ("no tag", "stop", "no tag\0"),  # the model's own stop token
+        ("<s>q", "length", "<s>q"),
+    ],
+)
+async def test_a_stop_text_ends_the_completion_whether_the_server_keeps_it_or_not(text, finish, whole):
+    answer = says({"choices": [{"text": text, "finish_reason": finish}]})
+    completion, asked = await generated([answer], max_tokens=50, stop_texts=["</s>", "</a>"])
+    assert (asked[0]["stop"], asked[0]["include_stop_str_in_output"]) == (["</s>", "</a>"], True)
+    assert completion.token_ids == [*map(ord, whole)]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +250,8 @@ async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_fai
                 record_failures=record_failures,
             )
         )
-        row = {"position": 0, "group_id": "g", "question": to_row(Question(id="q", text="who ?", golden_answers=["x"]))}
-        groups = driver(pa.Table.from_pylist([row], schema=QUESTION_ROW))
+        asked_group = {"group_id": "g", "question": to_row(Question(id="q", text="who ?", golden_answers=["x"]))}
+        groups = driver(pa.Table.from_pylist([{"position": 0, "groups": [asked_group]}], schema=QUESTION_ROW))
         if not record_failures:
             with pytest.raises(GroupFailed, match="status 400"):
                 await anext(groups)
@@ -348,6 +365,21 @@ async def test_a_stop_token_ends_a_completion_and_is_its_last_id(vllm_server):
     client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=stops)
     completion = await client.generate([20, 30, 40], max_tokens=3)
     assert (completion.token_ids, completion.finish_reason) == (sampled[:1], FinishReason.STOP)
+    await client.close()
+
+
+async def test_a_real_server_ends_a_completion_with_the_token_in_which_a_stop_text_ends(vllm_server):
+    from mempipe.engines.tokenizer import load_tokenizer
+
+    url, folder = vllm_server
+    tokenizer = load_tokenizer(folder)
+    config = EndpointConfig(url=url, model="m")
+    client = Endpoint(config, sampling=GREEDY, tokenizer=tokenizer)
+    sampled = (await client.generate([20, 30, 40], max_tokens=6)).token_ids
+    await client.close()
+    client = Endpoint(config, sampling=GREEDY, tokenizer=tokenizer, stop_texts=[tokenizer.decode(sampled[:3])])
+    completion = await client.generate([20, 30, 40], max_tokens=6)
+    assert (completion.token_ids, completion.finish_reason) == (sampled[:3], FinishReason.STOP)
     await client.close()
 
 
