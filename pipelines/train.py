@@ -25,8 +25,10 @@ from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
 from mempipe.agents import make_layout
+from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.rendering import Layout
 from mempipe.config import ConfigError, RunConfig, SamplingConfig
-from mempipe.data.qa import check_lengths, read_questions
+from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import latest, read_state
 from mempipe.engines.index_folder import check_index
@@ -84,13 +86,28 @@ def check_inputs(run: Run, config: RunConfig) -> None:
     """Reads what the roles will read, before any of them starts. Raises ConfigError, and CheckpointError for a damaged checkpoint."""
     layout = make_layout(config, tokenizer=load_tokenizer(config.model.path))
     for path in filter(None, (config.data.train, config.data.validation)):
-        limit = config.budget.question_tokens
-        check_lengths(read_questions(path), count_tokens=lambda text: len(layout.encode(text)), limit=limit)
+        check_questions(path, layout)
     if config.retrieval.index:
         check_index(config.retrieval.index, mode=config.retrieval.mode, shard_actors=config.retrieval.shard_actors)
     newest = latest(run.folder / "checkpoints")
     if newest is not None:
         read_state(newest)
+
+
+def check_questions(path: str, layout: Layout) -> None:
+    """Raises ConfigError, naming the first, when questions of the file do not fit the agent's budget."""
+    questions = read_questions(path)
+    unfit = []
+    for question in questions:
+        try:
+            layout.check(question)
+        except UnfitQuestion as error:
+            unfit.append(str(error))
+    if unfit:
+        shown = "; ".join(unfit[:3])
+        raise ConfigError(
+            f"{path}: {len(unfit)} of {len(questions)} questions cannot be asked: {shown}; change the budget or leave them out"
+        )
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:

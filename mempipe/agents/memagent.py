@@ -85,6 +85,13 @@ class MemAgentLayout(Layout):
             )
         return chunks
 
+    def check(self, question: Question) -> None:
+        super().check(question)
+        limit = self.budget.max_chunks * self.budget.chunk_tokens
+        # A token is a byte at least: most texts need not be encoded to see that they fit.
+        if not question.context or (limit and len(question.context.encode()) > limit):
+            self.chunks(question)
+
     def read_prompt(self, *, question: list[int], memory: list[int], chunk: list[int]) -> list[int]:
         """A context that reads a chunk, up to its first sampled token."""
         return self._read.filled({"question": question, "memory": memory, "chunk": chunk})

@@ -62,6 +62,10 @@ class Layout:
             raise UnfitQuestion(f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}")
         return token_ids
 
+    def check(self, question: Question) -> None:
+        """Raises UnfitQuestion when the agent cannot take the question within its budget."""
+        self.question(question)
+
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
         """Whether sampled ids hold a token with which the chat template tells roles apart."""
         return not self._role_marks.isdisjoint(token_ids)

@@ -90,23 +90,6 @@ def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def long_questions(questions: Iterable[Question], *, count_tokens: Callable[[str], int], limit: int) -> list[tuple[Question, int]]:
-    """The questions of more than `limit` tokens, each with its number of tokens."""
-    counted = ((question, count_tokens(question.text)) for question in questions)
-    return [(question, num_tokens) for question, num_tokens in counted if num_tokens > limit]
-
-
-def check_lengths(questions: Iterable[Question], *, count_tokens: Callable[[str], int], limit: int) -> None:
-    """Raises ConfigError, naming the longest, when questions are longer than `limit` tokens (`budget.question_tokens`)."""
-    found = sorted(long_questions(questions, count_tokens=count_tokens, limit=limit), key=lambda pair: -pair[1])
-    if found:
-        shown = ", ".join(f"{question.id} ({num_tokens})" for question, num_tokens in found[:3])
-        raise ConfigError(
-            f"budget.question_tokens is {limit}, but {len(found)} of the questions have more tokens, the longest being {shown}; "
-            "raise it or leave them out"
-        )
-
-
 def describe_questions(file: QuestionFile) -> list[str]:
     """What is in a question file, for people: formats, sources, what the questions come with, lengths in characters, bad rows."""
     questions = file.questions

@@ -86,7 +86,16 @@ def test_a_budget_that_the_template_does_not_fit(train, refused):
 
 
 def test_questions_longer_than_their_budget(train, refused):
-    refused(train("budget.question_tokens=3"), "budget.question_tokens is 3", "train-")
+    refused(train("budget.question_tokens=3"), "questions do not fit", "budget.question_tokens 3", "train-")
+
+
+def test_questions_that_are_not_for_the_agent(train, refused):
+    refused(
+        train("agent.name=memagent", "agent.prompts=tiny_memagent", "budget.chunk_tokens=64"),
+        "questions do not fit",
+        "has an empty context",
+        "train-",
+    )
 
 
 @pytest.mark.parametrize("setting", ["model.path", "data.train", "retrieval.index"])

@@ -97,6 +97,10 @@ def test_a_document_longer_than_max_chunks_is_refused_with_the_numbers():
     assert play(["m", "m", ANSWER], "Z" * 16, layout=layout)[0].answer == "Paris"
     with pytest.raises(UnfitQuestion, match=r"q-1 has a context of 3 chunks \(budget.chunk_tokens 8\), more than budget.max_chunks 2"):
         play([], "Z" * 17, layout=layout)
+    layout.check(build_question(context="Z" * 16))
+    for unfit in (build_question(context="Z" * 17), build_question(context=""), build_question(text="Z" * 1000, context="Z")):
+        with pytest.raises(UnfitQuestion, match="question q-1 has"):
+            layout.check(unfit)
 
 
 def test_a_question_without_a_text_is_refused():

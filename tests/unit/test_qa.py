@@ -19,7 +19,7 @@ import pytest
 
 from mempipe.cli import main
 from mempipe.config import ConfigError
-from mempipe.data.qa import check_lengths, describe_questions, long_questions, read_question_file, read_questions, write_questions
+from mempipe.data.qa import describe_questions, read_question_file, read_questions, write_questions
 from mempipe.data.world import World
 from mempipe.types import Question
 
@@ -369,18 +369,6 @@ def test_lone_surrogates_become_replacement_characters_and_can_be_written(tmp_pa
     assert (questions[0].text, questions[0].golden_answers) == ("Who \ufffd?", ["\ufffd"])
     write_questions(tmp_path / "q.parquet", questions)
     assert read_questions(tmp_path / "q.parquet") == questions
-
-
-def test_long_questions_are_reported_with_their_length_and_refused_by_name():
-    questions = [Question(id=f"q{n}", text="x " * n, golden_answers=["a"]) for n in (3, 9, 4, 7, 8)]
-
-    def count(text: str) -> int:
-        return len(text.split())
-
-    assert [(q.id, n) for q, n in long_questions(questions, count_tokens=count, limit=7)] == [("q9", 9), ("q8", 8)]
-    check_lengths(questions, count_tokens=count, limit=9)
-    with pytest.raises(ConfigError, match=r"budget.question_tokens is 3, but 4 of .* longest being q9 \(9\), q8 \(8\), q7 \(7\);"):
-        check_lengths(questions, count_tokens=count, limit=3)
 
 
 @pytest.mark.skipif(not HOTPOT.exists(), reason="the shared real questions are not here")
