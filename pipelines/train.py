@@ -105,9 +105,7 @@ def check_questions(path: str, layout: Layout) -> None:
             unfit.append(str(error))
     if unfit:
         shown = "; ".join(unfit[:3])
-        raise ConfigError(
-            f"{path}: {len(unfit)} of {len(questions)} questions cannot be asked: {shown}; change the budget or leave them out"
-        )
+        raise ConfigError(f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave them out")
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
