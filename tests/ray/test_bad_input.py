@@ -89,13 +89,9 @@ def test_questions_longer_than_their_budget(train, refused):
     refused(train("budget.question_tokens=3"), "questions do not fit", "budget.question_tokens 3", "train-")
 
 
-def test_questions_that_are_not_for_the_agent(train, refused):
-    refused(
-        train("agent.name=memagent", "agent.prompts=tiny_memagent", "budget.chunk_tokens=64"),
-        "questions do not fit",
-        "has an empty context",
-        "train-",
-    )
+def test_texts_of_more_chunks_than_allowed(train, refused):
+    settings = ["agent.name=memagent", "agent.prompts=tiny_memagent", "budget.chunk_tokens=16", "budget.max_chunks=1"]
+    refused(train(*settings), "questions do not fit", "more than budget.max_chunks 1", "train-")
 
 
 @pytest.mark.parametrize("setting", ["model.path", "data.train", "retrieval.index"])
