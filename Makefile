@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 SEED   ?= 1
+WORKERS ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),0,2)
 NAME   := quickstart$(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
@@ -19,7 +20,7 @@ quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume=auto
 
 test: setup lint  ## all tests that this machine can run
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # two files at a time; tests on a GPU want it for themselves
 
 lint: setup
 	$(BIN)/ruff check .

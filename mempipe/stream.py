@@ -75,10 +75,10 @@ class QuestionSource(Datasource):
         return None
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
-        rows, size = self._rows, self._groups_per_row
+        rows, size = ray.put(self._rows), self._groups_per_row  # not in the task itself: they may be a gigabyte of texts
 
         def read() -> Iterator[pa.Table]:
-            remaining, position = iter(rows), 0
+            remaining, position = iter(ray.get(rows)), 0
             while asked := list(itertools.islice(remaining, size)):
                 groups = [{"group_id": group_id, "question": to_row(question)} for group_id, question in asked]
                 yield pa.Table.from_pylist([{"position": position, "groups": groups}], schema=QUESTION_ROW)

@@ -25,6 +25,8 @@ MINIATURE = [
 ]
 SHORT_WARM_START = ["warm_start.num_clean_trajectories=400", "warm_start.num_noisy_trajectories=50"]
 """Enough for trajectories of several turns."""
+FEW_PROCESSES = ["learner.num_ranks=1", "algorithm.kl_coef=0"]
+"""One learner rank and no reference model, for runs that are about something else."""
 MARK = "MEMPIPE_TEST_RUN"
 
 
@@ -35,7 +37,8 @@ class Marked:
         self._mark = uuid.uuid4().hex
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(extra or {})}
-        self.environment.pop("RAY_ADDRESS", None)
+        for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):  # mlflow sets its own for every child of this process
+            self.environment.pop(name, None)
 
     def processes(self) -> list[psutil.Process]:
         return [process for process in psutil.process_iter() if self._is_marked(process)]
@@ -64,10 +67,10 @@ def train_command(output: Path, overrides: Sequence[str] = (), *, config: Path =
     return [sys.executable, "-m", "mempipe.cli", "train", str(config), *MINIATURE, *SHORT_WARM_START, f"output={output}", *overrides]
 
 
-def start_train(output: Path, overrides: Sequence[str], *, marked: Marked) -> subprocess.Popen[str]:
+def start_train(command: Sequence[str], output: Path, *, marked: Marked) -> subprocess.Popen[str]:
     """The command, running; its output has no terminal."""
     return subprocess.Popen(
-        train_command(output, overrides),
+        command,
         env=marked.environment,
         cwd=output,
         text=True,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from miniature import MINIATURE, ROOT, Marked
+from miniature import FEW_PROCESSES, MINIATURE, ROOT, Marked
 
 from mempipe.engines.checkpoint import latest, read_state
 
@@ -88,7 +88,7 @@ def submit(cluster: Cluster, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_path):
-    client = submit(cluster, "jobs/configs/quickstart.yaml", *MINIATURE, *SHORT, f"output={tmp_path}")
+    client = submit(cluster, "jobs/configs/quickstart.yaml", *MINIATURE, *FEW_PROCESSES, *SHORT, f"output={tmp_path}")
     driver: psutil.Process | None = None
     while driver is None and client.poll() is None:
         time.sleep(0.1)

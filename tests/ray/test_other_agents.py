@@ -6,7 +6,7 @@ import subprocess
 from collections import Counter
 
 import pytest
-from miniature import QUICKSTART, ROOT, Marked, train_command
+from miniature import FEW_PROCESSES, QUICKSTART, ROOT, Marked, train_command
 
 from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.memory_quality import context_tokens_by_turn
@@ -21,7 +21,13 @@ SCRIPT_ENDS = {EndReason.ANSWERED, EndReason.MAX_TURNS}
 
 @pytest.mark.parametrize("agent", ["react", "mem1", "memagent"])
 def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tmp_path):
-    overrides = [f"num_steps={NUM_STEPS}", "name=run", "warm_start.num_clean_trajectories=900", "warm_start.tokens_per_step=1024"]
+    overrides = [
+        *FEW_PROCESSES,
+        f"num_steps={NUM_STEPS}",
+        "name=run",
+        "warm_start.num_clean_trajectories=900",
+        "warm_start.tokens_per_step=1024",
+    ]
     command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"quickstart_{agent}.yaml"))
     done = subprocess.run(command, cwd=ROOT, env=Marked().environment, capture_output=True, text=True, timeout=JOB_WITHIN_S)
     assert done.returncode == 0, done.stdout + done.stderr
