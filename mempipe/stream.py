@@ -65,7 +65,7 @@ class QuestionSource(Datasource):
     """Rows of up to `groups_per_row` (group id, question) and the position of the first, made as they are asked for, one per block."""
 
     def __init__(self, rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> None:
-        self._rows = rows
+        self._rows = ray.put(rows)  # not in the read task itself: they may be a gigabyte of texts
         self._groups_per_row = groups_per_row
 
     def get_name(self) -> str:
@@ -75,7 +75,7 @@ class QuestionSource(Datasource):
         return None
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
-        rows, size = ray.put(self._rows), self._groups_per_row  # not in the task itself: they may be a gigabyte of texts
+        rows, size = self._rows, self._groups_per_row
 
         def read() -> Iterator[pa.Table]:
             remaining, position = iter(ray.get(rows)), 0

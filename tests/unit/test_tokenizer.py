@@ -94,8 +94,10 @@ def test_a_template_that_refuses_raises_its_own_error():
         GEMMA.render_chat([{"role": "system", "content": "x"}], add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("path", ["", "/no/such/folder", "./no-such-folder"])
-def test_a_missing_folder_is_refused(path):
+@pytest.mark.parametrize("path", ["", "/no/such/folder", "./no-such-folder", "~/model", "runs/quickstat/huggingface", "runs/quickstat"])
+def test_a_missing_folder_is_refused_without_asking_the_hub_for_it(path, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"model.path is .*, expected a folder"):
         load_tokenizer(path)
 
