@@ -1,11 +1,12 @@
-"""Questions per second of an evaluation: our stream against the published harnesses' pool of blocking threads, on the same engine.
+"""Questions per second of an evaluation: our stream against the published harnesses' pool of blocking threads.
 
     python -m benchmarks.evaluation_throughput [--questions 1000] [--rounds 3] [--run FOLDER]
 
 The quickstart's world with a briefly warm-started model (or those of a finished run), real engine and retriever. "stream" is what
-`mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is what MemSearcher's and MEM1's evaluations do: a
-pool of 30 threads, each with one question that blocks on every call. Both ask the same questions, greedily; they alternate, the
-first round does not count, and the ratio is the median over rounds.
+`mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is a pool of 30 threads, each with one question
+that blocks on every call of the same engine actor. "threads, HTTP" is what MemSearcher's and MEM1's evaluations do: the same pool,
+against a vLLM server of the same model, settings and threads. All ask the same questions, greedily; they alternate, the first round
+does not count, and a ratio is the median over rounds. The server idles while the others are measured, and they while it is.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-import ray
+import httpx
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
 from mempipe.actors.launch import Engines, connected, launch_engines
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents import make_agent
+from mempipe.agents.protocol import GenerateFn
 from mempipe.cli import ENVIRONMENT
-from mempipe.config import load_config
+from mempipe.config import EndpointConfig, RunConfig, load_config
 from mempipe.data.qa import read_questions
+from mempipe.engines.openai_endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.runs import Run
 from mempipe.stream import stream_groups
@@ -38,6 +46,7 @@ from pipelines.warm_start import warm_start
 
 NUM_THREADS = 30
 NUM_IN_FLIGHT = 192
+SERVER_WITHIN_S = 180
 
 
 def main() -> None:
@@ -57,14 +66,30 @@ def main() -> None:
             config = warm_start(run, config) if arguments.run is None else of_run(config, Path(arguments.run), weights="huggingface")
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
-            with launch_engines(config, namespace) as engines:
-                numbers = range(arguments.rounds + 1)
-                rounds = [(streamed(engines, questions, number), threaded(engines, questions)) for number in numbers][1:]
+            with launch_engines(config, namespace) as engines, vllm_server(config) as url:
+                rounds = [measured(engines, url, questions, number) for number in range(arguments.rounds + 1)][1:]
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
-    for name, column in (("stream", 0), (f"{NUM_THREADS} threads", 1)):
-        print(f"{name:<12}{statistics.median(one[column] for one in rounds):8.1f} questions/s")
-    ratios = [stream / threads for stream, threads in rounds]
-    print(f"stream / threads: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")
+    for name in rounds[0]:
+        print(f"{name:<16}{statistics.median(rates[name] for rates in rounds):8.1f} questions/s")
+    for name in ("threads", "threads, HTTP"):
+        ratios = [rates["stream"] / rates[name] for rates in rounds]
+        print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")
+
+
+def measured(engines: Engines, url: str, questions: Sequence[Question], number: int) -> dict[str, float]:
+    """Questions per second of every contestant, in one round."""
+    config, tokenizer = engines.config, load_tokenizer(engines.config.model.path)
+    replicas, stops = list(engines.generators.values()), sorted(tokenizer.stop_token_ids)
+    endpoint = EndpointConfig(url=url, model="m")
+    return {
+        "stream": streamed(engines, questions, number),
+        "threads": threaded(
+            engines,
+            questions,
+            lambda: GeneratorPool(replicas, config=config.generation, sampling=config.sampling, stop_token_ids=stops).generate,
+        ),
+        "threads, HTTP": threaded(engines, questions, lambda: Endpoint(endpoint, sampling=config.sampling, tokenizer=tokenizer).generate),
+    }
 
 
 def streamed(engines: Engines, questions: Sequence[Question], number: int) -> float:
@@ -78,29 +103,61 @@ def streamed(engines: Engines, questions: Sequence[Question], number: int) -> fl
     return count / (time.perf_counter() - started)
 
 
-def threaded(engines: Engines, questions: Sequence[Question]) -> float:
-    config = engines.config
+def threaded(engines: Engines, questions: Sequence[Question], make_generate: Callable[[], GenerateFn]) -> float:
+    """Every thread has an agent and connections of its own, and answers one question from beginning to end."""
+    config, own = engines.config, threading.local()
     tokenizer = load_tokenizer(config.model.path)
 
     def answer(question: Question) -> Trajectory:
-        """One question from beginning to end; the thread waits for every call."""
-        generators = GeneratorPool(
-            list(engines.generators.values()),
-            config=config.generation,
-            sampling=config.sampling,
-            stop_token_ids=sorted(tokenizer.stop_token_ids),
-        )
-        search = RetrieverPool(list(engines.retrievers.values()), config=config.retrieval).search
-        agent = make_agent(config, tokenizer=tokenizer, generate=generators.generate, search=search)
-        return asyncio.run(agent.rollout(question, trajectory_id=question.id, group_id=question.id, member=0))
+        if not hasattr(own, "runner"):
+            own.runner = asyncio.Runner()
+            search = RetrieverPool(list(engines.retrievers.values()), config=config.retrieval).search
+            own.agent = make_agent(config, tokenizer=tokenizer, generate=make_generate(), search=search)
+        return own.runner.run(own.agent.rollout(question, trajectory_id=question.id, group_id=question.id, member=0))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        first = threads.submit(answer, questions[0])
-        first.result()
         started = time.perf_counter()
-        trajectories = list(threads.map(answer, questions[1:]))
-    assert len(trajectories) == len(questions) - 1 and ray.is_initialized()
+        trajectories = list(threads.map(answer, questions))
+    assert len(trajectories) == len(questions)
     return len(trajectories) / (time.perf_counter() - started)
+
+
+@contextmanager
+def vllm_server(config: RunConfig) -> Iterator[str]:
+    """The address of an OpenAI-compatible server with the settings of the run's engine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.generation.cpu_kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.generation.num_threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--model={config.model.path}", "--served-model-name=m", f"--dtype={config.model.dtype}"]
+    command += [f"--max-model-len={config.budget.context_tokens}", f"--max-num-seqs={config.generation.max_num_seqs}", "--block-size=32"]
+    command += ["--enable-prefix-caching", "--enforce-eager", "--disable-log-stats", "--uvicorn-log-level=error"]
+    server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    url, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + SERVER_WITHIN_S
+    try:
+        while not _answers(f"{url}/models"):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the vLLM server did not start")
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 if __name__ == "__main__":
