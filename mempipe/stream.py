@@ -1,8 +1,9 @@
 """Questions to scored groups, as a Ray Data stream.
 
 One run is one dataset execution: a lazy source of questions, one row per block, goes through a pool of async drivers that each run many
-groups at a time; a group comes out as soon as it is finished, and those before it in its row. Engines and retrievers are named actors outside the dataset, looked up by
-the drivers. An `Admission` actor decides when a group may start, so Ray Data's own back-pressure (in bytes) never matters.
+groups at a time; a group comes out as soon as it is finished, and those before it in its row. Engines and retrievers are named actors
+outside the dataset, looked up by the drivers. An `Admission` actor decides when a group may start, so Ray Data's own back-pressure (in
+bytes) never matters.
 """
 
 from __future__ import annotations
