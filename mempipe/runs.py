@@ -12,6 +12,7 @@ report.html report.json
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -31,6 +32,9 @@ Resume = Literal["never", "auto", "always"]
 FREE_SETTINGS = ("num_steps", "ray_address", "tracking", "checkpoint", "evaluation", "stream", "output")
 
 
+LOCK_FILE = ".lock"
+
+
 class Run:
     """One run's folder, held by one process at a time."""
 
@@ -44,9 +48,9 @@ class Run:
             raise ConfigError(f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder")
         if not found and resume == "always":
             raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
-        self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            lock(self.folder)
+            self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
             if found:
                 self._check_same()
             write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
@@ -85,7 +89,7 @@ class Run:
         if self._is_new and self._made_folder:
             shutil.rmtree(self.folder)
         elif self._is_new:
-            for name in ("state.json", "config.yaml"):
+            for name in ("state.json", "config.yaml", LOCK_FILE):
                 (self.folder / name).unlink(missing_ok=True)
 
     def _read_state(self) -> dict[str, Any]:
@@ -110,6 +114,21 @@ class Run:
                 f"{self.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
                 "continue with the same ones, or give the run another `name`"
             )
+
+
+def lock(folder: Path) -> None:
+    """Keeps every other process from `folder`, which is made, until this one ends, however it does.
+
+    Raises ConfigError when another one is at work there, and OSError when the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:  # POSIX allows both
+        raise ConfigError(f"another process is at work in {folder}; wait for it, or use another `name`") from error
+    except OSError:
+        pass  # a file system without locks
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,14 +12,13 @@ The same command after an interruption goes on where it stopped: a question that
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +38,7 @@ from mempipe.evaluation.results import ResultFolder, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.progress import Progress
+from mempipe.runs import lock
 from mempipe.stream import stream_groups
 from mempipe.tracking import Tracker, last_run_id
 from mempipe.types import Completion, Group, Question, SearchResult
@@ -73,13 +73,16 @@ def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what else fails raises
     a RuntimeError or OSError, and the same call goes on from there."""
     planned = plan(suite)
-    with _locked(suite.folder):
-        for each in planned:
-            jobs = [job for job in each.jobs if not job.results.finished]
-            if jobs:
-                with connected(suite.ray_address, name=suite.name) as namespace:
-                    evaluate_run(suite, each, jobs, namespace)
-        return report(suite, planned)
+    try:
+        lock(suite.folder)  # two evaluations in it would both ask what is missing
+    except OSError as error:
+        raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
+    for each in planned:
+        jobs = [job for job in each.jobs if not job.results.finished]
+        if jobs:
+            with connected(suite.ray_address, name=suite.name) as namespace:
+                evaluate_run(suite, each, jobs, namespace)
+    return report(suite, planned)
 
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:
@@ -269,26 +272,6 @@ def _weights_sha256(config: RunConfig) -> str:
         return ""
     states = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors"))
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it: two evaluations in it would both ask what is missing."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"cannot write to the evaluation's folder {folder}: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _refuse(folder)
-        yield
-
-
-def _refuse(folder: Path) -> NoReturn:
-    raise ConfigError(f"another process evaluates into {folder}; wait for it, or give this evaluation another name")
 
 
 def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path]) -> None:

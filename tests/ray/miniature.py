@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,18 @@ class Marked:
             return process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             return False
+
+
+@contextmanager
+def locked_elsewhere(folder: Path) -> Iterator[None]:
+    """While another process is at work in the folder."""
+    code = "import pathlib, sys; from mempipe.runs import lock; lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        try:
+            yield
+        finally:
+            other.kill()
 
 
 def train_command(output: Path, overrides: Sequence[str] = (), *, config: Path = QUICKSTART) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from miniature import locked_elsewhere
 
 from mempipe.actors.launch import launch
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
@@ -152,6 +153,15 @@ def test_a_run_that_is_there_already(train, refused, capsys, tmp_path, world):
     assert "other settings (optimizer.lr, seed)" in other
     assert "state.json is damaged" in damaged
     assert contents(folder) | {"state.json": b""} == before | {"state.json": b""}
+
+
+def test_a_run_that_another_process_is_at_work_in(train, capsys, tmp_path):
+    folder = begun_run(train, capsys, tmp_path)
+    before = contents(folder)
+    with locked_elsewhere(folder):
+        assert train("--resume") == EXIT_CONFIG
+    assert f"error: another process is at work in {folder}" in capsys.readouterr().err
+    assert contents(folder) == before
 
 
 def test_nothing_to_resume(train, refused):

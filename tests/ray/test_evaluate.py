@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from miniature import Marked
+from miniature import Marked, locked_elsewhere
 
 from mempipe.config import ConfigError, RunConfig
 from mempipe.data.qa import read_questions, write_questions
@@ -21,7 +21,7 @@ from mempipe.evaluation.results import read_results
 from mempipe.evaluation.suite import load_suite
 from mempipe.tracking import last_run_id
 from mempipe.types import Question
-from pipelines.evaluate import _locked, main
+from pipelines.evaluate import main
 
 NUM_SAMPLES = 2
 DEADLINE_S = 240.0
@@ -156,5 +156,5 @@ def test_a_finished_evaluation_asks_nothing_again_and_other_settings_are_refused
 
 
 def test_two_evaluations_do_not_share_a_folder(evaluated):
-    with _locked(evaluated.folder), pytest.raises(ConfigError, match="another process evaluates into"):
+    with locked_elsewhere(evaluated.folder), pytest.raises(ConfigError, match="another process is at work in"):
         main(load_suite(evaluated.suite))
