@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from miniature import Marked, locked_elsewhere
+from miniature import Marked
 
+from mempipe.cli import EXIT_CONFIG
 from mempipe.config import ConfigError, RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.evaluation.results import read_results
 from mempipe.evaluation.suite import load_suite
+from mempipe.runs import lock
 from mempipe.tracking import last_run_id
 from mempipe.types import Question
 from pipelines.evaluate import main
@@ -156,5 +158,7 @@ def test_a_finished_evaluation_asks_nothing_again_and_other_settings_are_refused
 
 
 def test_two_evaluations_do_not_share_a_folder(evaluated):
-    with locked_elsewhere(evaluated.folder), pytest.raises(ConfigError, match="another process is at work in"):
-        main(load_suite(evaluated.suite))
+    lock(evaluated.folder)
+    other = subprocess.run(command(evaluated.suite), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert other.returncode == EXIT_CONFIG
+    assert f"error: another process is at work in {evaluated.folder}" in other.stderr
