@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -126,9 +127,10 @@ def lock(folder: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:  # POSIX allows both
+        os.close(descriptor)
         raise ConfigError(f"another process is at work in {folder}; wait for it, or use another `name`") from error
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # a file system without locks: better to run there than not at all
+        logging.getLogger(__name__).warning("%s cannot be locked (%s); start nothing else in it", folder, error.strerror)
 
 
 def write_text(path: Path, text: str) -> None:
