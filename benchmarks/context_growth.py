@@ -18,18 +18,24 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from mempipe.config import load_config
-from mempipe.data.scripts import NO_NOISE
+from mempipe.agents.registry import agent_spec
+from mempipe.data.scripted_agents import NO_NOISE
 from mempipe.data.world import World
-from mempipe.engines.encoders import HashingEncoder
-from mempipe.engines.index_build import build_index
 from mempipe.engines.tiny import build_tokenizer
-from mempipe.evaluation.memory_quality import context_tokens_by_turn
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
+from mempipe.loader import load_config
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.types import Trajectory
 from pipelines.warm_start import scripted_trajectories
 
 CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
-AGENTS = {"memsearcher": "quickstart", "mem1": "quickstart_mem1", "memagent": "quickstart_memagent", "react": "quickstart_react"}
+AGENTS = {
+    "memsearcher": "quickstart",
+    "mem1": "quickstart_mem1",
+    "memagent": "quickstart_memagent",
+    "react": "quickstart_react",
+}
 NUM_NOTED = 3
 EARLY = 5
 
@@ -42,10 +48,12 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         by_agent = {
-            agent: [context_tokens_by_turn(t, growing=agent == "react") for t in trajectories]
+            agent: [context_tokens_by_turn(t, growing=agent_spec(agent).grows) for t in trajectories]
             for agent, trajectories in play(Path(folder), seeds=arguments.seeds, num_hops=arguments.hops).items()
         }
-    means = {agent: [fmean(turn) for turn in zip(*rows, strict=True)][: arguments.hops] for agent, rows in by_agent.items()}
+    means = {
+        agent: [fmean(turn) for turn in zip(*rows, strict=True)][: arguments.hops] for agent, rows in by_agent.items()
+    }
     for agent, tokens in means.items():
         early, last = tokens[EARLY - 1], tokens[-1]
         print(f"{agent:12} turn {EARLY}: {early:6.1f}   turn {len(tokens)}: {last:6.1f}   x {last / early:.2f}")
@@ -61,12 +69,14 @@ def play(folder: Path, *, seeds: Sequence[int], num_hops: int) -> dict[str, list
     build_tokenizer(folder / "model")
     passages = [replace(passage, partition=world.id) for world in worlds for passage in world.passages]
     build_index(passages, folder / "index", encoder=HashingEncoder())
-    budget = {"question_tokens": 128, "max_turns": num_hops + 1, "context_tokens": 4096}
-    settings = [*(f"budget.{name}={value}" for name, value in budget.items()), f"retrieval.index={folder / 'index'}"]
+    settings = ["budget.question_tokens=128", "budget.context_tokens=4096", f"retrieval.index={folder / 'index'}"]
     attempts = {}
     for agent, name in AGENTS.items():
-        config = load_config(CONFIGS / f"{name}.yaml", [*settings, f"model.path={folder / 'model'}"])
-        attempts[agent] = asyncio.run(scripted_trajectories(questions, config, noise=NO_NOISE, name=agent, num_noted=NUM_NOTED))
+        turns = [f"budget.max_turns={num_hops + 1}"] if agent_spec(agent).searches else []
+        config = load_config(CONFIGS / f"{name}.yaml", [*settings, *turns, f"model.path={folder / 'model'}"])
+        attempts[agent] = asyncio.run(
+            scripted_trajectories(questions, config, noise=NO_NOISE, name=agent, num_noted=NUM_NOTED)
+        )
     return attempts
 
 
@@ -80,7 +90,12 @@ def plot(means: dict[str, list[float]], file: str) -> None:
     names = {"memsearcher": "MemSearcher", "mem1": "MEM1", "memagent": "MemAgent", "react": "ReAct"}
     for (agent, tokens), color in zip(means.items(), ("#1f6feb", "#bf5af2", "#1a7f5a", "#c2570c"), strict=True):
         axes.plot(range(1, len(tokens) + 1), tokens, "o-", ms=3, color=color, label=names[agent])
-    axes.set(xlabel="turn", ylabel="tokens of the context", ylim=(0, None), title=f"Context by turn, questions of {len(tokens)} hops")
+    axes.set(
+        xlabel="turn",
+        ylabel="tokens of the context",
+        ylim=(0, None),
+        title=f"Context by turn, questions of {len(tokens)} hops",
+    )
     axes.legend(fontsize=8)
     figure.savefig(file)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generation import Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generator import Generator
 
 NUM_TRAJECTORIES = 192
 GROUP_SIZE = 8
@@ -67,7 +67,9 @@ async def _generator(folder: str) -> list[Measured]:
             template = _ids(rng, 24)
             questions = [_ids(rng, 14) for _ in range(NUM_TRAJECTORIES // GROUP_SIZE)]
             started, cpu = time.perf_counter(), _cpu_seconds()
-            await asyncio.gather(*(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES)))
+            await asyncio.gather(
+                *(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES))
+            )
             rounds.append(Measured(name, time.perf_counter() - started, _cpu_seconds() - cpu))
         best.append(min(rounds[1:], key=lambda one: one.seconds))
     await generator.shutdown()
@@ -87,7 +89,9 @@ async def _agent_trajectory(generator: Generator, rng: random.Random, start: lis
 
 
 async def _call(generator: Generator, prompt: list[int]) -> list[int]:
-    return (await generator.generate(prompt, max_tokens=NUM_TOKENS, sampling=SamplingConfig(), stop_token_ids=[])).token_ids
+    return (
+        await generator.generate(prompt, max_tokens=NUM_TOKENS, sampling=SamplingConfig(), stop_token_ids=[])
+    ).token_ids
 
 
 def _raw(folder: str) -> Measured:
@@ -101,7 +105,14 @@ def _raw(folder: str) -> Measured:
     }
     from vllm import LLM, SamplingParams
 
-    llm = LLM(folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=256)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=256,
+    )
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
     rounds = []
     for seed in range(NUM_ROUNDS):

@@ -31,13 +31,15 @@ import httpx
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
 from mempipe.actors.launch import Engines, connected, launch_engines
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
-from mempipe.agents import make_agent
 from mempipe.agents.protocol import GenerateFn
 from mempipe.cli import ENVIRONMENT
-from mempipe.config import EndpointConfig, RunConfig, load_config
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.engines.openai_endpoint import Endpoint
+from mempipe.engines.config import EndpointConfig
+from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.loader import load_config
+from mempipe.rollout import make_agent
 from mempipe.runs import Run
 from mempipe.stream import stream_groups
 from mempipe.types import Question, Trajectory
@@ -63,7 +65,11 @@ def main() -> None:
         if arguments.run is None:
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_start(run, config) if arguments.run is None else of_run(config, Path(arguments.run), weights="huggingface")
+            config = (
+                warm_start(run, config)
+                if arguments.run is None
+                else of_run(config, Path(arguments.run), weights="huggingface")
+            )
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
             with launch_engines(config, namespace) as engines, vllm_server(config) as url:
@@ -86,9 +92,15 @@ def measured(engines: Engines, url: str, questions: Sequence[Question], number: 
         "threads": threaded(
             engines,
             questions,
-            lambda: GeneratorPool(replicas, config=config.generation, sampling=config.sampling, stop_token_ids=stops).generate,
+            lambda: (
+                GeneratorPool(
+                    replicas, config=config.generation, sampling=config.sampling, stop_token_ids=stops
+                ).generate
+            ),
         ),
-        "threads, HTTP": threaded(engines, questions, lambda: Endpoint(endpoint, sampling=config.sampling, tokenizer=tokenizer).generate),
+        "threads, HTTP": threaded(
+            engines, questions, lambda: Endpoint(endpoint, sampling=config.sampling, tokenizer=tokenizer).generate
+        ),
     }
 
 
@@ -138,7 +150,11 @@ def vllm_server(config: RunConfig) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--model={config.model.path}", "--served-model-name=m", f"--dtype={config.model.dtype}"]
-    command += [f"--max-model-len={config.budget.context_tokens}", f"--max-num-seqs={config.generation.max_num_seqs}", "--block-size=32"]
+    command += [
+        f"--max-model-len={config.budget.context_tokens}",
+        f"--max-num-seqs={config.generation.max_num_seqs}",
+        "--block-size=32",
+    ]
     command += ["--enable-prefix-caching", "--enforce-eager", "--disable-log-stats", "--uvicorn-log-level=error"]
     server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     url, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + SERVER_WITHIN_S

@@ -37,9 +37,10 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner
 from mempipe.engines.model import to_device
+from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
@@ -76,15 +77,21 @@ def main() -> None:
         f"{len(samples)} contexts, {num_tokens} tokens, {num_loss_tokens / num_tokens:.0%} in the loss, {arguments.threads} thread(s), "
         f"medians of {arguments.repeats}"
     )
-    print(f"{'contestant':<14}{'seconds':>9}{'tokens/s':>10}{'CPU s':>8}{'tokens/CPU s':>14}{'loss':>12}{'grad norm':>12}")
+    print(
+        f"{'contestant':<14}{'seconds':>9}{'tokens/s':>10}{'CPU s':>8}{'tokens/CPU s':>14}{'loss':>12}{'grad norm':>12}"
+    )
     medians = {name: tuple(map(statistics.median, zip(*values, strict=True))) for name, values in seconds.items()}
     for name, (wall, cpu) in medians.items():
         loss, norm = first[name]
-        print(f"{name:<14}{wall:>9.2f}{num_tokens / wall:>10.0f}{cpu:>8.2f}{num_tokens / cpu:>14.0f}{loss:>12.6f}{norm:>12.6f}")
+        print(
+            f"{name:<14}{wall:>9.2f}{num_tokens / wall:>10.0f}{cpu:>8.2f}{num_tokens / cpu:>14.0f}{loss:>12.6f}{norm:>12.6f}"
+        )
     for clock, unit in enumerate(("seconds", "CPU seconds")):
         best_trl = min(values[clock] for name, values in medians.items() if name.startswith("trl"))
         ours, unpacked = medians["packed"][clock], medians["padded"][clock]
-        print(f"in {unit}, packed is {unpacked / ours:.2f} x as fast as padded and {best_trl / ours:.2f} x as fast as trl")
+        print(
+            f"in {unit}, packed is {unpacked / ours:.2f} x as fast as padded and {best_trl / ours:.2f} x as fast as trl"
+        )
 
 
 def make_contexts(num_contexts: int, *, seed: int) -> list[TrainingSample]:
@@ -176,7 +183,9 @@ class PaddedLearner(Learner):
         columns = torch.from_numpy(micro_batch.position_ids[micro_batch.loss_positions])
         logprobs = all_logprobs[sequences, columns - 1, token_ids[sequences, columns]]
         names = ("old_logprobs", "ref_logprobs", "advantages", "weights", "loss_sequences", "context_indices")
-        loss, sums = policy_loss(logprobs, **{n: to_device(getattr(micro_batch, n), torch.device("cpu")) for n in names}, config=ALGORITHM)
+        loss, sums = policy_loss(
+            logprobs, **{n: to_device(getattr(micro_batch, n), torch.device("cpu")) for n in names}, config=ALGORITHM
+        )
         loss.backward()
         return sums | {"entropy": entropies[sequences, columns - 1].sum().item()}
 
@@ -249,7 +258,9 @@ def trl_inputs(chunk: list[TrainingSample], num_loss_tokens: Tensor) -> Mapping[
 
 def padded(rows: list[list[Any]], *, left: bool = False) -> Tensor:
     """[rows, longest], filled up with zeros."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left" if left else "right")
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True, padding_side="left" if left else "right"
+    )
 
 
 if __name__ == "__main__":

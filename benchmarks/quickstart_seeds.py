@@ -18,8 +18,8 @@ from pathlib import Path
 import polars as pl
 
 from mempipe.data.trajectories import read_trajectories
-from mempipe.evaluation.memory_quality import full_history_tokens
-from mempipe.tracking import read_metrics
+from mempipe.evaluation.rollout_metrics import full_history_tokens
+from mempipe.tracking.tracker import read_metrics
 
 BAR_BEFORE, BAR_AFTER = 0.30, 0.60
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
@@ -35,7 +35,12 @@ def main() -> int:
     rows = [run(seed, arguments.output, arguments.overrides) for seed in arguments.seeds]
     table = pl.DataFrame(rows)
     with pl.Config(
-        tbl_rows=-1, tbl_cols=-1, tbl_hide_dataframe_shape=True, tbl_hide_column_data_types=True, fmt_str_lengths=40, tbl_width_chars=200
+        tbl_rows=-1,
+        tbl_cols=-1,
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+        fmt_str_lengths=40,
+        tbl_width_chars=200,
     ):
         print(table)
     if arguments.plot:
@@ -98,10 +103,14 @@ def plot(folders: list[Path], file: str) -> None:
         learning.plot([0, report["num_steps"]], [before, after], "o", color=color, label=label)
         for group in read_trajectories(folder / "evaluation" / "after.parquet"):
             for trajectory in group.trajectories:
-                for turn, (now, history) in enumerate(zip(trajectory.contexts, full_history_tokens(trajectory), strict=True), start=1):
+                for turn, (now, history) in enumerate(
+                    zip(trajectory.contexts, full_history_tokens(trajectory), strict=True), start=1
+                ):
                     bounded[turn].append(now.num_prompt_tokens)
                     full[turn].append(history)
-    learning.set(xlabel="learner step", ylabel="exact match", ylim=(0, 1), title="Learning (thin: training batches, sampled)")
+    learning.set(
+        xlabel="learner step", ylabel="exact match", ylim=(0, 1), title="Learning (thin: training batches, sampled)"
+    )
     learning.legend(loc="lower right", fontsize=8)
     for label, tokens, color in (("full history would carry", full, "#c2570c"), ("bounded memory", bounded, "#1f6feb")):
         means = [sum(tokens[turn]) / len(tokens[turn]) for turn in sorted(tokens)]

@@ -29,13 +29,13 @@ from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS, connected
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.config import IndexConfig, RetrievalConfig
 from mempipe.data.corpus import CorpusPosition, corpus_files
-from mempipe.engines.encoders import HashingEncoder, make_encoder
-from mempipe.engines.index_build import IndexBuild, encode_segment, encoded_file, passages_to_batch
-from mempipe.engines.index_folder import read_manifest
-from mempipe.engines.retrieval import Query, Retriever
-from mempipe.engines.vectors import read_index, search_thread
+from mempipe.retrieval.build import IndexBuild, encode_segment, encoded_file, passages_to_batch
+from mempipe.retrieval.config import IndexConfig, RetrievalConfig
+from mempipe.retrieval.encoders import HashingEncoder, make_encoder
+from mempipe.retrieval.manifest import read_manifest
+from mempipe.retrieval.retriever import Query, Retriever
+from mempipe.retrieval.vectors import read_index, search_thread
 from mempipe.types import Passage
 
 NUM_PASSAGES = 5
@@ -68,7 +68,9 @@ class Rate:
     count: int
 
 
-async def measured(search: Callable[[str], Awaitable[Any]], queries: Iterator[str], *, callers: int, seconds: float) -> Rate:
+async def measured(
+    search: Callable[[str], Awaitable[Any]], queries: Iterator[str], *, callers: int, seconds: float
+) -> Rate:
     """Each caller asks again as soon as it has its answer; those under way at the end are waited for and counted."""
     latencies: list[float] = []
     started = time.perf_counter()
@@ -108,7 +110,10 @@ def synthetic_index(folder: Path, count: int) -> Path:
     build, rng = IndexBuild(config, []), np.random.default_rng(0)
     for number, first in enumerate(range(0, count, config.segment_passages)):
         rows = range(first, min(first + config.segment_passages, count))
-        passages = [Passage(id=str(row), title=f"Passage {row}", text="a passage of about a hundred words " * 14) for row in rows]
+        passages = [
+            Passage(id=str(row), title=f"Passage {row}", text="a passage of about a hundred words " * 14)
+            for row in rows
+        ]
         build.write_segment(number, passages_to_batch(passages), CorpusPosition())
         vectors = rng.standard_normal((len(rows), DIMENSION), dtype=np.float32)
         encoded_file(build.folder, number).write_bytes((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).data)
@@ -147,7 +152,10 @@ def compare(console: Console, title: str, index: Path, *, seconds: float) -> Non
         ray.get(alone.search.remote("warm up", NUM_PASSAGES))
         rate_alone = asyncio.run(
             measured(
-                lambda text, alone=alone: alone.search.remote(text, NUM_PASSAGES), questions(callers), callers=callers, seconds=seconds
+                lambda text, alone=alone: alone.search.remote(text, NUM_PASSAGES),
+                questions(callers),
+                callers=callers,
+                seconds=seconds,
             )
         )
         ray.kill(alone)
@@ -169,28 +177,42 @@ def compare(console: Console, title: str, index: Path, *, seconds: float) -> Non
                 str(callers), name, f"{found.per_second:,.1f}", f"{found.p50_ms:,.1f}", f"{found.p99_ms:,.1f}",
                 f"{batch:.1f}" if name == "pool" else "1", ratio,
             )  # fmt: skip
-        table.add_row(str(callers), "faiss", f"{limit:,.1f}", "", "", str(max(round(batch), 1)), f"{rate.per_second / limit:.2f}")
+        table.add_row(
+            str(callers), "faiss", f"{limit:,.1f}", "", "", str(max(round(batch), 1)), f"{rate.per_second / limit:.2f}"
+        )
     console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", default="../shared/data/wiki_mini.jsonl", help="real passages; left out when the file is not there")
+    parser.add_argument(
+        "--corpus", default="../shared/data/wiki_mini.jsonl", help="real passages; left out when the file is not there"
+    )
     parser.add_argument("--encoder", default="hashing", help="hashing, or a sentence-transformers model")
     parser.add_argument("--passages", type=int, default=1_000_000, help="synthetic ones; 0: none")
     parser.add_argument("--seconds", type=float, default=8.0)
     arguments = parser.parse_args()
     console = Console(width=110)
-    console.print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {NUM_PASSAGES} passages a search")
+    console.print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {NUM_PASSAGES} passages a search"
+    )
     with tempfile.TemporaryDirectory() as scratch, connected("", name="bench"):
         if Path(arguments.corpus).exists():
-            spec = {"kind": "hashing"} if arguments.encoder == "hashing" else {"kind": "sentence_transformers", "path": arguments.encoder}
+            spec = (
+                {"kind": "hashing"}
+                if arguments.encoder == "hashing"
+                else {"kind": "sentence_transformers", "path": arguments.encoder}
+            )
             index, whole, alone = real_index(Path(scratch) / "real", arguments.corpus, spec)
-            console.print(f"build ({spec['kind']}): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: {whole / alone:.2f} of it")
+            console.print(
+                f"build ({spec['kind']}): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: {whole / alone:.2f} of it"
+            )
             compare(console, f"{arguments.corpus}, {spec['kind']}", index, seconds=arguments.seconds)
         if arguments.passages:
             index = synthetic_index(Path(scratch) / "synthetic", arguments.passages)
-            compare(console, f"{arguments.passages:,} synthetic vectors of {DIMENSION}", index, seconds=arguments.seconds)
+            compare(
+                console, f"{arguments.passages:,} synthetic vectors of {DIMENSION}", index, seconds=arguments.seconds
+            )
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mempipe.config import IndexConfig
 from mempipe.data.corpus import corpus_files
-from mempipe.engines.encoders import Encoder, Vectors, make_encoder
-from mempipe.engines.index_build import IndexBuild, encode_segment
-from mempipe.engines.index_folder import Manifest
-from mempipe.engines.retrieval import Query, Retriever
+from mempipe.retrieval.build import IndexBuild, encode_segment
+from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.encoders import Encoder, Vectors, make_encoder
+from mempipe.retrieval.manifest import Manifest
+from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.types import Passage
 
 AT = (2, 5, 10)
@@ -109,9 +109,15 @@ def main() -> None:
             while (took := time.perf_counter() - started) < 2:
                 retriever._vectors.search(queries, 10)
                 count += len(queries)
-            recall = "exact search of what is stored" if manifest.vectors.recall_at_10 is None else f"{manifest.vectors.recall_at_10:.3f}"
+            recall = (
+                "exact search of what is stored"
+                if manifest.vectors.recall_at_10 is None
+                else f"{manifest.vectors.recall_at_10:.3f}"
+            )
             size = sum(record.bytes for name, record in manifest.files.items() if name.startswith("vectors/")) / 2**20
-            kinds.add_row(factory, search, f"{size:.1f}", recall, f"{count / took:,.0f}", recalls(retriever, questions)[-1])
+            kinds.add_row(
+                factory, search, f"{size:.1f}", recall, f"{count / took:,.0f}", recalls(retriever, questions)[-1]
+            )
         console.print(kinds)
 
 

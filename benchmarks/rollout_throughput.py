@@ -43,12 +43,14 @@ from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE, connected
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.agents import make_agent
 from mempipe.agents.protocol import GenerateFn, SearchFn
 from mempipe.cli import ENVIRONMENT
-from mempipe.config import ModelConfig, RunConfig, load_config
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.loader import load_config
+from mempipe.rollout import make_agent
 from mempipe.runs import Run
 from mempipe.stream import Collector, DriverSpec, StepGroups, stream_groups
 from mempipe.types import Completion, Group, Question
@@ -56,7 +58,11 @@ from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
 
 QUICKSTART = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
-SETTINGS = ["warm_start.num_clean_trajectories=600", "warm_start.num_noisy_trajectories=0", "algorithm.max_off_policy_steps=0"]
+SETTINGS = [
+    "warm_start.num_clean_trajectories=600",
+    "warm_start.num_noisy_trajectories=0",
+    "algorithm.max_off_policy_steps=0",
+]
 NUM_SKEWED, NUM_IN_FLIGHT = 384, 128  # trajectories of a round; at a time: as many as a step of the quickstart has
 MAX_TURNS, CALL_TOKENS = 6, (4, 64)
 PROMPT_TOKENS, OBSERVATION_TOKENS = (30, 60), (20, 40)  # about what the agent's contexts have
@@ -149,10 +155,16 @@ class Contest:
         size = self.config.algorithm.group_size
         started = time.perf_counter()
         turns = LockStep(generate, num_trajectories=len(questions) * size)
-        agent = make_agent(self.config, tokenizer=load_tokenizer(self.config.model.path), generate=turns.generate, search=search)
+        agent = make_agent(
+            self.config, tokenizer=load_tokenizer(self.config.model.path), generate=turns.generate, search=search
+        )
         trajectories = await asyncio.gather(
             *(
-                turns.takes_part(agent.rollout(question, trajectory_id=f"{question.id}/{member}", group_id=question.id, member=member))
+                turns.takes_part(
+                    agent.rollout(
+                        question, trajectory_id=f"{question.id}/{member}", group_id=question.id, member=member
+                    )
+                )
                 for question in questions
                 for member in range(size)
             )
@@ -162,7 +174,9 @@ class Contest:
 
     async def _skewed(self, *, lock_step: bool) -> Measured:
         generate, search = self._engine_and_retriever(stop=False)
-        scripts = [Script(seed=f"{self.num_rounds}:{i}", questions=list(self.questions.values())) for i in range(NUM_SKEWED)]
+        scripts = [
+            Script(seed=f"{self.num_rounds}:{i}", questions=list(self.questions.values())) for i in range(NUM_SKEWED)
+        ]
         started = time.perf_counter()
         if lock_step:
             for first in range(0, NUM_SKEWED, NUM_IN_FLIGHT):
@@ -183,7 +197,10 @@ class Contest:
         """Through pools of this process."""
         stop_token_ids = sorted(load_tokenizer(self.config.model.path).stop_token_ids) if stop else []
         generators = GeneratorPool(
-            [self.generator], config=self.config.generation, sampling=self.config.sampling, stop_token_ids=stop_token_ids
+            [self.generator],
+            config=self.config.generation,
+            sampling=self.config.sampling,
+            stop_token_ids=stop_token_ids,
         )
         return generators.generate, RetrieverPool([self.retriever], config=self.config.retrieval).search
 
@@ -277,7 +294,10 @@ class RawEngine:
         """Samples after all prompts; returns the number of tokens and the seconds."""
         from vllm import SamplingParams
 
-        params = [SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False) for _, n in calls]
+        params = [
+            SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+            for _, n in calls
+        ]
         started = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt, _ in calls], params, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -310,7 +330,9 @@ def recorded_calls(groups: Sequence[Group]) -> list[Call]:
 
 def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]:
     """One per run of sampled tokens."""
-    edges = [i for i in range(len(loss_mask) + 1) if (i < len(loss_mask) and loss_mask[i]) != (i > 0 and loss_mask[i - 1])]
+    edges = [
+        i for i in range(len(loss_mask) + 1) if (i < len(loss_mask) and loss_mask[i]) != (i > 0 and loss_mask[i - 1])
+    ]
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         yield list(token_ids[:start]), end - start
 
@@ -332,8 +354,16 @@ def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterato
         transfer="mempipe_shm",
     )
     retriever = start_actor(RetrieverActor, {"name": "retriever-0", **options}, config.retrieval)
-    admission = start_actor(Admission, {"name": "admission", **options}, groups_per_step=algorithm.groups_per_step, max_off_policy_steps=0)
-    raw = start_actor(RawEngine, {"num_cpus": 0}, config.model, max_model_len=context_tokens, max_num_seqs=config.generation.max_num_seqs)
+    admission = start_actor(
+        Admission, {"name": "admission", **options}, groups_per_step=algorithm.groups_per_step, max_off_policy_steps=0
+    )
+    raw = start_actor(
+        RawEngine,
+        {"num_cpus": 0},
+        config.model,
+        max_model_len=context_tokens,
+        max_num_seqs=config.generation.max_num_seqs,
+    )
     ray.get([generator.ready.remote(), retriever.ready.remote()])
     spec = DriverSpec(
         config=config,
@@ -347,7 +377,9 @@ def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterato
     questions = {f"0/{question.id}": question for question in read_questions(config.data.train)[:num_questions]}
     with closing(stream_groups(spec, questions.items())) as groups:
         collector = Collector(groups, admission, algorithm)
-        yield Contest(config=config, questions=questions, collector=collector, raw=raw, generator=generator, retriever=retriever)
+        yield Contest(
+            config=config, questions=questions, collector=collector, raw=raw, generator=generator, retriever=retriever
+        )
     ray.get(generator.shutdown.remote())
     for actor in (raw, admission, retriever, generator, store):
         ray.kill(actor)
@@ -358,7 +390,9 @@ def report(rounds: Sequence[dict[str, Measured]]) -> None:
     print(f"{'':<24}{'tokens':>9}{'seconds':>9}{'tokens/s':>10}{'CPU s':>8}")
     for name in rounds[0]:
         columns = ("num_tokens", "seconds", "rate", "cpu_seconds")
-        tokens, seconds, rate, cpu = (statistics.median(getattr(one[name], column) for one in rounds) for column in columns)
+        tokens, seconds, rate, cpu = (
+            statistics.median(getattr(one[name], column) for one in rounds) for column in columns
+        )
         print(f"{name:<24}{tokens:>9.0f}{seconds:>9.2f}{rate:>10.0f}{cpu:>8.2f}")
     for faster, slower, aim in (
         ("agent", "raw vLLM", 0.85),

@@ -62,8 +62,22 @@ def make_runs(folder: Path, arguments: argparse.Namespace) -> list[Path]:
         if runs:
             for name in PREPARED:
                 shutil.copytree(runs[0] / name, run / name)
-        settings = [f"output={folder}", f"name={run.name}", f"algorithm.max_off_policy_steps={lag}", f"num_steps={arguments.steps}"]
-        command = [sys.executable, "-m", "mempipe.cli", "train", str(CONFIG), *SETTINGS, *settings, *arguments.overrides]
+        settings = [
+            f"output={folder}",
+            f"name={run.name}",
+            f"algorithm.max_off_policy_steps={lag}",
+            f"num_steps={arguments.steps}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "mempipe.cli",
+            "train",
+            str(CONFIG),
+            *SETTINGS,
+            *settings,
+            *arguments.overrides,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         runs.append(run)
     return runs
@@ -75,7 +89,9 @@ def read_steps(run: Path) -> list[dict[str, float]]:
     steps = [row for row in rows if "seconds/step" in row][NUM_SKIPPED:]
     if not steps:
         sys.exit(f"{run} has no more than {NUM_SKIPPED} steps on record, which do not count")
-    saving = sum(row.get("seconds/checkpoint", 0.0) for row in rows if row["step"] > NUM_SKIPPED) / len(steps)  # in rows of their own
+    saving = sum(row.get("seconds/checkpoint", 0.0) for row in rows if row["step"] > NUM_SKIPPED) / len(
+        steps
+    )  # in rows of their own
     found = []
     for row in steps:
         seconds = {part: row[f"seconds/{part}"] for part in PARTS if part != "checkpoint"} | {"checkpoint": saving}

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mempipe.config import ConfigError, IndexConfig, RunConfig, load_config
+from mempipe.config import RunConfig
+from mempipe.loader import load_config
+from mempipe.retrieval.config import IndexConfig
+from mempipe.settings import ConfigError
 
 EXIT_CONFIG = 2
 EXIT_RUN = 1
@@ -59,7 +62,9 @@ def _resume_last(argv: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mempipe", description="Train, measure and serve LLM agents with a bounded memory.")
+    parser = argparse.ArgumentParser(
+        prog="mempipe", description="Train, measure and serve LLM agents with a bounded memory."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function, summary: str, into=commands) -> argparse.ArgumentParser:
@@ -72,18 +77,26 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. algorithm.group_size=16")
     train.add_argument("--resume", nargs="?", const="always", default="never", choices=["always", "auto", "never"])
 
-    evaluate = add("evaluate", _evaluate, "measure agents: CONFIG [key=value ...], or compare two evaluated runs: compare A B")
+    evaluate = add(
+        "evaluate", _evaluate, "measure agents: CONFIG [key=value ...], or compare two evaluated runs: compare A B"
+    )
     evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml; or the word compare")
-    evaluate.add_argument("overrides", nargs="*", help="key=value, e.g. sampling.temperature=0.7; or two folders of evaluated runs")
+    evaluate.add_argument(
+        "overrides", nargs="*", help="key=value, e.g. sampling.temperature=0.7; or two folders of evaluated runs"
+    )
     evaluate.add_argument("--metric", default="em", help="of compare")
 
     doctor = add("doctor", _doctor, "check that a config can work on this cluster, without starting anything")
     doctor.add_argument("config")
     doctor.add_argument("overrides", nargs="*")
-    doctor.add_argument("--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)")
+    doctor.add_argument(
+        "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
+    )
 
     config = add("config", _config, "list every setting with its default and meaning")
-    config.add_argument("kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default) or of an index")
+    config.add_argument(
+        "kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default) or of an index"
+    )
 
     trace = add("trace", _trace, "read the trajectories of a run, turn by turn")
     trace.add_argument("run", help="a run's folder or a trajectories.parquet")
@@ -111,30 +124,58 @@ def _parser() -> argparse.ArgumentParser:
     serve = add("serve", _index_serve, "answer searches over HTTP on this machine until Ctrl-C", index)
     serve.add_argument("index")
     serve.add_argument("settings", nargs="*", help="key=value, e.g. max_in_flight=128 (mempipe/serve/retrieval_app.py)")
-    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines; callers are not asked who they are")
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="0.0.0.0 to be reached from other machines; callers are not asked who they are",
+    )
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--num-replicas", type=int, default=1)
 
-    data = commands.add_parser("data", help="make or check question files").add_subparsers(required=True, metavar="world|qa|ruler")
+    data = commands.add_parser("data", help="make or check question files").add_subparsers(
+        required=True, metavar="world|qa|ruler"
+    )
     world = add("world", _data_world, "print a synthetic world: passages and questions", data)
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
     qa = add("qa", _data_qa, "show what was understood of a question file", data)
     qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
-    qa.add_argument("--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)")
+    qa.add_argument(
+        "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
+    )
     qa.add_argument("--limit", type=int, default=5, help="questions shown")
     ruler = add("ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)", data)
     ruler.add_argument("source", help="HotpotQA distractor json, or FlashRAG's jsonl of it")
     ruler.add_argument("output", help="a folder: SPLIT_NUMDOCS.FORMAT for every split and length")
-    ruler.add_argument("--num-docs", default="200", help="documents in a context, e.g. 50,100,200,400,800,1600,3200,6400")
+    ruler.add_argument(
+        "--num-docs", default="200", help="documents in a context, e.g. 50,100,200,400,800,1600,3200,6400"
+    )
     ruler.add_argument("--num-questions", type=int, default=128)
-    ruler.add_argument("--split", default="", help="instead of --num-questions, disjoint parts, e.g. train=8192,validation=128,test=128")
+    ruler.add_argument(
+        "--split",
+        default="",
+        help="instead of --num-questions, disjoint parts, e.g. train=8192,validation=128,test=128",
+    )
     ruler.add_argument("--seed", type=int, default=1)
-    ruler.add_argument("--peer-positions", action="store_true", help="documents where MemAgent's files have them: in every question alike")
-    ruler.add_argument("--exclude", nargs="*", default=[], help="question files that share no question with the new ones")
+    ruler.add_argument(
+        "--peer-positions",
+        action="store_true",
+        help="documents where MemAgent's files have them: in every question alike",
+    )
+    ruler.add_argument(
+        "--exclude", nargs="*", default=[], help="question files that share no question with the new ones"
+    )
     ruler.add_argument("--format", default="parquet", choices=["parquet", "json"])
-    ruler.add_argument("--unknown-only", nargs="*", default=[], metavar="MODEL", help="leave out what these models answer without the text")
-    ruler.add_argument("--endpoint", default="", help="the OpenAI-compatible server of those models, e.g. http://127.0.0.1:8000/v1")
+    ruler.add_argument(
+        "--unknown-only",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="leave out what these models answer without the text",
+    )
+    ruler.add_argument(
+        "--endpoint", default="", help="the OpenAI-compatible server of those models, e.g. http://127.0.0.1:8000/v1"
+    )
     ruler.add_argument("--api-key-env", default="", help="the environment variable with that server's key")
     return parser
 
@@ -169,7 +210,16 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     first, second = map(Path, arguments.overrides)
     comparisons = compare_runs(first, second, metric=arguments.metric)
-    table = Table("set", "questions", "A", "B", "B - A", "McNemar on em", title=f"{arguments.metric}, percent", title_justify="left")
+    table = Table(
+        "set",
+        "questions",
+        "A",
+        "B",
+        "B - A",
+        "McNemar on em",
+        title=f"{arguments.metric}, percent",
+        title_justify="left",
+    )
     for each in comparisons:
         test = each.mcnemar
         verdict = f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
@@ -200,7 +250,10 @@ def describe_settings(section: type, prefix: str = "") -> list[str]:
     """One line per setting: dotted key, default, meaning."""
     lines = []
     for name, field in section.model_fields.items():
-        inner = next((t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(t, "model_fields")), None)
+        inner = next(
+            (t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(t, "model_fields")),
+            None,
+        )
         if inner is not None:
             lines += [
                 "",
@@ -215,7 +268,7 @@ def describe_settings(section: type, prefix: str = "") -> list[str]:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from mempipe.data.trajectories import read_trajectories
-    from mempipe.evaluation.trace import trajectory_lines
+    from mempipe.reports.trace import trajectory_lines
 
     path = Path(arguments.run)
     path = path / "trajectories.parquet" if path.is_dir() else path
@@ -232,7 +285,7 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _index_build(arguments: argparse.Namespace) -> None:
-    from mempipe.config import load_index_config
+    from mempipe.loader import load_index_config
 
     config = load_index_config(arguments.config, arguments.overrides)
     from pipelines.build_index import main as build_index
@@ -241,12 +294,14 @@ def _index_build(arguments: argparse.Namespace) -> None:
 
 
 def _index_adopt(arguments: argparse.Namespace) -> None:
-    from mempipe.config import parse_overrides
+    from mempipe.loader import parse_overrides
 
     encoder = parse_overrides(arguments.encoder)
     from pipelines.build_index import adopt
 
-    manifest = adopt(Path(arguments.index), Path(arguments.corpus), Path(arguments.output), encoder=encoder, search=arguments.search)
+    manifest = adopt(
+        Path(arguments.index), Path(arguments.corpus), Path(arguments.output), encoder=encoder, search=arguments.search
+    )
     print("\n".join(describe_index(manifest, arguments.output)))
 
 
@@ -258,7 +313,9 @@ def describe_index(manifest, folder: str) -> list[str]:
     if vectors := manifest.vectors:
         measured = f"recall@10 {vectors.recall_at_10} against Flat, {vectors.num_recall_queries} passages as queries"
         kind, shards = vectors.encoder["kind"], len(vectors.files)
-        lines.append(f"  vectors: {kind}, {vectors.dimension} dimensions, {vectors.factory}, {shards} shard{'s' * (shards > 1)}")
+        lines.append(
+            f"  vectors: {kind}, {vectors.dimension} dimensions, {vectors.factory}, {shards} shard{'s' * (shards > 1)}"
+        )
         lines.append("  " + ("exact search" if vectors.recall_at_10 is None else measured))
     if manifest.lexical:
         lines.append("  words: BM25")
@@ -284,7 +341,7 @@ def _index_search(arguments: argparse.Namespace) -> None:
 
 
 def _index_serve(arguments: argparse.Namespace) -> None:
-    from mempipe.config import parse_overrides
+    from mempipe.loader import parse_overrides
 
     settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.settings)
     from mempipe.serve.retrieval import serve_index
@@ -322,15 +379,21 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
     from mempipe.data.qa import read_questions
     from mempipe.data.ruler import read_sources, write_ruler
 
-    splits = _numbers(arguments.split, "--split", "train=8192,test=128") if arguments.split else {"test": arguments.num_questions}
+    splits = (
+        _numbers(arguments.split, "--split", "train=8192,test=128")
+        if arguments.split
+        else {"test": arguments.num_questions}
+    )
     num_docs = [int(text) if text.isdigit() and int(text) else 0 for text in arguments.num_docs.split(",")]
     if not all(num_docs) or not all(splits.values()):
-        raise ConfigError(f"--num-docs is {arguments.num_docs!r} and the questions are {splits}; expected numbers from 1")
+        raise ConfigError(
+            f"--num-docs is {arguments.num_docs!r} and the questions are {splits}; expected numbers from 1"
+        )
     if bool(arguments.unknown_only) != bool(arguments.endpoint):
         raise ConfigError("--unknown-only names models and --endpoint their server; give both or neither")
     are_known = None
     if arguments.endpoint:
-        from mempipe.engines.closed_book import closed_book_filter
+        from mempipe.evaluation.closed_book import closed_book_filter
 
         are_known = closed_book_filter(arguments.endpoint, arguments.unknown_only, api_key_env=arguments.api_key_env)
     manifest = write_ruler(
@@ -354,7 +417,9 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
 def _numbers(text: str, option: str, example: str) -> dict[str, int]:
     """The mapping that NAME=NUMBER,NAME=NUMBER describes."""
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.isidentifier() and number.isdigit() for name, _, number in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+    if not all(name.isidentifier() and number.isdigit() for name, _, number in pairs) or len(
+        {name for name, *_ in pairs}
+    ) < len(pairs):
         raise ConfigError(f"{option} is {text!r}; expected names with numbers, e.g. {example}")
     return {name: int(number) for name, _, number in pairs}
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mempipe.config import ConfigError, ModelConfig, RunConfig
+from mempipe.config import RunConfig
+from mempipe.engines.config import ModelConfig
+from mempipe.settings import ConfigError
 
 GIB = 2**30
 SERVICE_TIMEOUT_S = 3.0
@@ -50,7 +52,9 @@ class Shape:
     @property
     def num_parameters(self) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden * (
+            1 if self.tied else 2
+        )
 
     def kv_bytes_per_token(self, width: int) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * width
@@ -109,11 +113,16 @@ def model_shape(model: ModelConfig) -> Shape | None:
 
 def num_gpus_needed(config: RunConfig) -> dict[str, int]:
     """GPUs by role, when the cluster has any."""
-    needs = {"learner": config.learner.num_ranks, "generator": config.generation.num_replicas * config.generation.tensor_parallel}
+    needs = {
+        "learner": config.learner.num_ranks,
+        "generator": config.generation.num_replicas * config.generation.tensor_parallel,
+    }
     if config.algorithm.kl_coef > 0 and not config.model.lora_rank:
         needs["reference"] = 1
     if config.retrieval.num_gpus and config.retrieval.index:
-        needs["retrieval"] = config.retrieval.num_gpus * (config.retrieval.shard_actors or config.retrieval.num_replicas)
+        needs["retrieval"] = config.retrieval.num_gpus * (
+            config.retrieval.shard_actors or config.retrieval.num_replicas
+        )
     return needs
 
 
@@ -122,11 +131,17 @@ def _files(config: RunConfig) -> list[Finding]:
     for setting, value, required in (
         ("data.train", config.data.train, True),
         ("data.validation", config.data.validation, False),
-        *([] if config.retrieval.url or config.agent.name == "memagent" else [("retrieval.index", config.retrieval.index, True)]),
+        *(
+            []
+            if config.retrieval.url or not config.agent_spec.searches
+            else [("retrieval.index", config.retrieval.index, True)]
+        ),
     ):
         if not value:
             findings.append(
-                Finding("fatal", f"{setting} is empty") if required else Finding("note", f"{setting} is empty: nothing is evaluated")
+                Finding("fatal", f"{setting} is empty")
+                if required
+                else Finding("note", f"{setting} is empty: nothing is evaluated")
             )
         elif not Path(value).exists():
             findings.append(Finding("fatal", f"{setting} is {value!r}, which does not exist on this machine"))
@@ -148,36 +163,45 @@ def _service(url: str) -> Finding:
     try:
         health = httpx.get(f"{url.rstrip('/')}/health", timeout=SERVICE_TIMEOUT_S, trust_env=False)
         described = health.json() if health.is_success else {}
-        return Finding("ok", f"retrieval.url: {url}, snapshot {described['snapshot']}, {described['num_passages']} passages")
+        return Finding(
+            "ok", f"retrieval.url: {url}, snapshot {described['snapshot']}, {described['num_passages']} passages"
+        )
     except httpx.RequestError as error:
         return Finding("note", f"retrieval.url {url} cannot be reached from this machine: {error!r}")
     except (KeyError, TypeError, ValueError):
-        return Finding("note", f"retrieval.url {url} is no mempipe service; searches in partitions and snapshots need one")
+        return Finding(
+            "note", f"retrieval.url {url} is no mempipe service; searches in partitions and snapshots need one"
+        )
 
 
 def _template(config: RunConfig) -> list[Finding]:
     if not (Path(config.model.path) / "tokenizer_config.json").is_file():
         return [
-            Finding("note", f"template tokens not counted: the tokenizer of model.path {config.model.path!r} is not on this machine"),
+            Finding(
+                "note",
+                f"template tokens not counted: the tokenizer of model.path {config.model.path!r} is not on this machine",
+            ),
             *_context(config, template_tokens=None),
         ]
-    from mempipe.agents import make_layout
     from mempipe.engines.tokenizer import load_tokenizer
+    from mempipe.rollout import make_renderer
 
-    layout = make_layout(config, tokenizer=load_tokenizer(config.model.path))
-    return _context(config, template_tokens=layout.template_tokens)
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    return _context(config, template_tokens=renderer.template_tokens)
 
 
 def _context(config: RunConfig, *, template_tokens: int | None) -> list[Finding]:
     room, row = config.budget.context_tokens, config.learner.max_tokens_per_micro_batch
-    parts = dict(config.budget.parts(config.agent.name))
+    parts = dict(config.budget.parts())
     if template_tokens is not None:
         parts["template"] = template_tokens
     total = sum(parts.values())
     sum_text = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
     findings = [Finding("fatal" if total > room else "ok", f"{sum_text} = {total} of budget.context_tokens {room}")]
     if room > row:
-        findings.append(Finding("fatal", f"learner.max_tokens_per_micro_batch {row} is below budget.context_tokens {room}"))
+        findings.append(
+            Finding("fatal", f"learner.max_tokens_per_micro_batch {row} is below budget.context_tokens {room}")
+        )
     return findings
 
 
@@ -211,10 +235,14 @@ def _memory(config: RunConfig, shape: Shape, gib: float) -> list[Finding]:
     tokens = config.learner.max_tokens_per_micro_batch
     per_layer = tokens * (6 * shape.hidden + 3 * shape.intermediate) * width
     activations = (
-        tokens * shape.hidden * shape.layers * width + per_layer if config.model.gradient_checkpointing else shape.layers * per_layer
+        tokens * shape.hidden * shape.layers * width + per_layer
+        if config.model.gradient_checkpointing
+        else shape.layers * per_layer
     )
     # float32 master weights everywhere; gradients and two Adam moments for what is trained
-    learner = (parameters * 4 + trained * 12) / config.learner.num_ranks + activations + shape.vocab * shape.hidden * width
+    learner = (
+        (parameters * 4 + trained * 12) / config.learner.num_ranks + activations + shape.vocab * shape.hidden * width
+    )
     engine_weights = parameters * width / config.generation.tensor_parallel
     per_sequence = shape.kv_bytes_per_token(width) * config.budget.context_tokens / config.generation.tensor_parallel
     room = gib * GIB * config.generation.gpu_memory_utilization - engine_weights

@@ -27,9 +27,18 @@ class Progress:
         self._last_line = time.monotonic()
         self._bar: Bar | None = None
         if sys.stdout.isatty():
-            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            columns = (
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(
-                TextColumn("[bold]{task.description:16}"), *columns, TextColumn("{task.fields[numbers]}"), console=self._console
+                TextColumn("[bold]{task.description:16}"),
+                *columns,
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
             )
 
     def __enter__(self) -> Progress:
@@ -40,7 +49,9 @@ class Progress:
             self._console.print(self._count())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
         if self._total is None and kind is None:

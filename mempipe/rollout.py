@@ -1,16 +1,33 @@
-"""The siblings of one question, run together and scored together: the one place where agents and reinforcement learning meet."""
+"""Agents of a config, and the siblings of one question: played together, scored together. Here agents and learning meet."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
-from mempipe.config import AlgorithmConfig, RewardConfig
+from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
+from mempipe.agents.rendering import Renderer
+from mempipe.agents.turn import Agent
+from mempipe.config import RunConfig
 from mempipe.rl.advantages import group_advantages
+from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import score
 from mempipe.types import Group, Question, Trajectory
+
+
+def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
+    """The configured agent's prompts in the model's chat template.
+
+    Raises ConfigError when they and the budget do not fit the context.
+    """
+    return config.agent_spec.renderer(config.agent, config.budget, limits=config.retrieval, tokenizer=tokenizer)
+
+
+def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
+    """The configured agent, bound to an engine and a retriever."""
+    return config.agent_spec.agent(make_renderer(config, tokenizer=tokenizer), generate=generate, search=search)
 
 
 class RolloutFn(Protocol):
@@ -36,7 +53,9 @@ async def run_group(
     try:
         async with asyncio.TaskGroup() as tasks:
             attempts = [
-                tasks.create_task(rollout(question, trajectory_id=f"{group_id}/{member}", group_id=group_id, member=member))
+                tasks.create_task(
+                    rollout(question, trajectory_id=f"{group_id}/{member}", group_id=group_id, member=member)
+                )
                 for member in range(group_size)
             ]
     except BaseExceptionGroup as failures:

@@ -12,28 +12,23 @@ report.html report.json
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
+from mempipe.files import LOCK_FILE, lock, write_text
+from mempipe.settings import ConfigError
 
 Resume = Literal["never", "auto", "always"]
 
 # What may differ between a run and its continuation: nothing that changes what is learned.
 FREE_SETTINGS = ("num_steps", "ray_address", "tracking", "checkpoint", "evaluation", "stream", "output")
-
-
-LOCK_FILE = ".lock"
 
 
 class Run:
@@ -46,7 +41,9 @@ class Run:
         found = self._state_file.exists()
         self._is_new, self._made_folder = not found, not self.folder.exists()
         if found and resume == "never":
-            raise ConfigError(f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder")
+            raise ConfigError(
+                f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder"
+            )
         if not found and resume == "always":
             raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
         try:
@@ -107,7 +104,9 @@ class Run:
         try:
             saved = yaml.safe_load(file.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued") from error
+            raise ConfigError(
+                f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued"
+            ) from error
         now = self.config.model_dump(mode="json")
         differing = [key for key in _differences(saved, now) if key.split(".")[0] not in FREE_SETTINGS]
         if differing:
@@ -115,32 +114,6 @@ class Run:
                 f"{self.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
                 "continue with the same ones, or give the run another `name`"
             )
-
-
-def lock(folder: Path) -> None:
-    """Keeps every other process from `folder`, which is made, until this one ends, however it does.
-
-    Raises ConfigError when another one is at work there, and OSError when the folder cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:  # POSIX allows both
-        os.close(descriptor)
-        raise ConfigError(f"another process is at work in {folder}; wait for it, or use another `name`") from error
-    except OSError as error:  # a file system without locks: better to run there than not at all
-        logging.getLogger(__name__).warning("%s cannot be locked (%s); start nothing else in it", folder, error.strerror)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import re
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -26,40 +25,16 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayTaskError
 
+from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
 from mempipe.actors.handles import Handle
-from mempipe.actors.pools import GeneratorPool, RetrieverPool
-from mempipe.agents import make_agent, stop_texts
-from mempipe.agents.protocol import UnfitQuestion
-from mempipe.config import AlgorithmConfig, EndpointConfig, RunConfig, SamplingConfig
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
-from mempipe.engines.openai_endpoint import Endpoint
-from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.faults import InfrastructureFault
 from mempipe.rl.advantages import check_group, has_signal
-from mempipe.rollout import run_group
+from mempipe.rl.config import AlgorithmConfig
 from mempipe.types import Group, Question, from_row, to_row
+from mempipe.user_code import UserCodeError
 
 ATTEMPTS_PER_ROW = 16
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
-
-
-class GroupFailed(RuntimeError):
-    """A group could not be finished after all its attempts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriverSpec:
-    """All that a driver needs, as small plain values: it may be started again on another node at any time."""
-
-    config: RunConfig
-    sampling: SamplingConfig
-    group_size: int
-    namespace: str
-    generators: list[str]
-    retrievers: list[str]
-    admission: str = ""  # empty: every group may start at once
-    endpoint: EndpointConfig | None = None  # completes instead of the generators
-    record_failures: bool = False  # of a question that does not fit, or an endpoint: the group says so and has no trajectories
 
 
 class QuestionSource(Datasource):
@@ -92,22 +67,11 @@ _ASKED = pa.struct([("group_id", pa.string()), ("question", pa.struct(arrow_sche
 QUESTION_ROW = pa.schema([("position", pa.int64()), ("groups", pa.list_(_ASKED))])
 
 
-class Driver:
-    """Runs groups against the engines. Holds no state that matters: when it dies, Ray Data runs its unfinished groups again."""
+class GroupStage:
+    """The stage of the dataset that turns rows of questions into groups: a driver, and the tickets that let its groups start."""
 
     def __init__(self, spec: DriverSpec) -> None:
-        config = spec.config
-        self._spec = spec
-        actors = {name: ray.get_actor(name, spec.namespace) for name in [*spec.generators, *spec.retrievers]}
-        tokenizer = load_tokenizer(config.model.path)
-        generators: GeneratorPool | Endpoint
-        if spec.endpoint is not None:
-            generators = Endpoint(spec.endpoint, sampling=spec.sampling, tokenizer=tokenizer, stop_texts=stop_texts(config.agent.name))
-        else:
-            replicas, stop_token_ids = [actors[name] for name in spec.generators], sorted(tokenizer.stop_token_ids)
-            generators = GeneratorPool(replicas, config=config.generation, sampling=spec.sampling, stop_token_ids=stop_token_ids)
-        self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
-        self._agent = make_agent(config, tokenizer=tokenizer, generate=generators.generate, search=self._retrievers.search)
+        self._driver = Driver(spec)
         self._admission = ray.get_actor(spec.admission, spec.namespace) if spec.admission else None
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
@@ -115,7 +79,8 @@ class Driver:
             asked = enumerate(row["groups"], start=row["position"])
             tasks = [asyncio.create_task(self._admitted(position, **group)) for position, group in asked]
             try:
-                for task in tasks:  # not as they finish: of a row that is run again, Ray keeps what it had by its place in this order
+                # In the order of the row, not as they finish: when a row is run again, Ray keeps the outputs it had by their place.
+                for task in tasks:
                     yield group_to_table(await task)
             finally:
                 for task in tasks:
@@ -124,39 +89,13 @@ class Driver:
     async def _admitted(self, position: int, group_id: str, question: dict[str, Any]) -> Group:
         if self._admission is not None:
             await self._admission.ticket.remote(group_id, position)
-        return await self._finished(group_id, from_row(Question, question))
-
-    async def _finished(self, group_id: str, question: Question) -> Group:
-        attempts = self._spec.config.stream.num_attempts
-        faults: list[Exception] = []
-        while len(faults) < attempts:
-            try:
-                group = await run_group(
-                    question,
-                    self._agent.rollout,
-                    group_id=group_id,
-                    group_size=self._spec.group_size,
-                    reward=self._spec.config.reward,
-                    advantage=self._spec.config.algorithm,
-                )
-                return replace(group, num_retries=len(faults))
-            except InfrastructureFault as fault:
-                faults.append(fault)
-                logging.getLogger(__name__).warning("group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault)
-                await asyncio.sleep(len(faults))
-            except UnfitQuestion as error:
-                if not self._spec.record_failures:
-                    raise
-                return Group(id=group_id, question=question, trajectories=[], failed=str(error))
-        if self._spec.record_failures and self._spec.endpoint is not None:
-            return Group(id=group_id, question=question, trajectories=[], num_retries=attempts, failed=str(faults[-1]))
-        raise GroupFailed(f"group {group_id} failed {attempts} times (stream.num_attempts); last: {faults[-1]}")
+        return await self._driver.play(group_id, from_row(Question, question))
 
 
 def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
     """Groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
 
-    Raises GroupFailed when a group cannot be finished.
+    Raises GroupFailed when a group cannot be finished, UserCodeError when code of the user's own failed.
     """
     stream = spec.config.stream
     # Ray Data handles some 15 blocks a second. Whole groups of training are worth one each; single questions are not.
@@ -171,23 +110,24 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
     context.enable_progress_bars = False
     with DataContext.current(context):
         dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=SOURCE_CPUS).map_batches(
-            Driver,
+            GroupStage,
             fn_constructor_args=[spec],
             batch_format="pyarrow",
             batch_size=None,
             num_cpus=0,
             compute=ActorPoolStrategy(
-                size=stream.num_drivers, max_concurrent_calls_per_actor=math.ceil(stream.groups_in_flight / groups_per_row)
+                size=stream.num_drivers,
+                max_concurrent_calls_per_actor=math.ceil(stream.groups_in_flight / groups_per_row),
             ),
         )
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             yield from table_to_groups(table)
     except RayTaskError as error:  # Ray Data wraps what a driver raised; only the text still tells what it was
-        failed = re.search(rf"{GroupFailed.__name__}: (.+)", str(error))
-        if failed is None:
-            raise
-        raise GroupFailed(failed[1]) from error
+        for kind in (GroupFailed, UserCodeError):
+            if failed := re.search(rf"{kind.__name__}: (.+)", str(error)):
+                raise kind(failed[1]) from error
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +162,11 @@ class Collector:
                 self._consume([group], policy_version)
             else:
                 self._waiting[group.id] = group
-        return StepGroups(groups=[self._waiting.pop(key) for key in chosen], dropped=dropped, wait_seconds=time.perf_counter() - started)
+        return StepGroups(
+            groups=[self._waiting.pop(key) for key in chosen],
+            dropped=dropped,
+            wait_seconds=time.perf_counter() - started,
+        )
 
     def consumed(self, step: StepGroups, *, policy_version: int) -> None:
         """The step was trained and `policy_version` is served: others may start in the place of its groups."""

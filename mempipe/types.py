@@ -112,6 +112,15 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """One call of a tool other than search: its arguments as the policy wrote them (JSON), and the texts that came back."""
+
+    tool: str
+    arguments: str
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """One context of a trajectory: everything the model saw and wrote in it.
 
@@ -131,6 +140,7 @@ class Context:
     num_dropped_tokens: int = 0  # sampled after the end of an action: in no context, in no loss
     action: str = ""
     searches: list[Search] = field(default_factory=list)
+    tool_uses: list[ToolUse] = field(default_factory=list)
     memory_before: str = ""
     memory_after: str = ""
     num_new_memory_tokens: int = 0  # of the memory it left, after any cut
@@ -208,12 +218,16 @@ def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     hints = typing.get_type_hints(cls)
     missing = dataclasses.MISSING
-    return {f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(cls)}
+    return {
+        f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in dataclasses.fields(cls)
+    }
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        flat = not value or isinstance(value[0], (int, float, str))  # ids and log-probs: most of a record, and nothing to look into
+        flat = not value or isinstance(
+            value[0], (int, float, str)
+        )  # ids and log-probs: most of a record, and nothing to look into
         return list(value) if flat else [_plain(item) for item in value]
     return to_row(value) if dataclasses.is_dataclass(value) else value
 

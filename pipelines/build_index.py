@@ -8,13 +8,14 @@ from typing import Any
 
 from mempipe.actors.indexing import stream_segments
 from mempipe.actors.launch import connected
-from mempipe.config import ConfigError, IndexConfig
 from mempipe.data.corpus import corpus_files
-from mempipe.engines.encoders import make_encoder
-from mempipe.engines.index_build import IndexBuild, adopt_index, make_index
-from mempipe.engines.index_folder import Manifest
-from mempipe.engines.retrieval import Query, Retriever
 from mempipe.progress import Progress
+from mempipe.retrieval.build import IndexBuild, adopt_index, make_index
+from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.encoders import make_encoder
+from mempipe.retrieval.manifest import Manifest
+from mempipe.retrieval.retriever import Query, Retriever
+from mempipe.settings import ConfigError
 
 
 def main(config: IndexConfig) -> Manifest:
@@ -33,11 +34,13 @@ def main(config: IndexConfig) -> Manifest:
 
 
 def adopt(index: Path, corpus: Path, output: Path, *, encoder: dict[str, Any], search: str = "") -> Manifest:
-    """Makes other people's faiss index and jsonl corpus an index folder; see `mempipe.engines.index_build.adopt_index`."""
+    """Makes other people's faiss index and jsonl corpus an index folder; see `mempipe.retrieval.build.adopt_index`."""
     return adopt_index(index, corpus, output, encoder=make_encoder(encoder), search=search)
 
 
-def search(index: Path, query: str, *, num_passages: int, partition: str = "", mode: str = "auto") -> list[dict[str, Any]]:
+def search(
+    index: Path, query: str, *, num_passages: int, partition: str = "", mode: str = "auto"
+) -> list[dict[str, Any]]:
     """The best passages, best first, as rows of id, title, text, score and partition. Raises ConfigError for an impossible search."""
     retriever = Retriever(index, mode=mode)
     request = Query(text=query, num_passages=num_passages, partition=partition)

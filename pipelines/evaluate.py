@@ -24,27 +24,26 @@ from rich.console import Console
 from rich.table import Table
 
 from mempipe.actors.launch import Engines, connected, launch_engines
-from mempipe.agents import make_agent
 from mempipe.agents.protocol import Tokenizer
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
 from mempipe.data.ruler import read_depths
-from mempipe.engines.index_folder import check_index
-from mempipe.engines.openai_endpoint import Endpoint
+from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
-from mempipe.evaluation.evaluation_report import flat_metrics, write_evaluation_report
 from mempipe.evaluation.judge import judge_row
 from mempipe.evaluation.results import ResultFolder, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
+from mempipe.files import lock
 from mempipe.progress import Progress
-from mempipe.runs import lock
+from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
+from mempipe.retrieval.manifest import check_index
+from mempipe.rollout import make_agent
+from mempipe.settings import ConfigError
 from mempipe.stream import stream_groups
-from mempipe.tracking import Tracker, last_run_id
+from mempipe.tracking.tracker import Tracker, last_run_id
 from mempipe.types import Completion, Group, Question, SearchResult
 
-NO_SEARCH = ("memagent",)
-"""Agents that read a text instead of searching."""
 _PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 
 
@@ -96,7 +95,13 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
             raise ConfigError(
                 f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that are joined"
             )
-        sets[benchmark.label] = (benchmark, file, num_questions, file_sha256(file), read_depths(file) if benchmark.num_docs else {})
+        sets[benchmark.label] = (
+            benchmark,
+            file,
+            num_questions,
+            file_sha256(file),
+            read_depths(file) if benchmark.num_docs else {},
+        )
     if suite.judge is not None:
         asyncio.run(_check_endpoint(Endpoint(suite.judge)))
     planned = []
@@ -121,7 +126,9 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
                 "judge": suite.judge.model if suite.judge is not None else None,
             }
             results = ResultFolder(suite.folder / run.name / label, json.loads(json.dumps(settings)))
-            jobs.append(Job(benchmark=benchmark, file=file, num_questions=num_questions, depths=depths, results=results))
+            jobs.append(
+                Job(benchmark=benchmark, file=file, num_questions=num_questions, depths=depths, results=results)
+            )
         planned.append(PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs))
     return planned
 
@@ -137,7 +144,9 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
     """Asks what has no row yet; rows are written in parts as they come, also when the evaluation is interrupted."""
     job.results.open()
     done = job.results.done()
-    spec = engines.driver_spec(sampling=suite.sampling, group_size=suite.num_samples, endpoint=planned.run.endpoint, record_failures=True)
+    spec = engines.driver_spec(
+        sampling=suite.sampling, group_size=suite.num_samples, endpoint=planned.run.endpoint, record_failures=True
+    )
     title = f"{planned.run.name}, {job.benchmark.label}"
     waiting: list[Group] = []
 
@@ -145,7 +154,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         rows = [
             result_row(
                 group,
-                growing=planned.config.agent.grows,
+                growing=planned.config.agent_spec.grows,
                 prompt_hash=planned.prompt_hash,
                 depths=job.depths.get(group.question.id, ()),
             )
@@ -175,13 +184,19 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     """The report of everything that is there, on disk, in MLflow and on the terminal."""
-    cells = [Cell(run=each.run.name, benchmark=job.benchmark, rows=read_results(job.results.path)) for each in planned for job in each.jobs]
+    cells = [
+        Cell(run=each.run.name, benchmark=job.benchmark, rows=read_results(job.results.path))
+        for each in planned
+        for job in each.jobs
+    ]
     paths = write_evaluation_report(
         suite.folder,
         suite,
         cells,
         configs={each.run.name: each.config for each in planned},
-        settings={f"{each.run.name}/{job.benchmark.label}": job.results.settings for each in planned for job in each.jobs},
+        settings={
+            f"{each.run.name}/{job.benchmark.label}": job.results.settings for each in planned for job in each.jobs
+        },
     )
     tracker = Tracker(
         suite.tracking,
@@ -222,8 +237,7 @@ class _Seen(Exception):
 
 def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
     """Reads what the run's roles will read; returns the hash of its prompts."""
-    searches = config.agent.name not in NO_SEARCH
-    if searches and not (config.retrieval.index or config.retrieval.url):
+    if config.agent_spec.searches and not (config.retrieval.index or config.retrieval.url):
         raise ConfigError(f"retrieval.index and retrieval.url are empty; agent.name {config.agent.name!r} searches")
     if config.retrieval.index:
         check_index(config.retrieval.index)
@@ -246,7 +260,9 @@ def _check_weights(config: RunConfig) -> None:
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} holds no weights (*.safetensors)")
     if isinstance(positions, int) and positions < room:
-        raise ConfigError(f"budget.context_tokens is {room}, but {folder} has {positions} positions (max_position_embeddings)")
+        raise ConfigError(
+            f"budget.context_tokens is {room}, but {folder} has {positions} positions (max_position_embeddings)"
+        )
 
 
 async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> None:
@@ -284,4 +300,6 @@ def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path])
         console.print(shown)
     if failed := sum(cell.num_failed for cell in cells):
         console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
-    console.print(f"Report, with published numbers: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)
+    console.print(
+        f"Report, with published numbers: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True
+    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions, make_worlds
-from mempipe.engines.encoders import HashingEncoder
-from mempipe.engines.index_build import build_index
+from mempipe.files import whole_folder
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.runs import Run
+from mempipe.settings import ConfigError
 
 NUM_HELD_OUT_WORLDS = 8
 
@@ -20,15 +21,18 @@ def prepare(run: Run) -> RunConfig:
     """The config with every path filled in; what is already in the run's folder is kept."""
     config = run.config
     if config.world is None:
-        searched = config.retrieval.index or config.retrieval.url
-        needed = {"model.path": config.model.path, "data.train": config.data.train, "retrieval.index": searched}
+        needed = {"model.path": config.model.path, "data.train": config.data.train}
+        if config.agent_spec.searches:
+            needed["retrieval.index"] = config.retrieval.index or config.retrieval.url
         for setting, value in needed.items():
             if not value:
                 alternative = ", or retrieval.url" if setting == "retrieval.index" else ""
                 raise ConfigError(f"{setting} is empty; a run without a `world` needs it{alternative}")
         return config
     if config.retrieval.url:
-        raise ConfigError(f"retrieval.url is {config.retrieval.url!r}; a run with a `world` searches the index that it makes itself")
+        raise ConfigError(
+            f"retrieval.url is {config.retrieval.url!r}; a run with a `world` searches the index that it makes itself"
+        )
     train_worlds, held_out = worlds(config)
     index, model = run.folder / "index", run.folder / "model"
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
@@ -37,7 +41,9 @@ def prepare(run: Run) -> RunConfig:
         write_questions(train, make_questions(train_worlds, wanted.num_train_questions, seed=seed, hops=hops))
         write_questions(validation, make_questions(held_out, wanted.num_validation_questions, seed=seed, hops=hops))
     if not index.exists():
-        passages = (replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages)
+        passages = (
+            replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages
+        )
         build_index(passages, index, encoder=HashingEncoder())
     if not model.exists():
         _make_model(model, seed=config.seed)
@@ -59,8 +65,6 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
 def _make_model(folder: Path, *, seed: int) -> None:
     from mempipe.engines.tiny import build_model, build_tokenizer
 
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
-    build_tokenizer(partial)
-    build_model(partial, seed=seed)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        build_tokenizer(partial)
+        build_model(partial, seed=seed)

@@ -24,21 +24,23 @@ from typing import Any
 from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
-from mempipe.agents import make_layout
 from mempipe.agents.protocol import UnfitQuestion
-from mempipe.agents.rendering import Layout
-from mempipe.config import ConfigError, RunConfig, SamplingConfig
+from mempipe.agents.rendering import Renderer
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import latest, read_state
-from mempipe.engines.index_folder import check_index
+from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.evaluation.memory_quality import rollout_metrics
-from mempipe.evaluation.report import write_report
+from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, closing_table
+from mempipe.reports.training import write_report
+from mempipe.retrieval.manifest import check_index
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
+from mempipe.rollout import make_renderer
 from mempipe.runs import Resume, Run
+from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
 from mempipe.types import Group, Question, TrainingSample
 from pipelines.prepare import prepare
@@ -84,9 +86,9 @@ def _run(run: Run, config: RunConfig) -> Run:
 
 def check_inputs(run: Run, config: RunConfig) -> None:
     """Reads what the roles will read, before any of them starts. Raises ConfigError, and CheckpointError for a damaged checkpoint."""
-    layout = make_layout(config, tokenizer=load_tokenizer(config.model.path))
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     for path in filter(None, (config.data.train, config.data.validation)):
-        check_questions(path, layout)
+        check_questions(path, renderer)
     if config.retrieval.index:
         check_index(config.retrieval.index, mode=config.retrieval.mode, shard_actors=config.retrieval.shard_actors)
     newest = latest(run.folder / "checkpoints")
@@ -94,23 +96,29 @@ def check_inputs(run: Run, config: RunConfig) -> None:
         read_state(newest)
 
 
-def check_questions(path: str, layout: Layout) -> None:
+def check_questions(path: str, renderer: Renderer) -> None:
     """Raises ConfigError, naming the first, when questions of the file do not fit the agent's budget."""
     questions = read_questions(path)
     unfit = []
     for question in questions:
         try:
-            layout.check(question)
+            renderer.check(question)
         except UnfitQuestion as error:
             unfit.append(str(error))
     if unfit:
         shown = "; ".join(unfit[:3])
-        raise ConfigError(f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave them out")
+        raise ConfigError(
+            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave them out"
+        )
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
     questions = read_questions(config.data.train)
-    validation = read_questions(config.data.validation)[: config.evaluation.num_questions or None] if config.data.validation else []
+    validation = (
+        read_questions(config.data.validation)[: config.evaluation.num_questions or None]
+        if config.data.validation
+        else []
+    )
     started = time.perf_counter()
     with launch(config, namespace) as roles:
         run.add_seconds("launch", time.perf_counter() - started)
@@ -127,7 +135,9 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
             roles.learners.export(run.folder / "huggingface", source=config.model.path)
 
 
-def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront) -> list[Group]:
+def evaluate(
+    run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
+) -> list[Group]:
     """One attempt at every held-out question under the served weights. A finished evaluation is read back instead of repeated."""
     path = run.folder / "evaluation" / f"{label}.parquet"
     if path.exists() or not questions:
@@ -140,7 +150,11 @@ def evaluate(run: Run, roles: Roles, questions: Sequence[Question], *, label: st
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
     tracker.log_metrics(
-        {f"validation/{name}": value for name, value in rollout_metrics(groups, growing=roles.config.agent.grows).items()}, step=step
+        {
+            f"validation/{name}": value
+            for name, value in rollout_metrics(groups, growing=roles.config.agent_spec.grows).items()
+        },
+        step=step,
     )
     return groups
 
@@ -162,7 +176,9 @@ def learn(
     admission_name, admission = roles.new_admission(policy_version=position["step"])
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
     consumed = {*chain.from_iterable(trained), *dropped}
-    groups = stream_groups(spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position["step"]))
+    groups = stream_groups(
+        spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position["step"])
+    )
     collector = Collector(groups, admission, config.algorithm)
     training = time.perf_counter()
     with closing(groups), Progress("train", total=config.num_steps, done=position["step"]) as progress:
@@ -170,7 +186,9 @@ def learn(
             started = time.perf_counter()
             batch = collector.next_step(policy_version=step)
             if batch is None:
-                progress.note(f"the questions are used up after step {step}: data.num_epochs is {config.data.num_epochs}")
+                progress.note(
+                    f"the questions are used up after step {step}: data.num_epochs is {config.data.num_epochs}"
+                )
                 break
             metrics = train_step(roles, batch, step=step)
             collector.consumed(batch, policy_version=step + 1)
@@ -186,7 +204,11 @@ def learn(
                     position = {"step": step + 1, "trained": trained, "dropped": dropped}
                     roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
                 tracker.log_metrics({"seconds/checkpoint": saving.seconds}, step=step + 1)
-            if config.evaluation.every_steps and (step + 1) % config.evaluation.every_steps == 0 and step + 1 < config.num_steps:
+            if (
+                config.evaluation.every_steps
+                and (step + 1) % config.evaluation.every_steps == 0
+                and step + 1 < config.num_steps
+            ):
                 evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
     run.add_seconds("train", time.perf_counter() - training)
@@ -195,7 +217,9 @@ def learn(
 def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:
     """One learner step and the new weights in every engine; returns what is logged of it."""
     config = roles.config
-    samples = [[sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups]
+    samples = [
+        [sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups
+    ]
     with Timer() as reference:
         if roles.reference is not None:
             samples = _by_group(with_ref_logprobs([sample for group in samples for sample in group], roles.reference))
@@ -212,10 +236,14 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
         reports = roles.learners.step(updates)
     with Timer() as syncing:
         canary = roles.sync(step + 1)
-    rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent.grows)
+    rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent_spec.grows)
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
-    seconds = {"seconds/reference": reference.seconds, "seconds/learn": learning.seconds, "seconds/sync": syncing.seconds}
+    seconds = {
+        "seconds/reference": reference.seconds,
+        "seconds/learn": learning.seconds,
+        "seconds/sync": syncing.seconds,
+    }
     return rollouts | learner | seconds | {"canary_max_difference": canary, "num_dropped_groups": len(batch.dropped)}
 
 

@@ -1,7 +1,7 @@
 """Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then with many.
 
 The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what the engine
-will be prompted with. Its mistakes (`mempipe.data.scripts.Noise`) are what reinforcement learning has to undo.
+will be prompted with. Its mistakes (`mempipe.data.scripted_agents.Noise`) are what reinforcement learning has to undo.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from dataclasses import replace
 from functools import partial
 
 from mempipe.actors.launch import launch_learners, learner_settings
-from mempipe.agents import bind_agent, make_layout
-from mempipe.config import OptimizerConfig, RunConfig
-from mempipe.data.scripts import NO_NOISE, SCRIPTS, Noise
+from mempipe.config import RunConfig
+from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
 from mempipe.data.world import make_questions
-from mempipe.engines.retrieval import BatchingRetriever, Retriever
+from mempipe.engines.config import OptimizerConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.progress import Progress
+from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
+from mempipe.rollout import make_renderer
 from mempipe.runs import Run
+from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Question, TrainingSample, Trajectory
+from mempipe.user_code import load_user_object
 from pipelines.prepare import worlds
 
 UPDATES_PER_CALL = 10
@@ -53,11 +56,15 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
 
 def imitation_samples(config: RunConfig) -> list[TrainingSample]:
     """The contexts of the scripted trajectories, shuffled among the faultless ones and among the noisy ones, in that order."""
-    assert config.world is not None and config.warm_start is not None, "the script answers questions of the synthetic world"
+    assert config.world is not None and config.warm_start is not None, (
+        "the script answers questions of the synthetic world"
+    )
     train_worlds, _ = worlds(config)
     wanted = config.warm_start
     samples = []
-    for i, (count, noise) in enumerate(((wanted.num_clean_trajectories, NO_NOISE), (wanted.num_noisy_trajectories, Noise()))):
+    for i, (count, noise) in enumerate(
+        ((wanted.num_clean_trajectories, NO_NOISE), (wanted.num_noisy_trajectories, Noise()))
+    ):
         questions = make_questions(train_worlds, count, seed=config.seed + 1 + i, hops=config.world.hops)
         trajectories = asyncio.run(scripted_trajectories(questions, config, noise=noise, name=f"script-{i}"))
         part = [sample for trajectory in trajectories for sample in to_samples(replace(trajectory, advantage=1.0))]
@@ -74,18 +81,20 @@ async def scripted_trajectories(
     Of the facts in a memory it keeps the newest `num_noted`; 0: all.
     """
     tokenizer = load_tokenizer(config.model.path)
-    layout = make_layout(config, tokenizer=tokenizer)
+    renderer = make_renderer(config, tokenizer=tokenizer)
     retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
-    new_script = partial(SCRIPTS[config.agent.name], max_turns=config.budget.max_turns, noise=noise, num_noted=num_noted)
+    new_script = partial(scripted_agent(config), max_turns=config.budget.turn_limit, noise=noise, num_noted=num_noted)
 
     async def attempt(i: int, question: Question) -> Trajectory:
         script = new_script(question=question.text, seed=f"{config.seed}:{name}:{i}")
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), layout.closing_id]
-            return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0)
+            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), renderer.closing_id]
+            return Completion(
+                token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
+            )
 
-        agent = bind_agent(layout, generate=generate, search=retriever.search)
+        agent = config.agent_spec.agent(renderer, generate=generate, search=retriever.search)
         return await agent.rollout(question, trajectory_id=f"{name}/{i}", group_id=f"{name}/{i}", member=0)
 
     trajectories: list[Trajectory] = []
@@ -93,6 +102,15 @@ async def scripted_trajectories(
         batch = questions[start : start + TRAJECTORIES_AT_ONCE]
         trajectories += await asyncio.gather(*(attempt(start + i, question) for i, question in enumerate(batch)))
     return trajectories
+
+
+def scripted_agent(config: RunConfig) -> type[ScriptedAgent]:
+    """The script that plays the config's agent in the synthetic world. Raises ConfigError for an agent without one."""
+    if not config.agent_spec.script:
+        raise ConfigError(
+            f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)"
+        )
+    return load_user_object(config.agent_spec.script, setting="AgentSpec.script")
 
 
 def _optimizer(lr: float) -> OptimizerConfig:

@@ -39,7 +39,9 @@ class Admission:
             return None
         step = sorted(finished, key=self._outstanding.__getitem__)[: self._groups_per_step]
         left = sorted(started for key, started in self._outstanding.items() if key not in set(step))
-        for i, started in enumerate(left):  # earliest deadline first: the i-th oldest is trained i // B steps after the next one
+        for i, started in enumerate(
+            left
+        ):  # earliest deadline first: the i-th oldest is trained i // B steps after the next one
             if self._version + 1 + i // self._groups_per_step > started + self._max_off_policy_steps:
                 return None
         return step

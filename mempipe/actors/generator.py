@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import ray
 
-from mempipe.actors.exchange import Answer, Desk, Request
+from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
-from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generation import EngineDead, Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion
 
@@ -50,9 +50,11 @@ class GeneratorActor:
         stop_texts: Sequence[str] = (),
     ) -> None:
         """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
-        self._engine = Generator(model, config, max_model_len=context_tokens, seed=seed, transfer=transfer, stop_texts=stop_texts)
+        self._engine = Generator(
+            model, config, max_model_len=context_tokens, seed=seed, transfer=transfer, stop_texts=stop_texts
+        )
         self._store: Handle = ray.get_actor(store)
-        self._desk = Desk(self._generate)
+        self._desk = BatchedServer(self._generate)
         self._started = asyncio.Lock()
         self._ready = False
 
@@ -98,4 +100,6 @@ class GeneratorActor:
     ) -> Completion:
         if not self._ready:
             await self.ready()
-        return await self._engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
+        return await self._engine.generate(
+            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
+        )

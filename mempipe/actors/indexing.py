@@ -20,10 +20,11 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayTaskError
 
-from mempipe.config import ConfigError, IndexConfig
 from mempipe.data.corpus import CorpusFile
-from mempipe.engines.encoders import make_encoder
-from mempipe.engines.index_build import IndexBuild, encode_segment
+from mempipe.retrieval.build import IndexBuild, encode_segment
+from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.encoders import make_encoder
+from mempipe.settings import ConfigError
 
 READER_CPUS = 0.01  # beside the encoders it does next to nothing, and must start although they hold every CPU
 CPUS_PER_ENCODER = 2

@@ -21,16 +21,17 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mempipe.actors.admission import Admission
+from mempipe.actors.driver import DriverSpec
 from mempipe.actors.generator import GeneratorActor, Transfer, WeightStore
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
 from mempipe.actors.retriever import RetrieverActor, ShardActor
-from mempipe.agents import stop_texts
-from mempipe.config import ConfigError, RunConfig, SamplingConfig
+from mempipe.config import RunConfig
+from mempipe.engines.config import SamplingConfig
 from mempipe.engines.weights import check_canary
-from mempipe.stream import DriverSpec
+from mempipe.settings import ConfigError
 
 START_TIMEOUT_S = 900.0
 KNOCK_TIMEOUT_S = 10.0
@@ -108,11 +109,22 @@ class Roles(Engines):
         else:
             weights = self.learners.weights()
             ray.get(self.store.put.remote([weights], policy_version))
-            pending = {name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()}
-            wait_for(pending, phase=f"loading weights of version {policy_version}", timeout_s=self.config.generation.timeout_s)
-        scores = {name: [actor.score.remote(sequence) for sequence in self.canary] for name, actor in self.generators.items()}
+            pending = {
+                name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()
+            }
+            wait_for(
+                pending,
+                phase=f"loading weights of version {policy_version}",
+                timeout_s=self.config.generation.timeout_s,
+            )
+        scores = {
+            name: [actor.score.remote(sequence) for sequence in self.canary] for name, actor in self.generators.items()
+        }
         expected = self.learners.score(self.canary)
-        return max(check_canary(ray.get(found), expected, tolerance=self.config.generation.canary_tolerance) for found in scores.values())
+        return max(
+            check_canary(ray.get(found), expected, tolerance=self.config.generation.canary_tolerance)
+            for found in scores.values()
+        )
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
@@ -147,7 +159,9 @@ def connected(address: str, *, name: str) -> Iterator[str]:
         _knock(address)
         ray.init(**options)
     except OSError as error:
-        raise LaunchError(f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})") from error
+        raise LaunchError(
+            f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
+        ) from error
     try:
         take_note_of_pool_arguments()
         yield namespace
@@ -168,7 +182,9 @@ def _knock(address: str) -> None:
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     """All roles, started side by side. Leaves no actor, process or placement group behind, whatever happens inside."""
     reference = [1] * needs_reference(config)
-    with _launched(config, namespace, sizes=[1] * config.learner.num_ranks + _engine_sizes(config) + reference) as started:
+    with _launched(
+        config, namespace, sizes=[1] * config.learner.num_ranks + _engine_sizes(config) + reference
+    ) as started:
         yield started.roles()
 
 
@@ -307,7 +323,9 @@ class _Started:
         learners.start(learner_settings(self.config))
         self.wait()
         if engines.transfer == "nccl":
-            learners.open_transfer(list(engines.generators.values()), tensor_parallel=self.config.generation.tensor_parallel)
+            learners.open_transfer(
+                list(engines.generators.values()), tensor_parallel=self.config.generation.tensor_parallel
+            )
         return Roles(**vars(engines), learners=learners, reference=reference)
 
     def engines(self, transfer: Transfer) -> Engines:
@@ -327,12 +345,17 @@ class _Started:
                 seed=config.seed + i,
                 store=WEIGHT_STORE,
                 transfer=transfer,
-                stop_texts=stop_texts(config.agent.name),
+                stop_texts=config.agent_spec.stop_texts,
             )
         retrieval, anywhere = config.retrieval, {"num_cpus": 0}
         on_gpus = retrieval.num_gpus > 0
-        of_holder = [self.placement.options(retrieval.num_gpus) if on_gpus else anywhere for _ in range(_num_vector_holders(config))]
-        shards = [self._start(ShardActor, restartable | of_holder[i], retrieval, i) for i in range(retrieval.shard_actors)]
+        of_holder = [
+            self.placement.options(retrieval.num_gpus) if on_gpus else anywhere
+            for _ in range(_num_vector_holders(config))
+        ]
+        shards = [
+            self._start(ShardActor, restartable | of_holder[i], retrieval, i) for i in range(retrieval.shard_actors)
+        ]
         retrievers = {
             f"retriever-{i}": self._start(
                 RetrieverActor,

@@ -79,7 +79,10 @@ class _Engines:
         self._engines, self._tensor_parallel = list(engines), tensor_parallel
 
     def connect(self, init_info: dict[str, Any]) -> None:
-        infos = [replica_init_info(init_info, replica=i, tensor_parallel=self._tensor_parallel) for i in range(len(self._engines))]
+        infos = [
+            replica_init_info(init_info, replica=i, tensor_parallel=self._tensor_parallel)
+            for i in range(len(self._engines))
+        ]
         ray.get([engine.connect.remote(info) for engine, info in zip(self._engines, infos, strict=True)])
 
     def load(self, handle: WeightHandle) -> None:
@@ -96,7 +99,12 @@ class LearnerGroup:
     def start(self, settings: Mapping[str, Any]) -> None:
         """Makes a `Learner(**settings)` on every rank; rank 0's node is where they meet."""
         master_address, master_port = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
-        shared = {**settings, "world_size": len(self.ranks), "master_address": master_address, "master_port": master_port}
+        shared = {
+            **settings,
+            "world_size": len(self.ranks),
+            "master_address": master_address,
+            "master_port": master_port,
+        }
         self._all("start", lambda rank, i: rank.start.remote({**shared, "rank": i}))
 
     def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
@@ -116,7 +124,9 @@ class LearnerGroup:
     def open_transfer(self, engines: Sequence[Handle], *, tensor_parallel: int) -> None:
         """From now on `send_weights` goes from GPU to GPU."""
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
-        self._all("opening the weight transfer", lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address))
+        self._all(
+            "opening the weight transfer", lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address)
+        )
 
     def send_weights(self, policy_version: int) -> None:
         """Gives every engine the current weights as `policy_version`; returns when all serve them."""
@@ -142,7 +152,9 @@ class LearnerGroup:
         try:
             return ray.get(list(references), timeout=self._timeout_s)
         except GetTimeoutError as error:
-            raise LearnerFailed(f"{phase}: not all ranks finished within learner.timeout_s {self._timeout_s:g} s") from error
+            raise LearnerFailed(
+                f"{phase}: not all ranks finished within learner.timeout_s {self._timeout_s:g} s"
+            ) from error
         except RayActorError as error:
             raise LearnerFailed(f"{phase}: a learner rank died: {error}") from error
         except RayTaskError as error:

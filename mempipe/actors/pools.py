@@ -13,10 +13,11 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from mempipe.actors.exchange import Line
+from mempipe.actors.batched_calls import BatchedClient
 from mempipe.actors.handles import Handle
-from mempipe.config import GenerationConfig, RetrievalConfig, SamplingConfig
+from mempipe.engines.config import GenerationConfig, SamplingConfig
 from mempipe.faults import InfrastructureFault, retry_pauses
+from mempipe.retrieval.config import RetrievalConfig
 from mempipe.types import Completion, SearchResult
 
 REST_S = 30.0  # for which calls go elsewhere after a replica died or failed, if there is another
@@ -30,7 +31,7 @@ class Pool:
     """Replicas of one role: each call goes to the one with the fewest calls under way."""
 
     def __init__(self, replicas: Sequence[Handle], *, role: str, timeout_s: float) -> None:
-        self._lines = [Line(replica) for replica in replicas]
+        self._lines = [BatchedClient(replica) for replica in replicas]
         self.num_retries = 0
         self._role = role
         self._timeout_s = timeout_s
@@ -57,7 +58,9 @@ class Pool:
                 self._rests_until[i] = time.monotonic() + REST_S
                 pause = next(pauses)
                 if time.monotonic() + pause > deadline:
-                    raise RoleUnavailable(f"{self._role} failed and did not recover within {self._timeout_s:g} s: {error}") from error
+                    raise RoleUnavailable(
+                        f"{self._role} failed and did not recover within {self._timeout_s:g} s: {error}"
+                    ) from error
             finally:
                 self._under_way[i] -= 1
             await asyncio.sleep(pause)
@@ -71,7 +74,12 @@ class GeneratorPool(Pool):
     """The engines as the agents' `generate` (mempipe.agents.protocol.GenerateFn)."""
 
     def __init__(
-        self, replicas: Sequence[Handle], *, config: GenerationConfig, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+        self,
+        replicas: Sequence[Handle],
+        *,
+        config: GenerationConfig,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
     ) -> None:
         super().__init__(replicas, role="generator", timeout_s=config.timeout_s)
         self._sampling = sampling

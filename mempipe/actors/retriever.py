@@ -7,14 +7,14 @@ from pathlib import Path
 
 import ray
 
-from mempipe.actors.exchange import Answer, Desk, Request
+from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
-from mempipe.config import RetrievalConfig
-from mempipe.engines.encoders import Vectors
-from mempipe.engines.index_folder import read_manifest, vector_files
-from mempipe.engines.remote_retrieval import RemoteRetriever
-from mempipe.engines.retrieval import BatchingRetriever, Retriever
-from mempipe.engines.vectors import Rows, Scored, Shards, open_shards, search_thread
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.encoders import Vectors
+from mempipe.retrieval.manifest import read_manifest, vector_files
+from mempipe.retrieval.remote import RemoteRetriever
+from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+from mempipe.retrieval.vectors import Rows, Scored, Shards, open_shards, search_thread
 from mempipe.types import SearchResult
 
 
@@ -36,7 +36,7 @@ class ShardActor:
 
 
 class RemoteShard:
-    """A `ShardActor` as the retriever sees it (`mempipe.engines.vectors.VectorIndex`)."""
+    """A `ShardActor` as the retriever sees it (`mempipe.retrieval.vectors.VectorIndex`)."""
 
     def __init__(self, actor: Handle) -> None:
         self._actor = actor
@@ -59,7 +59,7 @@ class RetrieverActor:
             vectors = Shards([RemoteShard(actor) for actor in shards], num_threads=len(shards)) if shards else None
             retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path, vectors=vectors)
         self._retriever = BatchingRetriever(retriever, config)
-        self._desk = Desk(self._search)
+        self._desk = BatchedServer(self._search)
 
     async def ready(self) -> str:
         """The snapshot that is served."""

@@ -10,7 +10,8 @@ import ray
 from mempipe.actors.handles import start_actor
 from mempipe.config import RunConfig
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.tracking import Tracker, TrackingSummary, last_run_id
+from mempipe.tracking.traces import Wording
+from mempipe.tracking.tracker import Tracker, TrackingSummary, last_run_id
 from mempipe.types import Group
 
 FLUSH_TIMEOUT_S = 10.0
@@ -25,7 +26,7 @@ class TrackerActor(Tracker):
             run_name=config.name,
             run_config=config.model_dump(mode="json"),
             resume_run_id=resume_run_id,
-            decode=load_tokenizer(config.model.path).decode,
+            wording=Wording(decode=load_tokenizer(config.model.path).decode, thought=config.agent_spec.thought),
         )
 
 

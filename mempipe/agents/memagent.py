@@ -11,12 +11,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import Field
+
+from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.config import AgentConfig, CompatConfig
 from mempipe.agents.prompt_set import PromptSet, load_prompts
-from mempipe.agents.protocol import Tokenizer, UnfitQuestion, last_stated, parse_answer
-from mempipe.agents.rendering import Layout, encode_pieces, opened_thought
+from mempipe.agents.protocol import Tokenizer, UnfitQuestion, last_stated, parse_answer, thought_of
+from mempipe.agents.registry import AgentSpec
+from mempipe.agents.rendering import Renderer, encode_pieces, opened_thought
+from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Agent, Message, Turn
-from mempipe.config import Budget, CompatConfig, RunConfig
+from mempipe.text import BOX
 from mempipe.types import EndReason, Question
+
+
+class MemAgentCompat(CompatConfig):
+    PRESETS: ClassVar = {"none": {}, "memagent-eval": {"answer_sentence": True}}
+
+    box_in_thought: bool = False
+    """A box inside a thought is an answer too."""
+    answer_sentence: bool = False
+    """The answer is what follows the last "the answer is", not the last box."""
+
+
+class MemAgentConfig(AgentConfig):
+    """MemAgent reads a long text chunk by chunk and carries the question and a memory."""
+
+    chunk_first: bool = False
+    """The chunk stands before the memory, so that siblings share it in the prefix cache. Off, as published."""
+    compat: MemAgentCompat = MemAgentCompat()
+
+
+class MemAgentBudget(MemoryBudget):
+    """The limits of one MemAgent context."""
+
+    chunk_tokens: int = Field(5000, ge=1)
+    """Tokens of the long text that one context reads (MemAgent: 5000)."""
+    max_chunks: int = Field(0, ge=0)
+    """Longer texts are refused; 0: none is. Nothing is ever left out of a text that is read."""
+
+    def parts(self) -> dict[str, int]:
+        start = {"question": self.question_tokens, "memory": self.memory_tokens}
+        update = {**start, "chunk": self.chunk_tokens, "memory message": self.memory_message_limit}
+        return max(update, {**start, "answer": self.action_tokens}, key=lambda parts: sum(parts.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +73,12 @@ class MemAgentPrompts(PromptSet):
     empty_memory: str
 
 
-class MemAgentLayout(Layout):
-    """The two prompts of one tokenizer, prompt set and budget. Raises as `Layout` does.
+class MemAgentRenderer(Renderer[MemAgentBudget]):
+    """The two prompts of one tokenizer, prompt set and budget. Raises as `Renderer` does.
 
     `reply_start` is what an assistant message holds before the first sampled token.
     """
 
-    AGENT = "memagent"
     TAGS = ("think", "problem", "memory", "section")
 
     def __init__(
@@ -50,25 +86,30 @@ class MemAgentLayout(Layout):
         tokenizer: Tokenizer,
         *,
         prompts: MemAgentPrompts,
-        budget: Budget,
+        budget: MemAgentBudget,
         chunk_first: bool = False,
-        compat: CompatConfig | None = None,
+        compat: MemAgentCompat | None = None,
     ) -> None:
-        super().__init__(tokenizer, system=prompts.system, budget=budget, compat=compat or CompatConfig())
+        self.compat = compat or MemAgentCompat()
+        super().__init__(tokenizer, system=prompts.system, budget=budget, question_mark=self.compat.question_mark)
         chat = self._chat
         self.reply_start = opened_thought(chat.after_user)
         self.empty_memory = self._checked_empty_memory(prompts.empty_memory)
         read = prompts.read_chunk_first if chunk_first else prompts.read
         self._read = encode_pieces(tokenizer, chat.before_user, read, chat.after_user)
         self._answer = encode_pieces(tokenizer, chat.before_user, prompts.answer, chat.after_user)
-        self._cut = functools.lru_cache(maxsize=1)(self._chunks)  # siblings start one behind the other, with the same text
+        self._cut = functools.lru_cache(maxsize=1)(
+            self._chunks
+        )  # siblings start one behind the other, with the same text
         self.template_tokens = max(self._read.num_tokens, self._answer.num_tokens)
         self._check_budget()
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, tokenizer: Tokenizer) -> MemAgentLayout:
-        prompts = load_prompts(config.agent.prompts or "memagent", MemAgentPrompts)
-        return cls(tokenizer, prompts=prompts, budget=config.budget, chunk_first=config.agent.chunk_first, compat=config.compat)
+    def from_settings(
+        cls, config: MemAgentConfig, budget: MemAgentBudget, *, limits: SearchLimits, tokenizer: Tokenizer
+    ) -> MemAgentRenderer:
+        prompts = load_prompts(config.prompts or "memagent", MemAgentPrompts)
+        return cls(tokenizer, prompts=prompts, budget=budget, chunk_first=config.chunk_first, compat=config.compat)
 
     def chunks(self, question: Question) -> list[list[int]]:
         """Ids of the question's text, all of them, cut every budget.chunk_tokens.
@@ -105,27 +146,27 @@ class MemAgentLayout(Layout):
         return [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
 
 
-class MemAgent(Agent[MemAgentLayout]):
+class MemAgent(Agent[MemAgentRenderer]):
     """The agent. A memory that its token limit cut off is a memory all the same, as published; `memory_truncated` counts it."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
-        question_ids, chunks = self.layout.question(question), self.layout.chunks(question)
-        memory = self._memory(self.layout.empty_memory)
+        question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)
+        memory = self._memory(self.renderer.empty_memory)
         for index, chunk in enumerate(chunks):
             turn = Turn(index=index, question_ids=question_ids, memory=memory)
-            turn.inject(self.layout.read_prompt(question=question_ids, memory=memory.token_ids, chunk=chunk))
+            turn.inject(self.renderer.read_prompt(question=question_ids, memory=memory.token_ids, chunk=chunk))
             turn.num_observation_tokens = len(chunk)
-            message = await self._sample(turn, max_tokens=self._budget.memory_message_tokens)
+            message = await self._sample(turn, max_tokens=self.renderer.budget.memory_message_limit)
             turn.action = message.text
-            token_ids = self.layout.encode(message.text)
-            if len(token_ids) > self._budget.memory_tokens and self._budget.on_overflow == "end":
+            token_ids = self.renderer.encode(message.text)
+            if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
                 finish(turn)
                 return EndReason.MEMORY_OVERFLOW, None
             memory = turn.new_memory = self._memory(token_ids, cut_off=message.cut_off)
             finish(turn)
         turn = Turn(index=len(chunks), question_ids=question_ids, memory=memory)
-        turn.inject(self.layout.answer_prompt(question=question_ids, memory=memory.token_ids))
-        message = await self._sample(turn, max_tokens=self._budget.action_tokens)
+        turn.inject(self.renderer.answer_prompt(question=question_ids, memory=memory.token_ids))
+        message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
         finish(turn)
         return self._parse_answer(message)
@@ -133,7 +174,7 @@ class MemAgent(Agent[MemAgentLayout]):
     def _parse_answer(self, message: Message) -> tuple[EndReason, str | None]:
         if message.cut_off:
             return EndReason.LENGTH, None
-        text, compat = self.layout.reply_start + message.text, self.layout.compat
+        text, compat = self.renderer.reply_start + message.text, self.renderer.compat
         if compat.answer_sentence:
             answer = last_stated(text)
         else:
@@ -141,3 +182,16 @@ class MemAgent(Agent[MemAgentLayout]):
         if answer is None or message.breaks_roles:
             return EndReason.NO_ACTION, None
         return EndReason.ANSWERED, answer
+
+
+AGENT = AgentSpec(
+    config=MemAgentConfig,
+    budget=MemAgentBudget,
+    renderer=MemAgentRenderer.from_settings,
+    agent=MemAgent,
+    paper="arXiv 2507.02259",
+    reads=True,
+    thought=functools.partial(thought_of, actions=(BOX,)),
+    reward={"answer": "em", "wrong_answer": 0.0},
+    script="mempipe.data.scripted_agents:ScriptedMemAgent",
+)

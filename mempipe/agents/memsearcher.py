@@ -6,17 +6,68 @@ memory message. The same code serves training, evaluation and serving; only `gen
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
+from mempipe.agents.budget import MemoryBudget, SearchBudget
+from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.prompt_set import PromptSet, load_prompts, split_slots
-from mempipe.agents.protocol import Action, Tokenizer, Tool, ToolCall, parse_action, parse_memory
-from mempipe.agents.rendering import SearchLayout, alternate, encode_pieces, fit_passages, opened_thought, unless_open
+from mempipe.agents.protocol import Action, Tokenizer, parse_action, parse_memory, thought_of
+from mempipe.agents.registry import AgentSpec
+from mempipe.agents.rendering import SearchRenderer, alternate, encode_pieces, fit_passages, opened_thought, unless_open
+from mempipe.agents.tools import SearchArguments, SearchLimits, SearchTool, Tool, Toolbox, ToolCall, ToolResult
 from mempipe.agents.turn import Agent, Memory, Message, Turn
-from mempipe.config import Budget, CompatConfig, RunConfig
-from mempipe.types import EndReason, Passage, Question
+from mempipe.settings import ConfigError
+from mempipe.text import BOX
+from mempipe.types import EndReason, Question, ToolUse
+from mempipe.user_code import load_user_object, user_code
+
+
+class MemSearcherCompat(SearchCompat):
+    PRESETS: ClassVar = {
+        "none": {},
+        "memsearcher-train": {
+            "box_in_thought": True,
+            "question_mark": True,
+            "literal_newlines": True,
+            "num_passages": 10,
+        },
+        "memsearcher-eval": {"bad_memory": "continue", "literal_newlines": True, "num_passages": 10},
+    }
+
+    bad_memory: Literal["end", "continue"] = "end"
+    """A memory message without a memory ends the trajectory, or leaves an empty memory."""
+    box_in_thought: bool = False
+    """A box inside a thought is an answer too."""
+    literal_newlines: bool = False
+    """After every passage stands a backslash and an n, twice, instead of what the prompt set puts between passages."""
+
+
+class MemSearcherConfig(AgentConfig):
+    """MemSearcher searches turn by turn and carries the question and a memory."""
+
+    tool_name: str = "wikipedia_search"
+    """Name of the search function."""
+    tools: list[str] = []
+    """Tools of your own beside search, MODULE:NAME each; see docs/extending.md."""
+    compat: MemSearcherCompat = MemSearcherCompat()
+
+
+class MemSearcherBudget(MemoryBudget, SearchBudget):
+    """The limits of one MemSearcher turn."""
+
+    def parts(self) -> dict[str, int]:
+        return {
+            "question": self.question_tokens,
+            "memory": self.memory_tokens,
+            "action": self.action_tokens,
+            "observation": self.observation_tokens,
+            "memory message": self.memory_message_limit,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +95,38 @@ class Observation:
     num_tokens: int  # of them, those that count against budget.observation_tokens
 
 
-class MemSearcherLayout(SearchLayout):
-    """Prompts and observations of one tokenizer, prompt set, tool and budget.
+class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
+    """Prompts and observations of one tokenizer, prompt set, set of tools and budget.
 
-    `action_start` and `memory_start` are what an assistant message holds before the first sampled token. Raises as `Layout` does.
+    `action_start` and `memory_start` are what an assistant message holds before the first sampled token. Raises as `Renderer` does.
     """
 
-    AGENT = "memsearcher"
     TAGS = ("think", "tool_call", "tool_response", "memory", "question")
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompts: MemSearcherPrompts, tool: Tool, budget: Budget, compat: CompatConfig | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompts: MemSearcherPrompts,
+        tools: Toolbox,
+        budget: MemSearcherBudget,
+        compat: MemSearcherCompat | None = None,
     ) -> None:
-        compat = compat or CompatConfig()
+        compat = compat or MemSearcherCompat()
         passage, separator = prompts.passage, prompts.passage_separator
         if compat.literal_newlines:
             passage, separator = passage + "\\n\\n", ""
-        system = prompts.system.replace("{tools}", tool.schema())
-        super().__init__(tokenizer, system=system, passage=passage, separator=separator, tool=tool, budget=budget, compat=compat)
+        system = prompts.system.replace("{tools}", tools.schemas())
+        super().__init__(
+            tokenizer,
+            system=system,
+            passage=passage,
+            separator=separator,
+            search=tools.search,
+            budget=budget,
+            question_mark=compat.question_mark,
+        )
+        self.tools, self.compat = tools, compat
         chat, calls = self._chat, split_slots(prompts.observation)
         action_prefill = unless_open(prompts.action_prefill, chat.after_user)
         memory_prefill = unless_open(prompts.memory_prefill, chat.after_observation)
@@ -70,17 +135,22 @@ class MemSearcherLayout(SearchLayout):
         self.memory_start = opened_thought(chat.after_observation) + memory_prefill
         self.empty_memory = self._checked_empty_memory(prompts.empty_memory)
         self._prompt = encode_pieces(tokenizer, chat.before_user, prompts.user, chat.after_user + action_prefill)
-        self._reply = encode_pieces(tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill)
+        self._reply = encode_pieces(
+            tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill
+        )
         self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
         self._reply.literals[0].pop(0)  # the closing id: the policy samples it
         self.template_tokens = self._prompt.num_tokens + self._reply.num_tokens + 1  # the closing id
         self._check_budget()
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, tokenizer: Tokenizer) -> MemSearcherLayout:
-        prompts = load_prompts(config.agent.prompts or "memsearcher", MemSearcherPrompts)
-        tool = Tool.from_config(config.agent, config.retrieval, config.compat)
-        return cls(tokenizer, prompts=prompts, tool=tool, budget=config.budget, compat=config.compat)
+    def from_settings(
+        cls, config: MemSearcherConfig, budget: MemSearcherBudget, *, limits: SearchLimits, tokenizer: Tokenizer
+    ) -> MemSearcherRenderer:
+        prompts = load_prompts(config.prompts or "memsearcher", MemSearcherPrompts)
+        search = SearchTool.of(limits, name=config.tool_name, num_passages=config.compat.num_passages)
+        tools = Toolbox(search=search, own=_own_tools(config))
+        return cls(tokenizer, prompts=prompts, tools=tools, budget=budget, compat=config.compat)
 
     def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
         """A context up to its first sampled token."""
@@ -89,19 +159,25 @@ class MemSearcherLayout(SearchLayout):
     def observation_room(self, calls: Sequence[ToolCall]) -> int:
         """Tokens of the observation budget that are left for passages; below 1 the calls are too long or too many."""
         between = len(self._next_call) + sum(map(len, self._reply.literals[1:-1]))
-        return self.budget.observation_tokens - sum(len(self._echo(call)) for call in calls) - (len(calls) - 1) * between
+        return (
+            self.budget.observation_tokens - sum(len(self._echo(call)) for call in calls) - (len(calls) - 1) * between
+        )
 
-    def observation(self, calls: Sequence[ToolCall], results: Sequence[Sequence[Passage]], *, last_id: int) -> Observation:
-        """The answer to `calls` after an action whose last token is `last_id`, with as many of the passages as there is room for."""
+    def observation(self, calls: Sequence[ToolCall], results: Sequence[ToolResult], *, last_id: int) -> Observation:
+        """The answer to `calls` after an action whose last token is `last_id`, with as much of the results as there is room for."""
         room = self.observation_room(calls)
-        shown = fit_passages([self._passage_pieces(passages) for passages in results], room=room)
+        shown = fit_passages(
+            [self._passage_pieces(result.passages) + self._text_pieces(result.texts) for result in results], room=room
+        )
         # The policy may end a message with a stop token that is not the template's; then the template's follows it.
         token_ids = [] if last_id == self.closing_id else [self.closing_id]
         first, *inner, last = self._reply.literals
         for number, (call, passages) in enumerate(zip(calls, shown, strict=True)):
             slots = {"call": self._echo(call), "passages": passages}
             filled = [slots[name] for name in self._reply.slots]
-            token_ids.extend(itertools.chain.from_iterable(alternate([self._next_call if number else first, *inner, []], filled)))
+            token_ids.extend(
+                itertools.chain.from_iterable(alternate([self._next_call if number else first, *inner, []], filled))
+            )
         used = self.budget.observation_tokens - room + sum(map(len, shown))
         return Observation(token_ids=token_ids + last, num_tokens=used)
 
@@ -109,13 +185,13 @@ class MemSearcherLayout(SearchLayout):
         return self.encode(call.text) if "call" in self._reply.slots else []
 
 
-class MemSearcher(Agent[MemSearcherLayout]):
+class MemSearcher(Agent[MemSearcherRenderer]):
     """The agent. `compat.bad_memory` and `compat.box_in_thought` make it play as the published evaluation or training does."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
-        question_ids = self.layout.question(question)
-        memory = self._memory(self.layout.empty_memory)
-        for index in range(self._budget.max_turns):
+        question_ids = self.renderer.question(question)
+        memory = self._memory(self.renderer.empty_memory)
+        for index in range(self.renderer.budget.max_turns):
             turn = Turn(index=index, question_ids=question_ids, memory=memory)
             outcome = await self._play(turn, question)
             finish(turn)
@@ -126,46 +202,93 @@ class MemSearcher(Agent[MemSearcherLayout]):
 
     async def _play(self, turn: Turn, question: Question) -> Memory | tuple[EndReason, str | None]:
         """Fills `turn`; returns the memory for the next one, or how and with which answer the trajectory ends."""
-        turn.inject(self.layout.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
-        message = await self._sample(turn, max_tokens=self._budget.action_tokens)
+        turn.inject(self.renderer.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
+        message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
         action = self._parse_action(message)
         if action.end_reason is not None:
             return action.end_reason, action.answer
 
-        queries = [(call.query, call.num_passages) for call in action.calls]
-        searches = await self._run_searches(turn, queries, partition=question.partition)
-        passages = [search.passages for search in searches]
-        observation = self.layout.observation(action.calls, passages, last_id=turn.token_ids[-1])
+        results = await self._make_calls(turn, action.calls, partition=question.partition)
+        observation = self.renderer.observation(action.calls, results, last_id=turn.token_ids[-1])
         turn.inject(observation.token_ids)
         turn.num_observation_tokens = observation.num_tokens
 
-        message = await self._sample(turn, max_tokens=self._budget.memory_message_tokens)
+        message = await self._sample(turn, max_tokens=self.renderer.budget.memory_message_limit)
         memory = self._parse_memory(message)
         if isinstance(memory, EndReason):
             return memory, None
         turn.new_memory = memory
         return memory
 
+    async def _make_calls(self, turn: Turn, calls: Sequence[ToolCall], *, partition: str) -> list[ToolResult]:
+        """The results of all calls, made at the same time, in their order."""
+        searches = [call.arguments for call in calls if isinstance(call.arguments, SearchArguments)]
+        own = [call for call in calls if not isinstance(call.arguments, SearchArguments)]
+        found, used = await asyncio.gather(
+            self._run_searches(turn, [(each.query, each.num_passages) for each in searches], partition=partition),
+            asyncio.gather(*map(self._use_tool, own)),
+        )
+        turn.tool_uses += used
+        passages = iter([ToolResult(passages=search.passages) for search in found])
+        texts = iter([ToolResult(texts=use.texts) for use in used])
+        return [next(passages if isinstance(call.arguments, SearchArguments) else texts) for call in calls]
+
+    async def _use_tool(self, call: ToolCall) -> ToolUse:
+        tool = self.renderer.tools.own[call.tool]
+        with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
+            texts = await tool.call(call.arguments)
+        return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=list(texts))
+
     def _parse_action(self, message: Message) -> Action:
         if message.cut_off:
             return Action(end_reason=EndReason.LENGTH)
         if message.breaks_roles:
             return Action(end_reason=EndReason.NO_ACTION)
-        text = self.layout.action_start + message.text
-        action = parse_action(text, tool=self.layout.tool, box_in_thought=self.layout.compat.box_in_thought)
-        if action.calls and self.layout.observation_room(action.calls) < 1:
+        text = self.renderer.action_start + message.text
+        action = parse_action(text, tools=self.renderer.tools, box_in_thought=self.renderer.compat.box_in_thought)
+        if action.calls and self.renderer.observation_room(action.calls) < 1:
             return Action(end_reason=EndReason.INVALID_CALL)
         return action
 
     def _parse_memory(self, message: Message) -> Memory | EndReason:
-        goes_on = self.layout.compat.bad_memory == "continue"
+        goes_on = self.renderer.compat.bad_memory == "continue"
         if message.cut_off and not goes_on:
             return EndReason.LENGTH
-        text = "" if message.breaks_roles else parse_memory(self.layout.memory_start + message.text)
-        token_ids = self.layout.encode(text)
+        text = "" if message.breaks_roles else parse_memory(self.renderer.memory_start + message.text)
+        token_ids = self.renderer.encode(text)
         if not token_ids and not goes_on:
             return EndReason.BAD_MEMORY
-        if len(token_ids) > self._budget.memory_tokens and self._budget.on_overflow == "end":
+        if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
             return EndReason.MEMORY_OVERFLOW
         return self._memory(token_ids)
+
+
+def _own_tools(config: MemSearcherConfig) -> dict[str, Tool]:
+    """The tools that `agent.tools` names, by the name that the policy calls. Raises ConfigError."""
+    tools: dict[str, Tool] = {}
+    for path in config.tools:
+        made: Any = load_user_object(path, setting="agent.tools")
+        with user_code(f"agent.tools: {path} cannot be made"):
+            tool: Tool = made()
+        missing = [name for name in ("name", "schema", "check", "call") if not hasattr(tool, name)]
+        if missing:
+            raise ConfigError(
+                f"agent.tools: {path} has no {', '.join(missing)}; a tool has name, schema, check and call"
+            )
+        if tool.name in (*tools, config.tool_name):
+            raise ConfigError(f"agent.tools: {path} is called {tool.name!r}, which another tool is called")
+        tools[tool.name] = tool
+    return tools
+
+
+AGENT = AgentSpec(
+    config=MemSearcherConfig,
+    budget=MemSearcherBudget,
+    renderer=MemSearcherRenderer.from_settings,
+    agent=MemSearcher,
+    paper="arXiv 2511.02805",
+    searches=True,
+    thought=functools.partial(thought_of, actions=("<tool_call>", BOX)),
+    script="mempipe.data.scripted_agents:ScriptedMemSearcher",
+)

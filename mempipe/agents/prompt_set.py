@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 import yaml
 
-from mempipe.config import ConfigError
+from mempipe.settings import ConfigError
 
 BUILT_IN = Path(__file__).parent / "prompts"
 SLOTS = ("tools", "question", "memory", "chunk", "call", "passages", "turns_left", "title", "text", "index")
@@ -57,7 +57,9 @@ def load_prompts(name: str, kind: type[P]) -> P:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
-        raise ConfigError(f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read") from error
+        raise ConfigError(
+            f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or set(values) != set(kind.names()):

@@ -9,17 +9,14 @@ well. MEM1 and ReAct write a thought, then a query between `<search>` tags or an
 
 from __future__ import annotations
 
-import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Protocol
 
-from mempipe.config import AgentConfig, CompatConfig, RetrievalConfig
+from mempipe.agents.tools import InvalidCall, Toolbox, ToolCall
+from mempipe.text import BOX
 from mempipe.types import Completion, EndReason, SearchResult
-
-BOX = "\\boxed"
 
 
 class ChatTemplateError(ValueError):
@@ -78,50 +75,6 @@ class SearchFn(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """The one function that the policy may call, and the limits of every search."""
-
-    name: str
-    num_passages: int  # when the call names no number
-    max_passages: int
-    max_query_chars: int
-    promised_passages: int | None = None  # what the schema says instead of num_passages, where published code breaks its word
-
-    @classmethod
-    def from_config(cls, agent: AgentConfig, retrieval: RetrievalConfig, compat: CompatConfig) -> Tool:
-        return cls(
-            name=agent.tool_name,
-            num_passages=compat.num_passages or retrieval.num_passages,
-            max_passages=retrieval.max_passages,
-            max_query_chars=retrieval.max_query_chars,
-            promised_passages=retrieval.num_passages,
-        )
-
-    def schema(self) -> str:
-        """The function as the JSON schema that the policy reads."""
-        query = {"type": "string", "description": "What to look for, in a few words.", "maxLength": self.max_query_chars}
-        top_n = {
-            "type": "integer",
-            "description": "How many passages to return.",
-            "default": self.promised_passages or self.num_passages,
-            "minimum": 1,
-            "maximum": self.max_passages,
-        }
-        parameters = {"type": "object", "properties": {"query": query, "top_n": top_n}, "required": ["query"]}
-        function = {"name": self.name, "description": "Finds the passages that fit a query best.", "parameters": parameters}
-        return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A valid call. `text` is the call as the policy wrote it."""
-
-    text: str
-    query: str
-    num_passages: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """What an assistant message does: search (then `end_reason` is None), answer, or neither."""
 
@@ -130,14 +83,10 @@ class Action:
     end_reason: EndReason | None = None
 
 
-class InvalidCall(ValueError):
-    """A tool call that cannot be made; the message says what is wrong with it."""
-
-
-def parse_action(text: str, *, tool: Tool, box_in_thought: bool = False) -> Action:
+def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> Action:
     """What MemSearcher's message `text` (its pre-filled start included) does. A call beside an answer wins."""
     try:
-        calls = [parse_call(call, tool=tool) for call in tool_call_texts(text)]
+        calls = [tools.parse(call) for call in tool_call_texts(text)]
     except InvalidCall:
         return Action(end_reason=EndReason.INVALID_CALL)
     if calls:
@@ -158,7 +107,9 @@ def parse_memory(text: str) -> str:
     return next(iter(_blocks(text, "memory")), "")
 
 
-def parse_answer(text: str, *, paired: Sequence[str] = ("think", "tool_call"), box_in_thought: bool = False) -> str | None:
+def parse_answer(
+    text: str, *, paired: Sequence[str] = ("think", "tool_call"), box_in_thought: bool = False
+) -> str | None:
     """The last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired` does not pair."""
     if not all(_tags_pair(text, tag) for tag in paired):
         return None
@@ -191,68 +142,6 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def parse_call(text: str, *, tool: Tool) -> ToolCall:
-    """The call that the JSON `text` stands for. Raises InvalidCall unless it is one of `tool` with arguments in their bounds."""
-    try:
-        call = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts
-        raise InvalidCall(f"the call is not JSON: {error}") from error
-    if not isinstance(call, dict) or call.get("name") != tool.name:
-        raise InvalidCall(f"the call does not name {tool.name}")
-    arguments = call.get("arguments")
-    if not isinstance(arguments, dict):
-        raise InvalidCall("arguments is not an object")
-    if unknown := arguments.keys() - {"query", "top_n"}:
-        raise InvalidCall(f"unknown arguments {sorted(unknown)}")
-    query = arguments.get("query")
-    if not isinstance(query, str) or not query.strip():
-        raise InvalidCall("query is not a text")
-    query = parse_query(query, tool=tool)
-    num_passages = arguments.get("top_n", tool.num_passages)
-    if type(num_passages) is not int or not 1 <= num_passages <= tool.max_passages:  # True is an int too
-        raise InvalidCall(f"top_n is not a whole number from 1 to {tool.max_passages}")
-    return ToolCall(text=text, query=query, num_passages=num_passages)
-
-
-def parse_query(text: str, *, tool: Tool) -> str:
-    """The query as it is searched. Raises InvalidCall when it is empty or longer than the tool takes."""
-    query = replace_surrogates(text.strip())
-    if not query:
-        raise InvalidCall("query is empty")
-    if len(query) > tool.max_query_chars:
-        raise InvalidCall(f"query has {len(query)} characters, more than {tool.max_query_chars}")
-    return query
-
-
-def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate: what can be written as UTF-8."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
-class Neutralizer:
-    """Breaks what could be read as a special token or a protocol tag in untrusted text; all other text stays as it is.
-
-    One character (a space, unless a special token holds one) goes in behind the first character of every occurrence. That character is
-    part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens of a single character cannot be
-    broken; `Tokenizer.encode_text` sees to them.
-    """
-
-    def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str]) -> None:
-        tokens = [token for token in special_tokens if len(token) > 1]
-        used = {character for token in tokens for character in token}
-        self._breaker = next(character for character in " _.\u00b7\u2060" if character not in used)
-        endings: defaultdict[str, list[str]] = defaultdict(list)
-        for token in tokens:
-            endings[token[0]].append(re.escape(token[1:]))
-        endings["<"].append(f"(?i:/?(?:{'|'.join(tags)})>)")
-        endings[BOX[0]].append(f"(?i:{BOX[1:]})")
-        # A first character, then a lookahead: the search skips to first characters quickly and overlapping occurrences are all found.
-        self._pattern = re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in endings.items()))
-
-    def __call__(self, text: str) -> str:
-        return self._pattern.sub(lambda match: match[0] + self._breaker, text)
-
-
 def _blocks(text: str, tag: str) -> list[str]:
     """The stripped texts between the tags; none when they do not pair."""
     if not _tags_pair(text, tag):
@@ -267,5 +156,14 @@ def _tags_pair(text: str, tag: str) -> bool:
     return len(openings) == len(closings) and all(start < end for start, end in zip(openings, closings, strict=True))
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def thought_of(text: str, *, actions: Sequence[str]) -> str:
+    """The thoughts in an assistant message: what stands between its think tags, or what precedes the first of `actions`.
+
+    A message whose opening tag was written for the policy starts inside its first thought.
+    """
+    if text.find("</think>") < text.find("<think>") or ("<think>" not in text and "</think>" in text):
+        text = "<think>" + text
+    if thoughts := re.findall("<think>(.*?)</think>", text, flags=re.DOTALL):
+        return "\n".join(thought.strip() for thought in thoughts)
+    places = [place for action in actions if (place := text.find(action)) >= 0]
+    return text[: min(places, default=len(text))].strip()

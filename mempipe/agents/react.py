@@ -10,13 +10,42 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
+from mempipe.agents.budget import SearchBudget
+from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.protocol import Tokenizer, Tool
-from mempipe.agents.tagged import TaggedAgent, TaggedLayout, TaggedMessage, TaggedPrompts
+from mempipe.agents.protocol import Tokenizer
+from mempipe.agents.registry import AgentSpec
+from mempipe.agents.tagged import STOP_TEXTS, TaggedAgent, TaggedMessage, TaggedPrompts, TaggedRenderer, tagged_thought
+from mempipe.agents.tools import SearchLimits, SearchTool
 from mempipe.agents.turn import Memory, Turn, without_stop
-from mempipe.config import Budget, CompatConfig, RunConfig
 from mempipe.types import EndReason, Question
+
+
+class ReactCompat(SearchCompat):
+    PRESETS: ClassVar = {"none": {}, "search-r1": {"question_mark": True, "num_passages": 3}}
+
+
+class ReactConfig(AgentConfig):
+    """ReAct searches turn by turn and carries its whole history."""
+
+    final_answer_turn: bool = True
+    """After max_turns one more message is sampled, in which no search is made (as published)."""
+    compat: ReactCompat = ReactCompat()
+
+
+class ReactBudget(SearchBudget):
+    """The limits of a ReAct context, which grows until the next turn does not fit."""
+
+    def parts(self) -> dict[str, int]:
+        """The least that it holds: one search and an answer."""
+        return {
+            "question": self.question_tokens,
+            "action": self.action_tokens,
+            "observation": self.observation_tokens,
+            "answer": self.action_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,53 +55,61 @@ class ReactPrompts(TaggedPrompts):
     retry: str
 
 
-class ReactLayout(TaggedLayout):
+class ReactRenderer(TaggedRenderer):
     """`retry` is what stands in the place of an observation after a message that neither searches nor answers."""
-
-    AGENT = "react"
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         prompts: ReactPrompts,
-        tool: Tool,
-        budget: Budget,
+        search: SearchTool,
+        budget: SearchBudget,
         final_answer_turn: bool = True,
-        compat: CompatConfig | None = None,
+        question_mark: bool = False,
     ) -> None:
-        super().__init__(tokenizer, prompts=prompts, tool=tool, budget=budget, compat=compat)
+        super().__init__(tokenizer, prompts=prompts, search=search, budget=budget, question_mark=question_mark)
         self.retry = tokenizer.encode_template(prompts.retry)
         self.num_messages = budget.max_turns + final_answer_turn
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, tokenizer: Tokenizer) -> ReactLayout:
-        prompts = load_prompts(config.agent.prompts or "react", ReactPrompts)
-        tool = Tool.from_config(config.agent, config.retrieval, config.compat)
-        last = config.agent.final_answer_turn
-        return cls(tokenizer, prompts=prompts, tool=tool, budget=config.budget, final_answer_turn=last, compat=config.compat)
+    def from_settings(
+        cls, config: ReactConfig, budget: ReactBudget, *, limits: SearchLimits, tokenizer: Tokenizer
+    ) -> ReactRenderer:
+        return cls(
+            tokenizer,
+            prompts=load_prompts(config.prompts or "react", ReactPrompts),
+            search=SearchTool.of(limits, num_passages=config.compat.num_passages),
+            budget=budget,
+            final_answer_turn=config.final_answer_turn,
+            question_mark=config.compat.question_mark,
+        )
 
 
-class React(TaggedAgent[ReactLayout]):
+class React(TaggedAgent[ReactRenderer]):
     """The agent. `Context.action` is the whole assistant message, observations included."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
-        question_ids = self.layout.question(question)
+        question_ids = self.renderer.question(question)
         turn = Turn(index=0, question_ids=question_ids, memory=Memory())
-        turn.inject(self.layout.prompt(question_ids))
+        turn.inject(self.renderer.prompt(question_ids))
         for number in itertools.count(1):
             completion, message = await self._act(turn)
-            ending = self._ending(message, is_last=number == self.layout.num_messages)
-            observation, num_tokens = self.layout.retry, 0
+            ending = self._ending(message, is_last=number == self.renderer.num_messages)
+            observation, num_tokens = self.renderer.retry, 0
             if ending is None and message.query is not None:
-                observation, num_tokens = await self._observe(turn, message.query, number=number, partition=question.partition)
+                observation, num_tokens = await self._observe(
+                    turn, message.query, number=number, partition=question.partition
+                )
             if ending is None:
-                needed = len(turn.token_ids) + len(message.token_ids) + len(observation) + self._budget.action_tokens
-                ending = EndReason.CONTEXT_LIMIT if needed > self._budget.context_tokens else None
+                needed = (
+                    len(turn.token_ids) + len(message.token_ids) + len(observation) + self.renderer.budget.action_tokens
+                )
+                ending = EndReason.CONTEXT_LIMIT if needed > self.renderer.budget.context_tokens else None
             self._take_in(turn, completion, message, ends=ending is not None)
             if ending is not None:
-                written = without_stop(turn.token_ids[turn.num_prompt_tokens :], self.layout)
-                turn.action = self.layout.tokenizer.decode(written)
+                written = without_stop(turn.token_ids[turn.num_prompt_tokens :], self.renderer)
+                turn.action = self.renderer.tokenizer.decode(written)
                 finish(turn)
                 return ending, message.answer
             turn.inject(observation)
@@ -88,5 +125,21 @@ class React(TaggedAgent[ReactLayout]):
 
     async def _observe(self, turn: Turn, query: str, *, number: int, partition: str) -> tuple[list[int], int]:
         """What follows the search of the message of that number, and how many ids of it count against the budget."""
-        (search,) = await self._run_searches(turn, [(query, self.layout.tool.num_passages)], partition=partition)
-        return self.layout.observation(search.passages, turns_left=max(self._budget.max_turns - number, 0))
+        (search,) = await self._run_searches(turn, [(query, self.renderer.search.num_passages)], partition=partition)
+        return self.renderer.observation(search.passages, turns_left=max(self.renderer.budget.max_turns - number, 0))
+
+
+AGENT = AgentSpec(
+    config=ReactConfig,
+    budget=ReactBudget,
+    renderer=ReactRenderer.from_settings,
+    agent=React,
+    paper="arXiv 2210.03629, trained as in arXiv 2503.09516",
+    searches=True,
+    grows=True,
+    stop_texts=STOP_TEXTS,
+    thought=tagged_thought,
+    reward={"answer": "em", "wrong_answer": 0.0},
+    reward_formats=("none", "search_r1"),
+    script="mempipe.data.scripted_agents:ScriptedReact",
+)

@@ -2,7 +2,7 @@
 
 The chat template is rendered once, with marks in place of the messages. Template text and the prompt set's own words are trusted and
 encoded once, special tokens included; what goes into the slots is neutralised and encoded as plain text, piece by piece. So special
-tokens come from the template only, and every part of a context has a length of its own. Each agent's file has a layout of its own.
+tokens come from the template only, and every part of a context has a length of its own. Each agent's file has a renderer of its own.
 """
 
 from __future__ import annotations
@@ -10,35 +10,41 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
+from mempipe.agents.budget import Budget, SearchBudget
 from mempipe.agents.prompt_set import split_slots
-from mempipe.agents.protocol import ChatTemplateError, Neutralizer, Tokenizer, Tool, UnfitQuestion
-from mempipe.config import AgentName, Budget, CompatConfig, ConfigError
+from mempipe.agents.protocol import ChatTemplateError, Tokenizer, UnfitQuestion
+from mempipe.agents.tools import SearchTool
+from mempipe.settings import ConfigError
+from mempipe.text import Neutralizer
 from mempipe.types import Passage, Question
 
 # Private-use characters that stand for whole messages while the chat template is rendered.
 SYSTEM, USER, ACTION, OBSERVATION = "\ue000", "\ue001", "\ue002", "\ue003"
 
+B = TypeVar("B", bound=Budget)
+S = TypeVar("S", bound=SearchBudget)
 
-class Layout:
-    """What the layouts of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it is untrusted.
+
+class Renderer(Generic[B]):
+    """What the renderers of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it is untrusted.
 
     `template_tokens` is the most that a context holds besides the parts of the budget; `closing_id` is the token with which the chat
-    template ends an assistant message. Build a layout once; nothing in it changes.
+    template ends an assistant message. Build a renderer once; nothing in it changes.
     Raises ConfigError when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
     """
 
-    AGENT: ClassVar[AgentName]
     TAGS: ClassVar[tuple[str, ...]]
     """Tags that mean something to the agent, and are broken in untrusted text."""
 
     template_tokens: int
 
-    def __init__(self, tokenizer: Tokenizer, *, system: str, budget: Budget, compat: CompatConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, system: str, budget: B, question_mark: bool = False) -> None:
+        """`question_mark`: a question that does not end in "?" is given one."""
         self.tokenizer = tokenizer
         self.budget = budget
-        self.compat = compat
+        self._question_mark = question_mark
         self._neutralize = Neutralizer(tokenizer.special_tokens, tags=self.TAGS)
         self._chat = _chat_frame(tokenizer, system=system)
         self._role_marks = _role_marks(tokenizer, self._chat.skeleton, self.TAGS)
@@ -55,11 +61,13 @@ class Layout:
     def question(self, question: Question) -> list[int]:
         """Ids of the question's text. Raises UnfitQuestion when they are more than budget.question_tokens."""
         text, limit = question.text, self.budget.question_tokens
-        if self.compat.question_mark and not text.rstrip().endswith("?"):
+        if self._question_mark and not text.rstrip().endswith("?"):
             text = text.rstrip() + "?"
         token_ids = self.encode(text)
         if len(token_ids) > limit:
-            raise UnfitQuestion(f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}")
+            raise UnfitQuestion(
+                f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}"
+            )
         return token_ids
 
     def check(self, question: Question) -> None:
@@ -71,13 +79,15 @@ class Layout:
         return not self._role_marks.isdisjoint(token_ids)
 
     def _checked_empty_memory(self, text: str) -> list[int]:
-        token_ids, limit = self.encode(text), self.budget.memory_tokens
-        if len(token_ids) > limit:
-            raise ConfigError(f"prompts.empty_memory has {len(token_ids)} tokens, more than budget.memory_tokens {limit}")
+        token_ids, limit = self.encode(text), self.budget.memory_limit
+        if limit is not None and len(token_ids) > limit:
+            raise ConfigError(
+                f"prompts.empty_memory has {len(token_ids)} tokens, more than budget.memory_tokens {limit}"
+            )
         return token_ids
 
     def _check_budget(self) -> None:
-        parts = {"template": self.template_tokens, **self.budget.parts(self.AGENT)}
+        parts = {"template": self.template_tokens, **self.budget.parts()}
         if sum(parts.values()) > self.budget.context_tokens:
             listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
             raise ConfigError(
@@ -86,17 +96,27 @@ class Layout:
             )
 
 
-class SearchLayout(Layout):
-    """What the layouts of agents that search have besides: passages as ids."""
+class SearchRenderer(Renderer[S]):
+    """What the renderers of agents that search have besides: passages as ids."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, system: str, passage: str, separator: str, tool: Tool, budget: Budget, compat: CompatConfig
-    ):
-        super().__init__(tokenizer, system=system, budget=budget, compat=compat)
-        self.tool = tool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        system: str,
+        passage: str,
+        separator: str,
+        search: SearchTool,
+        budget: S,
+        question_mark: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, system=system, budget=budget, question_mark=question_mark)
+        self.search = search
         for key, text in {"passage": passage, "passage_separator": separator}.items():
             if self._neutralize(text) != text:
-                raise ConfigError(f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may stand in it")
+                raise ConfigError(
+                    f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may stand in it"
+                )
         self._passage, self._separator = split_slots(passage), separator
 
     def _passage_pieces(self, passages: Sequence[Passage]) -> list[list[int]]:
@@ -106,6 +126,10 @@ class SearchLayout(Layout):
             text = "".join(values[piece] if place % 2 else piece for place, piece in enumerate(self._passage))
             pieces.append(self.encode(text if index == 1 else self._separator + text))
         return pieces
+
+    def _text_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """The texts that a tool returned, as passages are shown."""
+        return [self.encode(text if not index else self._separator + text) for index, text in enumerate(texts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +164,12 @@ def alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> lis
 def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
     """What is shown of each call's passages: best ones of all calls first, whole ones as long as they fit, then a part of one."""
     shown: list[list[int]] = [[] for _ in results]
-    ranked = [(call, piece) for rank in itertools.zip_longest(*results) for call, piece in enumerate(rank) if piece is not None]
+    ranked = [
+        (call, piece)
+        for rank in itertools.zip_longest(*results)
+        for call, piece in enumerate(rank)
+        if piece is not None
+    ]
     for call, piece in ranked:
         shown[call] += piece[:room]
         room -= len(piece)
@@ -188,7 +217,11 @@ def _chat_frame(tokenizer: Tokenizer, *, system: str) -> _ChatFrame:
     before_user, after_user = _split_at(USER, prompt)
     after_action, after_observation = _split_at(OBSERVATION, _split_at(ACTION, skeleton)[1])
     return _ChatFrame(
-        before_user=before_user.replace(SYSTEM, system) if accepted else f"{before_user}{system}\n\n" if system else before_user,
+        before_user=before_user.replace(SYSTEM, system)
+        if accepted
+        else f"{before_user}{system}\n\n"
+        if system
+        else before_user,
         after_user=after_user,
         after_action=after_action.lstrip(),
         after_observation=after_observation,
@@ -198,7 +231,9 @@ def _chat_frame(tokenizer: Tokenizer, *, system: str) -> _ChatFrame:
 
 def _split_at(mark: str, text: str) -> tuple[str, str]:
     if text.count(mark) != 1:
-        raise ConfigError(f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the rendering")
+        raise ConfigError(
+            f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the rendering"
+        )
     before, _, after = text.partition(mark)
     return before, after
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from mempipe.agents.budget import SearchBudget
 from mempipe.agents.prompt_set import PromptSet
-from mempipe.agents.protocol import InvalidCall, Tokenizer, Tool, parse_query
-from mempipe.agents.rendering import SearchLayout, encode_pieces, fit_passages
+from mempipe.agents.protocol import Tokenizer, thought_of
+from mempipe.agents.rendering import SearchRenderer, encode_pieces, fit_passages
+from mempipe.agents.tools import InvalidCall, SearchTool
 from mempipe.agents.turn import Agent, Turn, without_stop
-from mempipe.config import Budget, CompatConfig, ConfigError
+from mempipe.settings import ConfigError
 from mempipe.types import Completion, EndReason, FinishReason, Passage
 
 STOP_TEXTS = ("</search>", "</answer>")
@@ -48,22 +50,28 @@ class TaggedMessage:
     breaks_roles: bool = False  # it holds a role mark of the chat template
 
 
-class TaggedLayout(SearchLayout):
-    """Prompt and observations of one tokenizer, prompt set, tool and budget. Raises as `Layout` does."""
+class TaggedRenderer(SearchRenderer[SearchBudget]):
+    """Prompt and observations of one tokenizer, prompt set, tool and budget. Raises as `Renderer` does."""
 
     TAGS = ("think", "search", "information", "answer")
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompts: TaggedPrompts, tool: Tool, budget: Budget, compat: CompatConfig | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompts: TaggedPrompts,
+        search: SearchTool,
+        budget: SearchBudget,
+        question_mark: bool = False,
     ) -> None:
         super().__init__(
             tokenizer,
             system=prompts.system,
             passage=prompts.passage,
             separator=prompts.passage_separator,
-            tool=tool,
+            search=search,
             budget=budget,
-            compat=compat or CompatConfig(),
+            question_mark=question_mark,
         )
         self._prompt = encode_pieces(tokenizer, self._chat.before_user, prompts.user, self._chat.after_user)
         self._observation = encode_pieces(tokenizer, "", prompts.observation, "")
@@ -100,7 +108,7 @@ class TaggedLayout(SearchLayout):
         if end[1] == "answer":
             return TaggedMessage(token_ids=kept, text=text, answer=content.strip())
         try:
-            return TaggedMessage(token_ids=kept, text=text, query=parse_query(content, tool=self.tool))
+            return TaggedMessage(token_ids=kept, text=text, query=self.search.checked_query(content))
         except InvalidCall:
             return TaggedMessage(token_ids=kept, text=text, fault=EndReason.INVALID_CALL)
 
@@ -122,19 +130,25 @@ class TaggedLayout(SearchLayout):
         return self.encode(str(number)) if "turns_left" in self._observation.slots else []
 
 
-T = TypeVar("T", bound=TaggedLayout)
+T = TypeVar("T", bound=TaggedRenderer)
 
 
 class TaggedAgent(Agent[T]):
     """An agent whose messages are tagged."""
 
     async def _act(self, turn: Turn) -> tuple[Completion, TaggedMessage]:
-        completion = await self._complete(turn, max_tokens=self._budget.action_tokens)
-        return completion, self.layout.parse(completion.token_ids, finish=completion.finish_reason)
+        completion = await self._complete(turn, max_tokens=self.renderer.budget.action_tokens)
+        return completion, self.renderer.parse(completion.token_ids, finish=completion.finish_reason)
 
     def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
         """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends` with no search: otherwise
         the assistant message goes on behind it."""
-        whole = len(without_stop(completion.token_ids, self.layout)) == len(message.token_ids)
+        whole = len(without_stop(completion.token_ids, self.renderer)) == len(message.token_ids)
         stopped = ends and whole and message.query is None
         turn.sample(completion, num_kept=None if stopped else len(message.token_ids))
+
+
+def tagged_thought(action: str) -> str:
+    """The thoughts in an assistant message whose queries and answers are tagged; observations are none."""
+    written = re.sub("<information>.*?</information>", "", action, flags=re.DOTALL)
+    return thought_of(written, actions=("<search>", "<answer>"))

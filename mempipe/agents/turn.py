@@ -7,13 +7,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mempipe.agents.protocol import GenerateFn, SearchFn
-from mempipe.agents.rendering import Layout
-from mempipe.types import Completion, Context, EndReason, FinishReason, Question, Search, Trajectory
+from mempipe.agents.rendering import Renderer
+from mempipe.types import Completion, Context, EndReason, FinishReason, Question, Search, ToolUse, Trajectory
 
-L = TypeVar("L", bound=Layout)
+R = TypeVar("R", bound=Renderer[Any])
 OnContext = Callable[[Context], None]
 
 
@@ -51,6 +51,7 @@ class Turn:
     num_dropped_tokens: int = 0
     action: str = ""
     searches: list[Search] = field(default_factory=list)
+    tool_uses: list[ToolUse] = field(default_factory=list)
     new_memory: Memory | None = None
     generate_seconds: float = 0.0
     search_seconds: float = 0.0
@@ -81,6 +82,7 @@ class Turn:
             num_dropped_tokens=self.num_dropped_tokens,
             action=self.action,
             searches=self.searches,
+            tool_uses=self.tool_uses,
             memory_before=self.memory.text,
             memory_after=after.text if after else "",
             num_new_memory_tokens=len(after.token_ids) if after else 0,
@@ -96,12 +98,11 @@ class Turn:
         self.policy_versions += [version] * len(token_ids)
 
 
-class Agent(ABC, Generic[L]):
+class Agent(ABC, Generic[R]):
     """An agent, bound to an engine and a retriever. It keeps no state between rollouts: any number of them may run at the same time."""
 
-    def __init__(self, layout: L, *, generate: GenerateFn, search: SearchFn) -> None:
-        self.layout = layout
-        self._budget = layout.budget
+    def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn) -> None:
+        self.renderer = renderer
         self._generate = generate
         self._search = search
 
@@ -120,7 +121,9 @@ class Agent(ABC, Generic[L]):
                 on_context(contexts[-1])
 
         end_reason, answer = await self._run(question, finish)
-        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, end_reason=end_reason, answer=answer)
+        return Trajectory(
+            id=trajectory_id, group_id=group_id, member=member, contexts=contexts, end_reason=end_reason, answer=answer
+        )
 
     @abstractmethod
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
@@ -133,24 +136,28 @@ class Agent(ABC, Generic[L]):
         turn.generate_seconds += time.perf_counter() - started
         token_ids = completion.token_ids
         assert len(token_ids) <= max_tokens, f"the engine sampled {len(token_ids)} tokens, {max_tokens} were allowed"
-        assert len(token_ids) == len(completion.logprobs), f"{len(token_ids)} tokens came with {len(completion.logprobs)} log-probs"
+        assert len(token_ids) == len(completion.logprobs), (
+            f"{len(token_ids)} tokens came with {len(completion.logprobs)} log-probs"
+        )
         return completion
 
     async def _sample(self, turn: Turn, *, max_tokens: int) -> Message:
         """A whole message, taken into the turn."""
         completion = await self._complete(turn, max_tokens=max_tokens)
         turn.sample(completion)
-        body = without_stop(completion.token_ids, self.layout)
+        body = without_stop(completion.token_ids, self.renderer)
         return Message(
-            text=self.layout.tokenizer.decode(body),
+            text=self.renderer.tokenizer.decode(body),
             cut_off=completion.finish_reason is FinishReason.LENGTH,
-            breaks_roles=self.layout.breaks_roles(body),
+            breaks_roles=self.renderer.breaks_roles(body),
         )
 
     async def _run_searches(self, turn: Turn, queries: Sequence[tuple[str, int]], *, partition: str) -> list[Search]:
         """The (query, number of passages) pairs, searched at the same time and noted in the turn."""
         started = time.perf_counter()
-        results = await asyncio.gather(*(self._search(query, num_passages=count, partition=partition) for query, count in queries))
+        results = await asyncio.gather(
+            *(self._search(query, num_passages=count, partition=partition) for query, count in queries)
+        )
         turn.search_seconds += time.perf_counter() - started
         searches = [
             Search(query=query, num_passages=count, passages=result.passages, snapshot=result.snapshot)
@@ -161,10 +168,12 @@ class Agent(ABC, Generic[L]):
 
     def _memory(self, token_ids: list[int], *, cut_off: bool = False) -> Memory:
         """The memory that the ids are, cut to its budget; `cut_off` says that they were cut already."""
-        kept = token_ids[: self._budget.memory_tokens]
-        return Memory(token_ids=kept, text=self.layout.tokenizer.decode(kept), truncated=cut_off or len(kept) < len(token_ids))
+        kept = token_ids[: self.renderer.budget.memory_limit]
+        return Memory(
+            token_ids=kept, text=self.renderer.tokenizer.decode(kept), truncated=cut_off or len(kept) < len(token_ids)
+        )
 
 
-def without_stop(token_ids: list[int], layout: Layout) -> list[int]:
+def without_stop(token_ids: list[int], renderer: Renderer[Any]) -> list[int]:
     """A sampled message without the stop token that ended it."""
-    return token_ids[:-1] if token_ids and token_ids[-1] in layout.tokenizer.stop_token_ids else token_ids
+    return token_ids[:-1] if token_ids and token_ids[-1] in renderer.tokenizer.stop_token_ids else token_ids

@@ -21,16 +21,18 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.json as pj
 
-from mempipe.agents.protocol import replace_surrogates
-from mempipe.config import ConfigError
 from mempipe.data import rows
 from mempipe.data.rows import BadRow, BadRows, InputFile
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
 from mempipe.types import Passage
 
 pc: Any = pyarrow.compute  # its functions are made at run time, which no type checker sees
 
 CorpusFile = InputFile
-PASSAGE_COLUMNS = pa.schema([("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("partition", pa.string())])
+PASSAGE_COLUMNS = pa.schema(
+    [("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("partition", pa.string())]
+)
 _SOURCE_TEXTS = ("contents", "title", "text", "partition")
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
@@ -168,7 +170,14 @@ def join_contents(title: str, text: str) -> str:
 class _Chunk:
     """Some rows of one file: the good ones as PASSAGE_COLUMNS with their numbers (counted from 1), ids not yet compared, and the faults."""
 
-    def __init__(self, file: int, place: str, passages: pa.RecordBatch, numbers: npt.NDArray[np.int64], faults: list[tuple[int, BadRow]]):
+    def __init__(
+        self,
+        file: int,
+        place: str,
+        passages: pa.RecordBatch,
+        numbers: npt.NDArray[np.int64],
+        faults: list[tuple[int, BadRow]],
+    ):
         self.file, self.passages, self.numbers = file, passages, numbers
         self._place, self._faults = place, faults
 
@@ -190,7 +199,9 @@ def _chunks(files: Sequence[CorpusFile], start: CorpusPosition, max_line_bytes: 
     for index in range(start.file, len(files)):
         file, first = files[index], start.row if index == start.file else 0
         if file.is_parquet:
-            for number, batch in rows.parquet_batches(file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS]):
+            for number, batch in rows.parquet_batches(
+                file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS]
+            ):
                 numbers = np.arange(number + 1, number + 1 + batch.num_rows)
                 read = _read_columns(batch, numbers) or _read_rows(rows.rows_of_batch(batch), numbers)
                 yield _Chunk(index, f"{file.url}, row", *read)
@@ -253,7 +264,11 @@ def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Rea
     """The passages of rows whose columns all have the right type, or None; what `parse_passage` does, for a whole column at a time."""
     columns = {name: batch.column(name) for name in batch.schema.names}
     identities = columns.pop("id", None)
-    if identities is None or not (_is_text(identities) or pa.types.is_integer(identities.type)) or not all(map(_is_text, columns.values())):
+    if (
+        identities is None
+        or not (_is_text(identities) or pa.types.is_integer(identities.type))
+        or not all(map(_is_text, columns.values()))
+    ):
         return None
     try:
         batch.validate(full=True)  # UTF-8, above all
@@ -292,7 +307,9 @@ def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDA
                 good.append(number)
             except BadRow as fault:
                 faults.append((number, fault))
-    columns = [pa.array([getattr(passage, name) for passage in passages], pa.string()) for name in PASSAGE_COLUMNS.names]
+    columns = [
+        pa.array([getattr(passage, name) for passage in passages], pa.string()) for name in PASSAGE_COLUMNS.names
+    ]
     return pa.record_batch(columns, schema=PASSAGE_COLUMNS), np.array(good, dtype=np.int64), faults
 
 
@@ -308,7 +325,9 @@ def parse_passage(row: dict[str, Any]) -> Passage:
         title, text = _text(row, "title", default=""), _text(row, "text").strip()
     if not text:
         raise BadRow("empty", f"passage {identity!r} has no text")
-    return Passage(id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default=""))
+    return Passage(
+        id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default="")
+    )
 
 
 def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
@@ -327,13 +346,17 @@ def _split_contents(contents: pa.Array) -> tuple[pa.Array, pa.Array]:
     first, last = lines.offsets[:-1], pc.subtract(lines.offsets[1:], 1)
     has_title = pc.not_equal(first, last)
     titles = pc.utf8_trim_whitespace(lines.values.take(first))
-    quoted = pc.and_(pc.and_(pc.starts_with(titles, '"'), pc.ends_with(titles, '"')), pc.greater_equal(pc.binary_length(titles), 2))
+    quoted = pc.and_(
+        pc.and_(pc.starts_with(titles, '"'), pc.ends_with(titles, '"')), pc.greater_equal(pc.binary_length(titles), 2)
+    )
     titles = pc.if_else(quoted, pc.utf8_slice_codeunits(titles, 1, -1), titles)
     return pc.if_else(has_title, titles, ""), pc.utf8_trim_whitespace(lines.values.take(last))
 
 
 def _is_text(column: pa.Array) -> bool:
-    return pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+    return (
+        pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+    )
 
 
 def _is_filled(texts: pa.Array) -> pa.Array:
@@ -345,7 +368,9 @@ def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
         return pa.concat_batches(parts)
     except pa.ArrowInvalid as error:
         num_rows = sum(part.num_rows for part in parts)
-        raise ConfigError(f"a segment of {num_rows} passages holds more than 2 GiB of text; make segments smaller") from error
+        raise ConfigError(
+            f"a segment of {num_rows} passages holds more than 2 GiB of text; make segments smaller"
+        ) from error
 
 
 def _hashes(ids: pa.Array | Sequence[str]) -> npt.NDArray[np.uint64]:

@@ -5,7 +5,6 @@ A row's fields tell its format (`_FORMATS`); a file is `.jsonl`, `.jsonl.gz`, `.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +15,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.agents.protocol import replace_surrogates
-from mempipe.config import ConfigError
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, InputFile, input_files, read_rows
 from mempipe.data.ruler import expand_context
 from mempipe.data.trajectories import arrow_schema
+from mempipe.files import whole_file
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 
 
@@ -78,16 +78,9 @@ def _read(path: str | Path, *, bad: BadRows, formats: Counter[str]) -> Iterator[
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
     """Writes mempipe's own parquet: one column per field. The file appears whole or not at all; an existing one is replaced."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        pq.write_table(pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question)), partial)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    table = pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question))
+    with whole_file(Path(path)) as partial:
+        pq.write_table(table, partial)
 
 
 def describe_questions(file: QuestionFile) -> list[str]:
@@ -100,7 +93,10 @@ def describe_questions(file: QuestionFile) -> list[str]:
         "objectives": sum(bool(question.objectives) for question in questions),
         "context": sum(bool(question.context) for question in questions),
     }
-    lengths = {"question": [len(q.text) for q in questions], "first golden answer": [len(q.golden_answers[0]) for q in questions]}
+    lengths = {
+        "question": [len(q.text) for q in questions],
+        "first golden answer": [len(q.golden_answers[0]) for q in questions],
+    }
     if with_what["context"]:
         lengths["context"] = [len(question.context) for question in questions if question.context]
     lines = [
@@ -111,9 +107,14 @@ def describe_questions(file: QuestionFile) -> list[str]:
     ]
     for name, values in lengths.items():
         values.sort()
-        lines.append(f"characters of a {name}: {values[0]} to {values[-1]}, half of them at most {values[(len(values) - 1) // 2]}")
+        lines.append(
+            f"characters of a {name}: {values[0]} to {values[-1]}, half of them at most {values[(len(values) - 1) // 2]}"
+        )
     if file.bad.counts:
-        lines += [f"bad rows: {_counts(file.bad.counts)}; the first:", *(f"  {example}" for example in file.bad.examples)]
+        lines += [
+            f"bad rows: {_counts(file.bad.counts)}; the first:",
+            *(f"  {example}" for example in file.bad.examples),
+        ]
     return lines
 
 
@@ -257,16 +258,24 @@ def _asked_in(prompt: str, num_objectives: int) -> str:
         line = asked.strip().partition("\n")[0].strip()
         if line and line.count("; ") >= num_objectives - 1:
             return replace_surrogates(line)
-    raise BadRow("missing_field", f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '")
+    raise BadRow(
+        "missing_field",
+        f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '",
+    )
 
 
 def _prompt(row: dict[str, Any]) -> str:
     """The last user message."""
     prompt = row["prompt"]
     messages = prompt if isinstance(prompt, list) else []
-    contents = [message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+    contents = [
+        message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == "user"
+    ]
     if not contents or not isinstance(contents[-1], str):
-        raise BadRow("wrong_type", f"prompt is {str(prompt)[:80]}; expected messages with role and content, one of them the user's")
+        raise BadRow(
+            "wrong_type",
+            f"prompt is {str(prompt)[:80]}; expected messages with role and content, one of them the user's",
+        )
     return contents[-1]
 
 
@@ -309,7 +318,11 @@ def _text(value: Any, name: str) -> str:
 
 
 def _answers(value: Any, name: str) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(answer, str) and answer.strip() for answer in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(answer, str) and answer.strip() for answer in value)
+    ):
         kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
         raise BadRow(kind, f"{name} is {str(value)[:80]}; expected a list of at least one text")
     return [replace_surrogates(answer) for answer in value]

@@ -20,7 +20,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.config import ConfigError
+from mempipe.settings import ConfigError
 
 JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
 BLOCK_BYTES = 8 * 2**20
@@ -67,7 +67,9 @@ class BadRows:
         if not self.limit:
             raise ConfigError(f"{place}: {problem}")
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        raise ConfigError("\n  ".join([f"{self.total} bad rows ({kinds}), more than max_bad_rows {self.limit}:", *self.examples]))
+        raise ConfigError(
+            "\n  ".join([f"{self.total} bad rows ({kinds}), more than max_bad_rows {self.limit}:", *self.examples])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,9 @@ def parquet_batches(
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not Arrow's
             raise
-        raise ConfigError(f"{file.url} is truncated or not parquet, after row {number}: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{file.url} is truncated or not parquet, after row {number}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -294,7 +298,11 @@ def _find_local(path: Path) -> tuple[list[InputFile], bool]:
     if not path.exists():
         raise ConfigError(f"{path} does not exist")
     is_folder = path.is_dir()
-    return [InputFile(str(file), file.stat().st_size) for file in (path.iterdir() if is_folder else [path]) if file.is_file()], is_folder
+    return [
+        InputFile(str(file), file.stat().st_size)
+        for file in (path.iterdir() if is_folder else [path])
+        if file.is_file()
+    ], is_folder
 
 
 def _find_remote(url: str) -> tuple[list[InputFile], bool]:
@@ -305,10 +313,17 @@ def _find_remote(url: str) -> tuple[list[InputFile], bool]:
         entries = filesystem.ls(path, detail=True) if is_folder else [entry]
     except FileNotFoundError as error:
         raise ConfigError(f"{url} does not exist or cannot be reached") from error
-    except Exception as error:  # every file system has errors of its own, and all mean that the named place cannot be read
-        raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    except (
+        Exception
+    ) as error:  # every file system has errors of its own, and all mean that the named place cannot be read
+        raise ConfigError(
+            f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
     files = [file for file in entries if file["type"] == "file"]
-    return [InputFile(filesystem.unstrip_protocol(file["name"]) if is_folder else url, int(file["size"] or 0)) for file in files], is_folder
+    return [
+        InputFile(filesystem.unstrip_protocol(file["name"]) if is_folder else url, int(file["size"] or 0))
+        for file in files
+    ], is_folder
 
 
 def _table_or_lines(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:

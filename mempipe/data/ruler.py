@@ -13,11 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,10 +25,11 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.agents.protocol import replace_surrogates
-from mempipe.config import ConfigError
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, input_files, read_rows
+from mempipe.files import whole_file, write_text
 from mempipe.rl.rewards import normalize_answer
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
 
 MAX_JOINED_DOCS = 10_000
 DOCUMENTS_FILE = "documents.arrow"
@@ -63,7 +62,9 @@ class Pool:
         for number, (title, _) in enumerate(documents):
             self._of_title[title].append(number)
 
-    def arrange(self, question: SourceQuestion, *, num_docs: int, seed: int, peer_positions: bool = False) -> tuple[list[int], list[float]]:
+    def arrange(
+        self, question: SourceQuestion, *, num_docs: int, seed: int, peer_positions: bool = False
+    ) -> tuple[list[int], list[float]]:
         """The numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first document, 1 the last.
 
         Paragraphs that share a title with one of the question's own are not among the others. Raises ConfigError when they are too few.
@@ -72,7 +73,9 @@ class Pool:
         taken = {number for title, _ in question.documents for number in self._of_title[title]}
         num_others = num_docs - len(own)
         if num_others < 0:
-            raise ConfigError(f"--num-docs is {num_docs}, but question {question.id} brings {len(own)} documents of its own")
+            raise ConfigError(
+                f"--num-docs is {num_docs}, but question {question.id} brings {len(own)} documents of its own"
+            )
         if num_others > len(self.texts) - len(taken):
             raise ConfigError(
                 f"--num-docs is {num_docs}, but the file has only {len(self.texts) - len(taken)} paragraphs of other titles than "
@@ -139,7 +142,9 @@ def write_ruler(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     left_out: Counter[str] = Counter()
-    chosen = _choose(sources, total=sum(splits.values()), seed=seed, exclude=exclude, are_known=are_known, left_out=left_out)
+    chosen = _choose(
+        sources, total=sum(splits.values()), seed=seed, exclude=exclude, are_known=are_known, left_out=left_out
+    )
     pool = Pool(sources)
     for count in num_docs:  # what cannot work is refused before the first file
         for question in chosen:
@@ -152,7 +157,10 @@ def write_ruler(
         questions = list(islice(remaining, size))
         for count in num_docs:
             path = folder / f"{split}_{count}.{file_format}"
-            rows = (_row(q, pool, index=i, num_docs=count, seed=seed, peer_positions=peer_positions) for i, q in enumerate(questions))
+            rows = (
+                _row(q, pool, index=i, num_docs=count, seed=seed, peer_positions=peer_positions)
+                for i, q in enumerate(questions)
+            )
             depths = (_write_parquet if file_format == "parquet" else _write_json)(path, rows)
             files.append({"file": path.name, "num_docs": count, "num_questions": size, **_describe_depths(depths)})
     manifest = {
@@ -163,8 +171,7 @@ def write_ruler(
         "left_out": dict(left_out),
         "files": files,
     }
-    with _whole(folder / MANIFEST_FILE) as partial:
-        partial.write_text(json.dumps(manifest, indent=1) + "\n")
+    write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -172,7 +179,9 @@ def expand_context(numbers: Sequence[Any], *, folder: str | Path) -> str:
     """The context that a list of document numbers stands for. Raises ConfigError when the folder does not hold those documents."""
     path = Path(folder) / DOCUMENTS_FILE
     if not path.is_file():
-        raise ConfigError(f"context is a list of document numbers, but {path}, which would hold the documents, does not exist")
+        raise ConfigError(
+            f"context is a list of document numbers, but {path}, which would hold the documents, does not exist"
+        )
     texts = _document_column(path, path.stat().st_mtime_ns)
     wrong = [n for n in numbers if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < len(texts)]
     if wrong or not numbers:
@@ -223,7 +232,9 @@ def _choose(
     return chosen[:total]
 
 
-def _row(question: SourceQuestion, pool: Pool, *, index: int, num_docs: int, seed: int, peer_positions: bool) -> dict[str, Any]:
+def _row(
+    question: SourceQuestion, pool: Pool, *, index: int, num_docs: int, seed: int, peer_positions: bool
+) -> dict[str, Any]:
     numbers, depths = pool.arrange(question, num_docs=num_docs, seed=seed, peer_positions=peer_positions)
     return {
         "context": numbers if num_docs > MAX_JOINED_DOCS else join_documents(pool.texts[number] for number in numbers),
@@ -254,7 +265,7 @@ def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> list[float]:
     depths: list[float] = []
     first = list(islice(rows, _ROWS_PER_GROUP))
     schema = _schema(joined=not first or isinstance(first[0]["context"], str))
-    with _whole(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with whole_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while first:
             writer.write_table(pa.Table.from_pylist(first, schema=schema))
             depths += [depth for row in first for depth in row["evidence_depths"]]
@@ -264,7 +275,7 @@ def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> list[float]:
 
 def _write_json(path: Path, rows: Iterator[dict[str, Any]]) -> list[float]:
     depths: list[float] = []
-    with _whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         for i, row in enumerate(rows):
             file.write(("[" if not i else ",\n") + json.dumps(row, ensure_ascii=False))
             depths += row["evidence_depths"]
@@ -274,9 +285,11 @@ def _write_json(path: Path, rows: Iterator[dict[str, Any]]) -> list[float]:
 
 def _write_documents(path: Path, texts: Sequence[str]) -> None:
     schema = pa.schema([("text", pa.large_string())])
-    with _whole(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with whole_file(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for start in range(0, len(texts), MAX_JOINED_DOCS):
-            writer.write_batch(pa.record_batch([pa.array(texts[start : start + MAX_JOINED_DOCS], pa.large_string())], schema=schema))
+            writer.write_batch(
+                pa.record_batch([pa.array(texts[start : start + MAX_JOINED_DOCS], pa.large_string())], schema=schema)
+            )
 
 
 @functools.lru_cache(maxsize=2)
@@ -286,17 +299,6 @@ def _document_column(path: Path, modified_ns: int) -> pa.ChunkedArray:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["text"]
     except (pa.ArrowException, KeyError) as error:
         raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A path to write to; the file appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _describe_depths(depths: Sequence[float]) -> dict[str, Any]:
@@ -312,7 +314,10 @@ def _source(row: dict[str, Any]) -> SourceQuestion:
     titles = [title for title, _ in documents]
     needed = list(dict.fromkeys(_titles(facts.get("supporting_facts"))))
     if missing := [title for title in needed if title not in titles]:
-        raise BadRow("missing_field", f"supporting_facts names {missing[0]!r}, which is not among the {len(titles)} documents of context")
+        raise BadRow(
+            "missing_field",
+            f"supporting_facts names {missing[0]!r}, which is not among the {len(titles)} documents of context",
+        )
     answers = row.get("golden_answers") or [row.get("answer")]
     if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise BadRow("missing_field", f"answer is {str(answers)[:80]}; expected a text")
@@ -330,13 +335,27 @@ def _source(row: dict[str, Any]) -> SourceQuestion:
 
 def _documents(context: Any) -> list[tuple[str, str]]:
     """[[title, [sentence, ...]], ...] or {title: [...], sentences: [[...], ...]} as (title, text)."""
-    if isinstance(context, dict) and isinstance(context.get("title"), list) and isinstance(context.get("sentences"), list):
+    if (
+        isinstance(context, dict)
+        and isinstance(context.get("title"), list)
+        and isinstance(context.get("sentences"), list)
+    ):
         context = list(zip(context["title"], context["sentences"], strict=False))
-    pairs = [pair for pair in context if isinstance(pair, list | tuple) and len(pair) == 2] if isinstance(context, list) else []
-    whole = [(t, s) for t, s in pairs if isinstance(t, str) and isinstance(s, list) and all(isinstance(sentence, str) for sentence in s)]
+    pairs = (
+        [pair for pair in context if isinstance(pair, list | tuple) and len(pair) == 2]
+        if isinstance(context, list)
+        else []
+    )
+    whole = [
+        (t, s)
+        for t, s in pairs
+        if isinstance(t, str) and isinstance(s, list) and all(isinstance(sentence, str) for sentence in s)
+    ]
     if not whole or not isinstance(context, list) or len(whole) != len(context):
         raise BadRow("missing_field", f"context is {str(context)[:80]}; expected documents as [title, [sentence, ...]]")
-    return list({t: (replace_surrogates(t), replace_surrogates(f"{t}\n{''.join(s)}".strip())) for t, s in whole}.values())
+    return list(
+        {t: (replace_surrogates(t), replace_surrogates(f"{t}\n{''.join(s)}".strip())) for t, s in whole}.values()
+    )
 
 
 def _titles(facts: Any) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import types as python_types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mempipe.files import whole_file
 from mempipe.types import Group, Question, Trajectory, from_row, to_row
 
 _SCALARS = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
@@ -57,21 +57,15 @@ def write_trajectories(path: str | Path, groups: Iterable[Group]) -> int:
     Raises ValueError for a group that has no trajectories, or whose id was seen before or differs from its trajectories' `group_id`:
     it could not be read back.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     num_rows = 0
-    try:
-        with pq.ParquetWriter(partial, trajectories_schema(), compression="zstd") as writer:
-            remaining = _trajectory_rows(groups)
-            while rows := [row for group_rows in islice(remaining, _GROUPS_PER_ROW_GROUP) for row in group_rows]:
-                writer.write_table(_table(rows, trajectories_schema()))
-                num_rows += len(rows)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        whole_file(Path(path)) as partial,
+        pq.ParquetWriter(partial, trajectories_schema(), compression="zstd") as writer,
+    ):
+        remaining = _trajectory_rows(groups)
+        while rows := [row for group_rows in islice(remaining, _GROUPS_PER_ROW_GROUP) for row in group_rows]:
+            writer.write_table(_table(rows, trajectories_schema()))
+            num_rows += len(rows)
     return num_rows
 
 

@@ -119,7 +119,9 @@ class World:
         self._facts: dict[tuple[str, str], str] = {}
         for name, kind in self._kind.items():
             for relation in RELATIONS[kind]:
-                values = [v for v in self._names[relation.target] if v != name and (name, relation.name, v) not in forbidden]
+                values = [
+                    v for v in self._names[relation.target] if v != name and (name, relation.name, v) not in forbidden
+                ]
                 self._facts[name, relation.name] = rng.choice(values)
         self._passages = {name: self._passage(name, rng) for name in self._kind}
         self._chains: dict[int, list[Chain]] = {}
@@ -181,7 +183,9 @@ class World:
             chain = self._walk(num_hops, rng)
             if len(chain.relations) == num_hops:
                 return self._question(chain, rng.choice(OPENINGS))
-        raise ValueError(f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a shorter one")
+        raise ValueError(
+            f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a shorter one"
+        )
 
     def _walk(self, num_hops: int, rng: random.Random) -> Chain:
         """A random chain of `num_hops` facts, or as many as there are before its end is reached."""
@@ -218,7 +222,9 @@ class World:
     def _document(self, chain: Chain, rng: random.Random) -> str:
         """The passages that the chain needs, in reading order, among others; one a line, filled up with full stops to equal length."""
         needed = chain.entities[:-1]
-        others = rng.sample([name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed)))
+        others = rng.sample(
+            [name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed))
+        )
         for place, name in zip(sorted(rng.sample(range(len(needed) + len(others)), len(needed))), needed, strict=True):
             others.insert(place, name)
         texts = [self._passages[name].text for name in others]
@@ -243,7 +249,9 @@ def make_worlds(num_train: int, *, num_held_out: int, seed: int) -> tuple[list[W
     return train, held_out
 
 
-def make_questions(worlds: Sequence[World], count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)) -> list[Question]:
+def make_questions(
+    worlds: Sequence[World], count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)
+) -> list[Question]:
     """`count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts."""
     shares = [count // len(worlds) + (i < count % len(worlds)) for i in range(len(worlds))]
     questions: list[Question] = []
@@ -262,7 +270,9 @@ def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
     """The entity a question starts from and its relations in order. Raises ValueError for a question of another form."""
     match = re.fullmatch(rf"(?:{'|'.join(OPENINGS)}) (\w+)((?:'s \w+)+)\?", text)
     if match is None:
-        raise ValueError(f"not a question of the synthetic world: {text!r}; expected e.g. \"What is Velmora's mayor's employer?\"")
+        raise ValueError(
+            f"not a question of the synthetic world: {text!r}; expected e.g. \"What is Velmora's mayor's employer?\""
+        )
     return match[1], tuple(match[2].split("'s ")[1:])
 
 

@@ -24,7 +24,9 @@ class ContextLayout:
     """
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
-        assert lengths and min(lengths) > 0, f"a packed row needs contexts of at least one token, got lengths {list(lengths)}"
+        assert lengths and min(lengths) > 0, (
+            f"a packed row needs contexts of at least one token, got lengths {list(lengths)}"
+        )
         self.lengths = list(lengths)
         self.max_length = max(lengths)
         self.device = device
@@ -70,7 +72,8 @@ class ContextLayout:
         flat = row.reshape(len(row), -1).index_select(0, self._indices[0])
         parts = flat.split([count * length for count, length in self.buckets])
         return [
-            part.view(count, length, num_heads, head_dim).transpose(1, 2) for part, (count, length) in zip(parts, self.buckets, strict=True)
+            part.view(count, length, num_heads, head_dim).transpose(1, 2)
+            for part, (count, length) in zip(parts, self.buckets, strict=True)
         ]
 
     def unpad(self, padded: Sequence[Tensor]) -> Tensor:
@@ -102,7 +105,9 @@ def packed_attention(
     assert layout is not None, "packed attention needs the `layout` of the row; call the model through PolicyModel"
     assert attention_mask is None, "packed attention takes the layout instead of a mask"
     if softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
-        raise ValueError(f"{type(module).__name__} uses soft-capped, sink or bidirectional attention, which is not supported")
+        raise ValueError(
+            f"{type(module).__name__} uses soft-capped, sink or bidirectional attention, which is not supported"
+        )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D]
     if sliding_window is not None and sliding_window >= layout.max_length:
         sliding_window = None
@@ -114,7 +119,13 @@ def packed_attention(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, *, layout: ContextLayout, scaling: float | None, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: ContextLayout,
+    scaling: float | None,
+    sliding_window: int | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -135,7 +146,13 @@ def _varlen(
 
 
 def _padded(
-    query: Tensor, key: Tensor, value: Tensor, *, layout: ContextLayout, scaling: float | None, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: ContextLayout,
+    scaling: float | None,
+    sliding_window: int | None,
 ) -> Tensor:
     outputs = []
     for q, k, v in zip(layout.pad(query), layout.pad(key), layout.pad(value), strict=True):
@@ -144,6 +161,8 @@ def _padded(
             distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(q.shape[2], device=q.device)
             mask = (distance >= 0) & (distance < sliding_window)
         outputs.append(
-            scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+            scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
         )
     return layout.unpad(outputs)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
-from mempipe.engines.files import sha256, sync
+from mempipe.files import finish_folder, partial_folder, sha256, start_folder, whole_folder
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -47,7 +47,9 @@ class CheckpointError(OSError):
     """A checkpoint cannot be written or read; the message says which and why."""
 
 
-def save_checkpoint(folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int
+) -> Path:
     """Writes `folder/step-…` and removes all but the newest `keep` checkpoints; returns its path.
 
     `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises CheckpointError, on all
@@ -55,9 +57,9 @@ def save_checkpoint(folder: str | Path, step: int, *, tensors: Mapping[str, Tens
     """
     text = json.dumps(state)
     target = Path(folder) / f"step-{step:08d}"
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_folder(target)
     try:
-        _on_rank_zero(lambda: _start(partial))
+        _on_rank_zero(lambda: start_folder(target))
         with _quiet():
             dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial), no_dist=not dist.is_initialized())
         _on_rank_zero(lambda: _finish(partial, target, text, keep))
@@ -103,51 +105,28 @@ def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: s
     Raises CheckpointError and leaves nothing half-written.
     """
     target = Path(folder)
-    partial = target.with_name(f".{target.name}.partial")
     try:
         config = AutoConfig.from_pretrained(source)
         config.dtype = next(iter(state_dict.values())).dtype
-        _start(partial)
-        config.save_pretrained(partial)
-        save_torch_state_dict(dict(state_dict), partial)
-        for name in _COPIED_FILES:
-            file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-            if file is not None:
-                shutil.copyfile(file, partial / name)
-        _replace(partial, target)
+        with whole_folder(target) as partial:
+            config.save_pretrained(partial)
+            save_torch_state_dict(dict(state_dict), partial)
+            for name in _COPIED_FILES:
+                file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+                if file is not None:
+                    shutil.copyfile(file, partial / name)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"cannot export a model to {target}: {_reason(error)}") from error
     return target
-
-
-def _start(partial: Path) -> None:
-    if partial.exists():  # of a process that was killed while it wrote
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
 
 
 def _finish(partial: Path, target: Path, state: str, keep: int) -> None:
     (partial / STATE).write_text(state)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(partial.iterdir())}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-    _replace(partial, target)
+    finish_folder(partial, target)
     for old in _checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Makes `partial` known as `target`, durably."""
-    for file in partial.iterdir():
-        sync(file)
-    sync(partial)
-    replaced = target.with_name(f".{target.name}.replaced")
-    if target.exists():
-        target.rename(replaced)
-    partial.rename(target)
-    sync(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def _verify(path: Path) -> None:
@@ -161,7 +140,9 @@ def _verify(path: Path) -> None:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
         size = file.stat().st_size
         if size != written["bytes"]:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} has {size} bytes, {written['bytes']} were written")
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {size} bytes, {written['bytes']} were written"
+            )
         if sha256(file) != written["sha256"]:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
 
@@ -184,7 +165,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _on_rank_zero(action: Callable[[], None]) -> None:
+def _on_rank_zero(action: Callable[[], object]) -> None:
     """Runs `action` on rank 0; an OSError of it is raised on all ranks."""
     outcome: list[OSError | None] = [None]
     if _rank() == 0:

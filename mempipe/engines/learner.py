@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.checkpoint import load_tensors, read_state, save_checkpoint
+from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.model import (
     accumulate_locally,
     base_model,
@@ -35,6 +35,7 @@ from mempipe.engines.model import (
     shard,
     to_device,
 )
+from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
 
@@ -144,12 +145,16 @@ class Learner:
 
         Raises FloatingPointError, on all ranks and with the weights untouched, when the norm is not finite.
         """
-        norm = get_total_norm([parameter.grad for parameter in self._trained if parameter.grad is not None], foreach=True)
+        norm = get_total_norm(
+            [parameter.grad for parameter in self._trained if parameter.grad is not None], foreach=True
+        )
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value = norm.item()
         if not math.isfinite(value):
             self._optimizer.zero_grad()
-            raise FloatingPointError(f"gradient norm is {value} at optimiser update {self.num_updates_done}; the weights are unchanged")
+            raise FloatingPointError(
+                f"gradient norm is {value} at optimiser update {self.num_updates_done}; the weights are unchanged"
+            )
         clip_grads_with_norm_(self._trained, self._settings.grad_clip, norm, foreach=True)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
@@ -170,7 +175,9 @@ class Learner:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For every sequence the log-probs of all its tokens but the first. All ranks must call it with the same sequences."""
         masks = [[0] + [1] * (len(sequence) - 1) for sequence in sequences]
-        scores = score(self.policy, sequences, loss_masks=masks, temperature=self._temperature, max_tokens=self._max_tokens)
+        scores = score(
+            self.policy, sequences, loss_masks=masks, temperature=self._temperature, max_tokens=self._max_tokens
+        )
         reshard(self.policy)
         return [row[1:] for row in scores]
 
@@ -187,7 +194,9 @@ class Learner:
         `position` is the caller's own state (JSON). Raises CheckpointError.
         """
         state = {"num_updates_done": self.num_updates_done, "ranks": self._ranks, "position": dict(position)}
-        return save_checkpoint(folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep)
+        return save_checkpoint(
+            folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep
+        )
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continues from the checkpoint at `path`, together on all ranks; returns its position.
@@ -217,10 +226,18 @@ class Learner:
             parts.append(self.forward_backward(batch, old_logprobs=old))
         sums = merge_metrics(parts)
         real = [batch for batch in update if not batch.is_filler]
-        counts = {"num_tokens": sum(b.num_tokens for b in real), "num_contexts": sum(len(b.sequence_lengths) for b in real)}
+        counts = {
+            "num_tokens": sum(b.num_tokens for b in real),
+            "num_contexts": sum(len(b.sequence_lengths) for b in real),
+        }
         lr = self.lr
         norm = self.optim_step()
-        return {"sums": sums, "counts": counts, "shared": {"lr": lr, "grad_norm": norm}, "seconds": time.perf_counter() - start}
+        return {
+            "sums": sums,
+            "counts": counts,
+            "shared": {"lr": lr, "grad_norm": norm},
+            "seconds": time.perf_counter() - start,
+        }
 
     def _logprobs(self, micro_batch: MicroBatch) -> Tensor:
         with torch.no_grad():
@@ -231,7 +248,8 @@ class Learner:
     def _old_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
         """None where the pass that trains will give the same: everywhere in the first update."""
         return [
-            [self._logprobs(batch) if self._recompute_old and index else None for batch in update] for index, update in enumerate(updates)
+            [self._logprobs(batch) if self._recompute_old and index else None for batch in update]
+            for index, update in enumerate(updates)
         ]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -268,7 +286,9 @@ class Learner:
     def _check_counts(self, counts: list[int]) -> None:
         """Ranks with different numbers of micro-batches would wait for each other until the timeout."""
         if not counts or not all(counts):
-            raise ValueError(f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at least one")
+            raise ValueError(
+                f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at least one"
+            )
         if self.world_size == 1:
             return
         gathered: list[Any] = [None] * self.world_size
@@ -299,7 +319,9 @@ def _device(rank: int) -> torch.device:
 
 def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[str, int], timeout_s: float) -> None:
     if dist.is_initialized():
-        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "this process is in another process group"
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), (
+            "this process is in another process group"
+        )
         return
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -317,4 +339,6 @@ def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     counts = merge_metrics(report["counts"] for report in ranks)
     seconds = max(report["seconds"] for report in ranks)
     means = mean_metrics(merge_metrics(report["sums"] for report in ranks))
-    return means | counts | ranks[0]["shared"] | {"seconds": seconds, "tokens_per_second": counts["num_tokens"] / seconds}
+    return (
+        means | counts | ranks[0]["shared"] | {"seconds": seconds, "tokens_per_second": counts["num_tokens"] / seconds}
+    )

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mempipe.config import ConfigError, ModelConfig
 from mempipe.engines.attention import ContextLayout, packed_attention
+from mempipe.engines.config import ModelConfig
 from mempipe.rl.packing import MicroBatch
+from mempipe.settings import ConfigError
 
 ATTENTION_NAME = "mempipe_packed"
 MAX_LOGITS = 2**26
@@ -85,14 +86,18 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     if not (Path(config.path) / "config.json").is_file() and (not config.path or Path(config.path).is_absolute()):
-        raise ConfigError(f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name")
+        raise ConfigError(
+            f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name"
+        )
     try:
         lm = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except OSError as error:
         raise ConfigError(f"model.path {config.path!r} cannot be loaded: {' '.join(str(error).split())}") from error
     for name in _UNSUPPORTED_HEADS:
         if getattr(lm.config, name, None) not in (None, 1.0):
-            raise ConfigError(f"model.path {config.path!r} ({lm.config.model_type}) uses {name}, which is not supported")
+            raise ConfigError(
+                f"model.path {config.path!r} ({lm.config.model_type}) uses {name}, which is not supported"
+            )
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # log-probs of one policy must not differ between two passes
@@ -134,7 +139,12 @@ def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, tempera
 
 @torch.no_grad()
 def score(
-    policy: PolicyModel, sequences: Sequence[Sequence[int]], *, loss_masks: Sequence[Sequence[int]], temperature: float, max_tokens: int
+    policy: PolicyModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    loss_masks: Sequence[Sequence[int]],
+    temperature: float,
+    max_tokens: int,
 ) -> list[list[float]]:
     """For every sequence the log-prob of each of its tokens, 0.0 where its mask is 0 (the first token's must be).
 
@@ -148,7 +158,9 @@ def score(
         loss_positions = mask.nonzero().squeeze(1)
         token_ids = torch.tensor([token for index in row for token in sequences[index]], device=device)
         position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
-        logprobs, _ = policy(token_ids, position_ids, loss_positions, ContextLayout(lengths, device=device), temperature)
+        logprobs, _ = policy(
+            token_ids, position_ids, loss_positions, ContextLayout(lengths, device=device), temperature
+        )
         dense = torch.zeros(len(token_ids), device=device).index_copy(0, loss_positions, logprobs)
         for index, part in zip(row, dense.cpu().split(lengths), strict=True):
             scores[index] = part.tolist()
@@ -204,20 +216,27 @@ def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = Tru
         if keep:
             weights[name] = whole.detach().to("cpu", copy=True)
     if keep:
-        _merge_lora(weights, {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)})
+        _merge_lora(
+            weights, {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
+        )
     return {name: weight.to(dtype) for name, weight in weights.items()}
 
 
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
     lora: Any = LoraConfig(
-        r=config.lora_rank, lora_alpha=cast(Any, config.lora_alpha), target_modules=list(config.lora_targets), lora_dropout=0.0
+        r=config.lora_rank,
+        lora_alpha=cast(Any, config.lora_alpha),
+        target_modules=list(config.lora_targets),
+        lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank must start from the same adapter
         try:
             inject_adapter_in_model(lora, lm, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"model.lora_targets {config.lora_targets} do not fit {lm.config.model_type}: {error}") from error
+            raise ConfigError(
+                f"model.lora_targets {config.lora_targets} do not fit {lm.config.model_type}: {error}"
+            ) from error
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:

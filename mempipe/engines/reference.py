@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mempipe.config import ModelConfig
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import load_policy, score
 from mempipe.types import TrainingSample
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from mempipe.data import scripts
+from mempipe.data import scripted_agents as scripts
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_END = "<|im_end|>"
@@ -75,7 +75,9 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -16,8 +16,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from mempipe.agents.protocol import ChatTemplateError, replace_surrogates
-from mempipe.config import ConfigError
+from mempipe.agents.protocol import ChatTemplateError
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
 
 CACHED_TEXTS = 16384
 CACHED_CHARS = 4096  # longer texts hardly ever come twice
@@ -35,7 +36,9 @@ def load_tokenizer(path: str) -> HFTokenizer:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"model.path is {path!r}, from which no fast tokenizer (tokenizer.json) can be loaded: {reason}") from error
+        raise ConfigError(
+            f"model.path is {path!r}, from which no fast tokenizer (tokenizer.json) can be loaded: {reason}"
+        ) from error
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     eos = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
     return HFTokenizer(tokenizer, stop_token_ids=[eos] if isinstance(eos, int) else eos or [])
@@ -57,10 +60,16 @@ class HFTokenizer:
         eos = tokenizer.eos_token_id
         self.stop_token_ids = frozenset(stop_token_ids) | ({eos} if isinstance(eos, int) else set())
         if not tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; agents need a chat model's")
+            raise ConfigError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; agents need a chat model's"
+            )
         if not self.stop_token_ids:
-            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token and the model no generation_config.json")
-        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special or _is_word(token.content)}
+            raise ConfigError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token and the model no generation_config.json"
+            )
+        added = {
+            i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special or _is_word(token.content)
+        }
         self.special_token_ids = frozenset(added)
         self.special_tokens = tuple(token.content for token in added.values())
         self._tokenizer = tokenizer
@@ -81,7 +90,9 @@ class HFTokenizer:
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error
         assert isinstance(text, str), "one conversation renders to one text"

@@ -66,7 +66,9 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         loaded = model.load_weights(read_weights(update_info.path, checksum=update_info.checksum).items())
         missing = {name for name, _ in self.model.named_parameters()} - loaded
         if missing:
-            raise ValueError(f"weights version {update_info.version} lack {min(missing)} ({len(missing)} parameters are missing)")
+            raise ValueError(
+                f"weights version {update_info.version} lack {min(missing)} ({len(missing)} parameters are missing)"
+            )
 
     def finish_weight_update(self) -> None:
         if self.device.type != "cpu":

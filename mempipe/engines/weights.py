@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 from safetensors.torch import load, save
+
+from mempipe.files import whole_file
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
@@ -74,7 +75,8 @@ def publish(weights: Mapping[str, torch.Tensor] | np.ndarray, folder: str | Path
     path = folder / f"weights-{version:08d}.safetensors"
     _write(path, packed.data)
     handle = WeightHandle(
-        version=version, update_info={"path": str(path), "checksum": hashlib.sha256(packed.data).hexdigest(), "version": version}
+        version=version,
+        update_info={"path": str(path), "checksum": hashlib.sha256(packed.data).hexdigest(), "version": version},
     )
     _write(folder / NEWEST, json.dumps(handle.update_info).encode())
     kept = {path} if previous is None else {path, Path(previous.update_info["path"])}
@@ -103,17 +105,23 @@ def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
 
 def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> float:
     """Largest |Δ log-prob| over all tokens of the canary sequences; NaN on either side counts as infinite."""
-    assert len(engine_scores) == len(learner_scores), f"{len(engine_scores)} engine and {len(learner_scores)} learner sequences"
+    assert len(engine_scores) == len(learner_scores), (
+        f"{len(engine_scores)} engine and {len(learner_scores)} learner sequences"
+    )
     largest = 0.0
     for engine, learner in zip(engine_scores, learner_scores, strict=True):
-        assert len(engine) == len(learner), f"{len(engine)} engine and {len(learner)} learner scores of one canary sequence"
+        assert len(engine) == len(learner), (
+            f"{len(engine)} engine and {len(learner)} learner scores of one canary sequence"
+        )
         for a, b in zip(engine, learner, strict=True):
             gap = abs(a - b)
             largest = max(largest, gap if gap == gap else float("inf"))
     return largest
 
 
-def check_canary(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float) -> float:
+def check_canary(
+    engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float
+) -> float:
     """The `canary_gap`. Raises StaleWeights when it exceeds `tolerance`, ValueError when there is nothing to compare."""
     if not any(len(scores) for scores in engine_scores):
         raise ValueError("the canary has no tokens to compare; give it at least one sequence of two ids")
@@ -217,7 +225,9 @@ def _trainer_init_info(backend: str, *, rank: int, address: tuple[str, int], num
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=rank)
-    raise ValueError(f"backend is {backend!r}; a GPU sender has 'nccl' (learner and engines on different GPUs) and 'ipc' (on the same)")
+    raise ValueError(
+        f"backend is {backend!r}; a GPU sender has 'nccl' (learner and engines on different GPUs) and 'ipc' (on the same)"
+    )
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
@@ -225,11 +235,14 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
     handles = update_info.get("ipc_handles")
     if handles is None:
         return {key: value for key, value in update_info.items() if value is not None}
-    rest = {key: value for key, value in update_info.items() if key not in ("ipc_handles", "ipc_handles_pickled") and value is not None}
+    rest = {
+        key: value
+        for key, value in update_info.items()
+        if key not in ("ipc_handles", "ipc_handles_pickled") and value is not None
+    }
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    with whole_file(path, durable=False) as partial:  # an engine that finds it damaged refuses it by its checksum
+        partial.write_bytes(content)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from mempipe.config import ConfigError
 from mempipe.data.qa import iter_questions
 from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
 from mempipe.evaluation.suite import Benchmark
+from mempipe.settings import ConfigError
 from mempipe.types import Question
 
 SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -36,14 +36,20 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
     elif benchmark.name == RULER:
         if not benchmark.num_docs:
             raise ConfigError(f"benchmarks: {RULER} needs num_docs, e.g. 200, or a file")
-        names = (f"test_{benchmark.num_docs}.parquet", f"test_{benchmark.num_docs}.json", f"eval_{benchmark.num_docs}.json")
+        names = (
+            f"test_{benchmark.num_docs}.parquet",
+            f"test_{benchmark.num_docs}.json",
+            f"eval_{benchmark.num_docs}.json",
+        )
         candidates = [str(Path(data_dir) / RULER / name) for name in names]
     else:
         candidates = [str(Path(data_dir) / benchmark.name / name) for name in _FLASHRAG_FILES]
     for path in candidates:
         if "://" in path or Path(path).exists():
             return path
-    raise ConfigError(f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist")
+    raise ConfigError(
+        f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist"
+    )
 
 
 def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
@@ -95,4 +101,8 @@ class BenchmarkRows:
     done: Collection[str]
 
     def __iter__(self) -> Iterator[tuple[str, Question]]:
-        return ((question.id, question) for question in read_benchmark(self.benchmark, self.file) if question.id not in self.done)
+        return (
+            (question.id, question)
+            for question in read_benchmark(self.benchmark, self.file)
+            if question.id not in self.done
+        )

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mempipe.config import ConfigError
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import read_results
 from mempipe.evaluation.statistics import Interval, PairedTest, bootstrap_average, mcnemar_test, paired_bootstrap
+from mempipe.settings import ConfigError
 
 OVERALL = "all sets"
 _SETTINGS = "settings.json"
@@ -73,7 +73,9 @@ def compare_runs(
             )
         )
     if not comparisons:
-        raise ConfigError(f"{first} and {second} share no question; their sets are {_names(sets[0])} and {_names(sets[1])}")
+        raise ConfigError(
+            f"{first} and {second} share no question; their sets are {_names(sets[0])} and {_names(sets[1])}"
+        )
     return [*comparisons, _overall(comparisons, pairs, metric, options)] if len(comparisons) > 1 else comparisons
 
 
@@ -102,7 +104,10 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
 
 
 def _overall(
-    comparisons: Sequence[SetComparison], pairs: Mapping[str, list[tuple[Any, Any]]], metric: str, options: Mapping[str, Any]
+    comparisons: Sequence[SetComparison],
+    pairs: Mapping[str, list[tuple[Any, Any]]],
+    metric: str,
+    options: Mapping[str, Any],
 ) -> SetComparison:
     # A set's name before the id: two sets may use the same ids for different questions.
     gains = [{f"{label}/{a['question_id']}": b[metric] - a[metric] for a, b in rows} for label, rows in pairs.items()]
@@ -133,7 +138,11 @@ def _run_folder(folder: Path) -> Path:
         return folder
     runs = sorted(each for each in folder.iterdir() if each.is_dir() and _sets(each))
     if len(runs) != 1:
-        found = f"the results of {', '.join(run.name for run in runs)}; name one of them, {folder}/RUN" if runs else "no results"
+        found = (
+            f"the results of {', '.join(run.name for run in runs)}; name one of them, {folder}/RUN"
+            if runs
+            else "no results"
+        )
         raise ConfigError(f"{folder} holds {found}")
     return runs[0]
 
@@ -143,7 +152,10 @@ def _sets(folder: Path) -> dict[str, Path]:
 
 
 def _lonely(first: Path, second: Path, *sets: dict[str, Path]) -> list[tuple[Path, list[str]]]:
-    own = [(first, [label for label in sets[0] if label not in sets[1]]), (second, [label for label in sets[1] if label not in sets[0]])]
+    own = [
+        (first, [label for label in sets[0] if label not in sets[1]]),
+        (second, [label for label in sets[1] if label not in sets[0]]),
+    ]
     return [(folder, labels) for folder, labels in own if labels]
 
 

@@ -65,7 +65,9 @@ async def _verdict(row: Mapping[str, Any], answer: str | None, ask: AskFn) -> bo
     if answer is None:
         return False
     try:
-        (text,) = await ask(judge_prompt(row["question"], row["golden_answers"], answer), max_tokens=MAX_VERDICT_TOKENS, temperature=0.0)
+        (text,) = await ask(
+            judge_prompt(row["question"], row["golden_answers"], answer), max_tokens=MAX_VERDICT_TOKENS, temperature=0.0
+        )
     except InfrastructureFault:
         return None
     return parse_verdict(text)

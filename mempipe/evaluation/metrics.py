@@ -45,7 +45,9 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
     Rewards long answers. A gold that normalises to nothing ("the") is covered by a prediction that does so too, not by every one.
     """
     predicted = normalize_answer(prediction)
-    return float(any(gold in predicted if gold else not predicted for gold in map(normalize_answer, _as_list(golden_answers))))
+    return float(
+        any(gold in predicted if gold else not predicted for gold in map(normalize_answer, _as_list(golden_answers)))
+    )
 
 
 def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -54,7 +56,9 @@ def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
     Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction for anything.
     """
     predicted = normalize_answer(prediction)
-    return float(any(gold in predicted or predicted in gold for gold in map(normalize_answer, _as_list(golden_answers))))
+    return float(
+        any(gold in predicted or predicted in gold for gold in map(normalize_answer, _as_list(golden_answers)))
+    )
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -65,7 +69,9 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
     return rewards.math_match(prediction, golden_answers)
 
 
-METRICS: dict[str, Metric] = {metric.__name__: metric for metric in (em, f1, acc, precision, recall, sub_em_two_way, math_match)}
+METRICS: dict[str, Metric] = {
+    metric.__name__: metric for metric in (em, f1, acc, precision, recall, sub_em_two_way, math_match)
+}
 
 
 def definitions() -> dict[str, str]:

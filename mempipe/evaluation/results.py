@@ -6,7 +6,6 @@ A part appears whole or not at all, and no question is in two. `settings.json` s
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.config import ConfigError
 from mempipe.data.trajectories import group_to_table
-from mempipe.evaluation.memory_quality import context_tokens_by_turn
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
-from mempipe.runs import write_text
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
+from mempipe.files import whole_file, write_text
+from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group
 
 _FREE = ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")
@@ -76,7 +75,9 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
         "context_tokens_by_turn": [context_tokens_by_turn(attempt, growing=growing) for attempt in attempts],
         "sampled_tokens": [sum(sum(context.loss_mask) for context in attempt.contexts) for attempt in attempts],
         "total_tokens": [sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
-        "snapshots": sorted({search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}),
+        "snapshots": sorted(
+            {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
+        ),
         "prompt_hash": prompt_hash,
     }
 
@@ -130,14 +131,8 @@ class ResultFolder:
         table = table.append_column("group", whole).replace_schema_metadata({"metrics": json.dumps(definitions())})
         number = 1 + max((int(part.stem.removeprefix("part-")) for part in _parts(self.path)), default=-1)
         path = self.path / f"part-{number:05d}.parquet"
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
+        with whole_file(path) as partial:
             pq.write_table(table, partial, compression="zstd")
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any] | None:
         if not self._file.exists():

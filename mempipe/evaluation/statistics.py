@@ -40,7 +40,9 @@ def wilson_interval(num_right: int, num_questions: int, *, confidence: float = 0
     Raises ValueError unless 0 <= num_right <= num_questions and num_questions >= 1.
     """
     if not 0 <= num_right <= num_questions or num_questions < 1:
-        raise ValueError(f"{num_right} right of {num_questions} questions; expected 0 <= right <= questions and at least one question")
+        raise ValueError(
+            f"{num_right} right of {num_questions} questions; expected 0 <= right <= questions and at least one question"
+        )
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     n, share = num_questions, num_right / num_questions
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -50,7 +52,9 @@ def wilson_interval(num_right: int, num_questions: int, *, confidence: float = 0
     return Interval(value=share, low=low, high=high)
 
 
-def bootstrap_interval(scores: Sequence[float], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95) -> Interval:
+def bootstrap_interval(
+    scores: Sequence[float], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+) -> Interval:
     """Percentile interval of the mean; questions are drawn with replacement. The same seed gives the same interval."""
     values = _scores(scores)
     means = _resampled_means(values, seed=seed, num_resamples=num_resamples)
@@ -59,12 +63,19 @@ def bootstrap_interval(scores: Sequence[float], *, seed: int = 0, num_resamples:
 
 
 def paired_bootstrap(
-    before: Sequence[float], after: Sequence[float], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    seed: int = 0,
+    num_resamples: int = 2000,
+    confidence: float = 0.95,
 ) -> Interval:
     """Interval of mean(after) - mean(before); entry i of both is the same question, and both are drawn together."""
     if len(before) != len(after):
         raise ValueError(f"paired scores need the same questions, got {len(before)} before and {len(after)} after")
-    return bootstrap_interval((_scores(after) - _scores(before)).tolist(), seed=seed, num_resamples=num_resamples, confidence=confidence)
+    return bootstrap_interval(
+        (_scores(after) - _scores(before)).tolist(), seed=seed, num_resamples=num_resamples, confidence=confidence
+    )
 
 
 def bootstrap_average(
@@ -100,7 +111,9 @@ def mcnemar_test(before: Sequence[bool], after: Sequence[bool]) -> PairedTest:
 def _scores(scores: Sequence[float]) -> np.ndarray:
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not values.size or not np.isfinite(values).all():
-        raise ValueError(f"expected at least one finite score per question, got {values.size} scores of shape {values.shape}")
+        raise ValueError(
+            f"expected at least one finite score per question, got {values.size} scores of shape {values.shape}"
+        )
     return values
 
 

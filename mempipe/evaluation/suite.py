@@ -8,7 +8,11 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from mempipe.config import ConfigError, EndpointConfig, RunConfig, SamplingConfig, Section, TrackingConfig, load_values, parse_section
+from mempipe.config import RunConfig
+from mempipe.engines.config import EndpointConfig, SamplingConfig
+from mempipe.loader import load_values, parse_section
+from mempipe.settings import ConfigError, Section
+from mempipe.tracking.config import TrackingConfig
 
 _NAME = r"^[\w][\w.-]*$"  # names become folders
 _RUN_FOLDER = ("state.json", "huggingface")
@@ -33,7 +37,9 @@ class EvaluatedRun(Section):
         if self.checkpoint and self.endpoint is not None:
             raise ValueError(f"runs: {self.name} has a checkpoint and an endpoint; it is served by one of them")
         if self.endpoint is not None and not self.endpoint.tokenizer:
-            raise ValueError(f"runs: {self.name} has an endpoint without tokenizer; agents send token ids, so name the model's tokenizer")
+            raise ValueError(
+                f"runs: {self.name} has an endpoint without tokenizer; agents send token ids, so name the model's tokenizer"
+            )
         return self
 
 
@@ -124,7 +130,13 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
         model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
         if model:
             values["model"] = {**values.get("model", {}), "path": model}
-        values |= {"name": run.name, "output": str(suite.folder), "seed": suite.seed, "ray_address": suite.ray_address, "ordered": False}
+        values |= {
+            "name": run.name,
+            "output": str(suite.folder),
+            "seed": suite.seed,
+            "ray_address": suite.ray_address,
+            "ordered": False,
+        }
         config = parse_section(values, RunConfig)
         if not config.model.path:
             raise ConfigError("no model is named; set checkpoint, endpoint or model.path")

@@ -40,7 +40,11 @@ class Cell:
         """Question to its score; failed ones have 0. All lengths of RULER-HQA have the same questions."""
         key = _index if self.benchmark.num_docs else _id
         if metric == JUDGE:
-            return {key(row): 0.0 if row["failed"] else row[JUDGE] for row in self.rows if row["failed"] or row[JUDGE] is not None}
+            return {
+                key(row): 0.0 if row["failed"] else row[JUDGE]
+                for row in self.rows
+                if row["failed"] or row[JUDGE] is not None
+            }
         return {key(row): row[metric] for row in self.rows}
 
 
@@ -69,7 +73,10 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
     return [
         _table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed)
         for (kind, objectives), members in families.items()
-        for metric in (*METRICS_OF.get(kind, METRICS_OF[""]), *[JUDGE] * any(cell.scores(JUDGE) for cell in members if _judged(cell)))
+        for metric in (
+            *METRICS_OF.get(kind, METRICS_OF[""]),
+            *[JUDGE] * any(cell.scores(JUDGE) for cell in members if _judged(cell)),
+        )
     ]
 
 
@@ -80,7 +87,9 @@ def family(benchmark: Benchmark) -> tuple[str, int]:
     return (RULER if benchmark.num_docs else "other sets"), benchmark.objectives
 
 
-def evidence_lines(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int) -> list[list[str]]:
+def evidence_lines(
+    cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int
+) -> list[list[str]]:
     """The metric by where the needed documents stand: a line per run and length, behind its name a text per equal part of the context.
 
     A question counts once for each of its needed documents.
@@ -92,7 +101,9 @@ def evidence_lines(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, 
             for number, depth in enumerate(row["evidence_depths"] or ()):
                 bins[min(int(depth * num_bins), num_bins - 1)][f"{row['question_id']}/{number}"] = row[metric]
         if any(bins):
-            texts = [f"{percent_text(_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}" for part in bins]
+            texts = [
+                f"{percent_text(_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}" for part in bins
+            ]
             lines.append([f"{cell.run}, {cell.benchmark.label}", *texts])
     return lines
 
@@ -107,7 +118,11 @@ def percent_text(interval: Interval | None) -> str:
     if interval is None:
         return "–"
     value = f"{100 * interval.value:.2f}"
-    return value if interval.low == interval.high == interval.value else f"{value} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+    return (
+        value
+        if interval.low == interval.high == interval.value
+        else f"{value} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+    )
 
 
 @cache
@@ -116,7 +131,9 @@ def published_tables() -> list[dict[str, Any]]:
     return yaml.safe_load(files("mempipe.evaluation").joinpath("published.yaml").read_text(encoding="utf-8"))
 
 
-def _table(kind: str, objectives: int, cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int) -> ScoreTable:
+def _table(
+    kind: str, objectives: int, cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int
+) -> ScoreTable:
     benchmarks = _ordered({cell.benchmark.label: cell.benchmark for cell in cells})
     labels = list(benchmarks)
     groups = _averages(kind, benchmarks)
@@ -128,7 +145,9 @@ def _table(kind: str, objectives: int, cells: Sequence[Cell], *, metric: str, bo
             sets = [scores[label] for label in members if scores.get(label)]
             whole = len(sets) == len(members)
             values.append(
-                bootstrap_average(sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+                bootstrap_average(
+                    sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence
+                )
                 if whole
                 else None
             )
@@ -151,7 +170,13 @@ def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> l
             for group, members in groups.items():
                 if set(members) <= known.keys() and (group != "average" or set(members) == known.keys()):
                     known[group] = sum(known[label] for label in members) / len(members)
-            rows.append(Row(name=name, values=[_point(known.get(column)) for column in table.columns], published=published["title"]))
+            rows.append(
+                Row(
+                    name=name,
+                    values=[_point(known.get(column)) for column in table.columns],
+                    published=published["title"],
+                )
+            )
         for name, average in published.get("averages", {}).items():
             complete = set(published["columns"]) <= set(table.columns)
             values = [_point(average if column == "average" and complete else None) for column in table.columns]

@@ -35,9 +35,15 @@ def has_signal(group: Group) -> bool:
 def check_group(group: Group, *, group_size: int) -> None:
     """Raises ValueError unless the group holds exactly `group_size` different attempts at its one question."""
     if len(group.trajectories) != group_size:
-        raise ValueError(f"group {group.id} has {len(group.trajectories)} trajectories, but algorithm.group_size is {group_size}")
+        raise ValueError(
+            f"group {group.id} has {len(group.trajectories)} trajectories, but algorithm.group_size is {group_size}"
+        )
     if strangers := {t.group_id for t in group.trajectories} - {group.id}:
-        raise ValueError(f"group {group.id} (question {group.question.id}) holds trajectories of group {', '.join(sorted(strangers))}")
+        raise ValueError(
+            f"group {group.id} (question {group.question.id}) holds trajectories of group {', '.join(sorted(strangers))}"
+        )
     for field in ("id", "member"):
         if len({getattr(t, field) for t in group.trajectories}) != group_size:
-            raise ValueError(f"group {group.id} holds a trajectory twice: {field} {[getattr(t, field) for t in group.trajectories]}")
+            raise ValueError(
+                f"group {group.id} holds a trajectory twice: {field} {[getattr(t, field) for t in group.trajectories]}"
+            )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from mempipe.config import AlgorithmConfig
+from mempipe.rl.config import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond any clip, and still finite in float32."""
@@ -78,12 +78,16 @@ def policy_loss(
             "clip_low": (advantages < 0) & (ratio < 1 - config.clip_low),
             "clip_high": (advantages > 0) & (ratio > 1 + config.clip_high),
             "dual_clip": (advantages < 0) & (ratio > bound) & (config.loss != "cispo"),
-            "importance_truncated": _truncated(behaviour, old_logprobs if sampler_logprobs is not None else logprobs, config),
+            "importance_truncated": _truncated(
+                behaviour, old_logprobs if sampler_logprobs is not None else logprobs, config
+            ),
             "kl_ref": kl if config.kl_coef else torch.zeros_like(kl),
             "advantage": advantages,
             "advantage_abs": advantages.abs(),
         }
-        metrics = _floats({"loss": loss, "policy_loss": policy, "kl_loss": kl_loss} | {k: v[real].sum() for k, v in sums.items()})
+        metrics = _floats(
+            {"loss": loss, "policy_loss": policy, "kl_loss": kl_loss} | {k: v[real].sum() for k, v in sums.items()}
+        )
         metrics |= _mismatch(logprobs[real], behaviour[real], context_indices[loss_sequences[real]])
     return loss, metrics
 
@@ -179,7 +183,9 @@ def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str
     num_contexts = int(contexts.max()) + 1
     by_context = [_sums_by(values, contexts, num_contexts) for values in (torch.ones_like(d), d.abs(), k3)]
     names = ("tokens", "abs_logprob_diff", "mismatch_kl")
-    metrics = _floats({"abs_logprob_diff": d.abs().sum(), "mismatch_kl": k3.sum(), "importance_ratio_max": d.exp().max()})
+    metrics = _floats(
+        {"abs_logprob_diff": d.abs().sum(), "mismatch_kl": k3.sum(), "importance_ratio_max": d.exp().max()}
+    )
     for index, row in enumerate(zip(*(column.tolist() for column in by_context), strict=True)):
         if row[0]:
             metrics |= {f"context_{index}/{name}": float(value) for name, value in zip(names, row, strict=True)}
@@ -188,4 +194,6 @@ def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str
 
 def _floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """The scalars on the host, with one wait for the device."""
-    return dict(zip(scalars, torch.stack([value.detach().double() for value in scalars.values()]).tolist(), strict=True))
+    return dict(
+        zip(scalars, torch.stack([value.detach().double() for value in scalars.values()]).tolist(), strict=True)
+    )

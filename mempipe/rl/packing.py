@@ -53,7 +53,9 @@ class MicroBatch:
         return not self.weights.any()
 
 
-def pack_step(samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int, aggregation: Aggregation) -> list[list[MicroBatch]]:
+def pack_step(
+    samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int, aggregation: Aggregation
+) -> list[list[MicroBatch]]:
     """The micro-batches of one optimiser step, one list per rank, all lists equally long.
 
     Contexts are never split; those of similar length share a micro-batch, and micro-batches that ranks work on at the same
@@ -63,12 +65,16 @@ def pack_step(samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: 
     if num_ranks < 1:
         raise ValueError(f"learner.num_ranks must be >= 1, got {num_ranks}")
     if not samples:
-        raise ValueError("an optimiser step needs at least one training sample, got none: every group was filtered or had no context")
+        raise ValueError(
+            "an optimiser step needs at least one training sample, got none: every group was filtered or had no context"
+        )
     for sample in samples:
         _check(sample, max_tokens)
     (twice, count), *_ = Counter((sample.trajectory_id, sample.context_index) for sample in samples).most_common(1)
     if count > 1:
-        raise ValueError(f"context {twice[1]} of trajectory {twice[0]} is {count} times in the step; every context is trained once")
+        raise ValueError(
+            f"context {twice[1]} of trajectory {twice[0]} is {count} times in the step; every context is trained once"
+        )
     scale = _token_weights(samples, aggregation)
     ordered = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
     bins = _bins(ordered, num_ranks=num_ranks, max_tokens=max_tokens)
@@ -188,7 +194,9 @@ def _micro_batch(contexts: Sequence[TrainingSample], scale: dict[str, float]) ->
         loss_positions=positions,
         loss_sequences=sequences,
         old_logprobs=_flat([sample.logprobs for sample in contexts], np.float32)[positions],
-        ref_logprobs=_flat([sample.ref_logprobs or [0.0] * len(sample.token_ids) for sample in contexts], np.float32)[positions],
+        ref_logprobs=_flat([sample.ref_logprobs or [0.0] * len(sample.token_ids) for sample in contexts], np.float32)[
+            positions
+        ],
         advantages=advantages[sequences],
         weights=weights[sequences],
         context_indices=np.array([sample.context_index for sample in contexts], dtype=np.int64),

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mempipe.config import RewardConfig
+from mempipe.rl.config import RewardConfig
 from mempipe.types import EndReason
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -113,7 +113,9 @@ def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
     "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same.
     """
-    return max((_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _as_list(golden_answers)), default=0.0)
+    return max(
+        (_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _as_list(golden_answers)), default=0.0
+    )
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -154,7 +156,9 @@ def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, co
     return config.structure_score + config.retrieval_score * hit
 
 
-def _mean(measure: Callable[[str, Sequence[str]], float], answers: Sequence[str], golds: Sequence[Sequence[str]]) -> float:
+def _mean(
+    measure: Callable[[str, Sequence[str]], float], answers: Sequence[str], golds: Sequence[Sequence[str]]
+) -> float:
     return sum(map(measure, answers, golds)) / len(golds)
 
 

@@ -19,10 +19,11 @@ from ray.serve import Application
 from starlette.types import ASGIApp
 
 from mempipe.actors.launch import WORKER_ENV, connected
-from mempipe.config import ConfigError, parse_section
-from mempipe.engines.index_folder import check_index
-from mempipe.engines.retrieval import Retriever
+from mempipe.loader import parse_section
+from mempipe.retrieval.manifest import check_index
+from mempipe.retrieval.retriever import Retriever
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
+from mempipe.settings import ConfigError
 
 NAME = "retrieval"
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -92,7 +93,10 @@ def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         print(f"serving {settings['index']} at {url} until Ctrl-C; try")
-        print(f"""  curl {url}/search -H 'content-type: application/json' -d '{{"query": "capital of Peru", "top_n": 3}}'""", flush=True)
+        print(
+            f"""  curl {url}/search -H 'content-type: application/json' -d '{{"query": "capital of Peru", "top_n": 3}}'""",
+            flush=True,
+        )
         stop.wait()
 
 
@@ -100,4 +104,6 @@ def _check_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose another") from error
+        raise ConfigError(
+            f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose another"
+        ) from error

@@ -24,10 +24,10 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.config import RetrievalConfig
 from mempipe.data.corpus import join_contents
-from mempipe.engines.retrieval import BatchingRetriever, RetrievalTimeout, Retriever
 from mempipe.faults import InfrastructureFault
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
 from mempipe.types import Passage, SearchResult
 
 SNAPSHOT_HEADER = "x-mempipe-snapshot"
@@ -56,7 +56,9 @@ class ServiceConfig(RetrievalConfig):
         if not self.index:
             raise ValueError("index is empty; a retrieval service searches an index folder")
         if self.shard_actors:
-            raise ValueError(f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0")
+            raise ValueError(
+                f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0"
+            )
         return self
 
 
@@ -73,7 +75,9 @@ class RetrievalService:
         """One result per query. Raises HTTPException 422 for what the index cannot answer, RetrievalTimeout and RetrievalError."""
         count = self.config.num_passages if num_passages is None else num_passages
         try:
-            results = await asyncio.gather(*(self._front.search(text, num_passages=count, partition=partition) for text in queries))
+            results = await asyncio.gather(
+                *(self._front.search(text, num_passages=count, partition=partition) for text in queries)
+            )
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         except RetrievalTimeout:
@@ -119,10 +123,15 @@ class Problem(BaseModel):
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"headers": {SNAPSHOT_HEADER: {"description": "Hash of the index that answered.", "schema": {"type": "string"}}}},
+    200: {
+        "headers": {SNAPSHOT_HEADER: {"description": "Hash of the index that answered.", "schema": {"type": "string"}}}
+    },
     400: {"model": Problem, "description": "The body cannot be read, or a query is empty where that is refused."},
     413: {"model": Problem, "description": "The body is too large."},
-    422: {"model": Problem, "description": "A field is missing, of another type or beyond a limit, or the index has no such partition."},
+    422: {
+        "model": Problem,
+        "description": "A field is missing, of another type or beyond a limit, or the index has no such partition.",
+    },
     503: {
         "model": Problem,
         "description": "Too many requests are under way, or the search failed or took too long; the same request may be made again.",
@@ -172,7 +181,10 @@ def make_app(service: RetrievalService) -> FastAPI:
         documents: list[list[Any]] = [_documents(result) for result in results]
         if request.return_scores:
             documents = [
-                [{"document": document, "score": passage.score} for document, passage in zip(found, result.passages, strict=True)]
+                [
+                    {"document": document, "score": passage.score}
+                    for document, passage in zip(found, result.passages, strict=True)
+                ]
                 for found, result in zip(documents, results, strict=True)
             ]
         return JSONResponse({"result": documents}, headers=snapshot)
@@ -184,12 +196,17 @@ def make_app(service: RetrievalService) -> FastAPI:
         answer = [_documents(result), _scores(result)] if request.return_score else _documents(result)
         return JSONResponse(answer, headers=snapshot)
 
-    @app.post("/batch_search", response_model=list[list[Document]] | list[list[list[Document | float]]], responses=RESPONSES)
+    @app.post(
+        "/batch_search", response_model=list[list[Document]] | list[list[list[Document | float]]], responses=RESPONSES
+    )
     async def batch_search(request: BatchSearch) -> JSONResponse:
         _refuse_empty(request.query)
         results = await service.search(request.query, num_passages=request.top_n, partition=request.partition)
         documents = [_documents(result) for result in results]
-        return JSONResponse([documents, [_scores(result) for result in results]] if request.return_score else documents, headers=snapshot)
+        return JSONResponse(
+            [documents, [_scores(result) for result in results]] if request.return_score else documents,
+            headers=snapshot,
+        )
 
     @app.get("/health", responses={503: RESPONSES[503]})
     async def health() -> Health:
@@ -198,7 +215,9 @@ def make_app(service: RetrievalService) -> FastAPI:
         except RuntimeError as error:
             raise HTTPException(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)}) from error
         limits = config.model_dump(include={"max_passages", "max_query_chars", "max_queries"})
-        return Health(status="ok", snapshot=service.retriever.snapshot, num_passages=service.retriever.num_passages, **limits)
+        return Health(
+            status="ok", snapshot=service.retriever.snapshot, num_passages=service.retriever.num_passages, **limits
+        )
 
     @app.get("/partitions")
     async def partitions() -> list[str]:
@@ -229,10 +248,14 @@ class _Gate:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         if len(body) > self._max_body_bytes:
-            await _problem(413, f"the body has more than {self._max_body_bytes} bytes; send fewer queries")(scope, receive, send)
+            await _problem(413, f"the body has more than {self._max_body_bytes} bytes; send fewer queries")(
+                scope, receive, send
+            )
             return
         if self._in_flight >= self._max_in_flight:
-            await _problem(503, f"{self._in_flight} requests are under way, the most that are allowed")(scope, receive, send)
+            await _problem(503, f"{self._in_flight} requests are under way, the most that are allowed")(
+                scope, receive, send
+            )
             return
         unread = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 

@@ -14,10 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from conformance.common import Adapter, Case, Difference
-from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherBudget, MemSearcherPrompts, MemSearcherRenderer
 from mempipe.agents.prompt_set import split_slots
-from mempipe.agents.protocol import InvalidCall, Tool, last_boxed, parse_answer, parse_call, parse_memory, tool_call_texts
-from mempipe.config import Budget
+from mempipe.agents.protocol import (
+    last_boxed,
+    parse_answer,
+    parse_memory,
+    tool_call_texts,
+)
+from mempipe.agents.tools import InvalidCall, SearchTool, Toolbox
 from mempipe.types import Completion, Context, FinishReason, Passage, Question, SearchResult, Trajectory
 
 BOXES = "MemSearcher:remove_boxed(last_boxed_only_string(s))"
@@ -26,7 +31,8 @@ SEARCH = "MemSearcher:batch_execute/wikipedia_search"
 ROLLOUT = "MemSearcher:vLLMRolloutWithTool.generate_sequences (scripted engine, 1 char = 1 token, template shortened)"
 LAST_ANSWER = "MemSearcher-eval:extract_last_assistant_response -> pred"
 
-TOOL = Tool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
+TOOL = SearchTool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
+TOOLS = Toolbox(search=TOOL)
 PUBLISHED = MemSearcherPrompts(
     system="",
     user="<question> {question} </question>\n\n<memory> {memory} </memory>",
@@ -90,9 +96,20 @@ def play(
             raise ConnectionError(failure)
         return SearchResult(passages=list(passages[:num_passages]), snapshot="")
 
-    limits = {"memory_tokens": 1000, "action_tokens": 2000, "memory_message_tokens": 2000, "observation_tokens": 8000, "max_turns": 3}
-    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget(**{**limits, "context_tokens": 20000, **budget}))
-    agent = MemSearcher(layout, generate=generate, search=search)
+    limits = {
+        "memory_tokens": 1000,
+        "action_tokens": 2000,
+        "memory_message_tokens": 2000,
+        "observation_tokens": 8000,
+        "max_turns": 3,
+    }
+    renderer = MemSearcherRenderer(
+        tokenizer,
+        prompts=prompts,
+        tools=TOOLS,
+        budget=MemSearcherBudget(**{**limits, "context_tokens": 20000, **budget}),
+    )
+    agent = MemSearcher(renderer, generate=generate, search=search)
     asked = Question(id=question, text=question, golden_answers=[])
     return asyncio.run(agent.rollout(asked, trajectory_id="t", group_id="g", member=0)), searches
 
@@ -120,20 +137,28 @@ def row_texts(context: Context) -> dict[str, Any]:
     tokenizer = CharTokenizer()
     start = context.num_prompt_tokens
     tokens = zip(context.loss_mask[start:], context.token_ids[start:], strict=True)
-    runs = [[mask, tokenizer.decode([i for _, i in run])] for mask, run in itertools.groupby(tokens, key=lambda row: row[0])]
+    runs = [
+        [mask, tokenizer.decode([i for _, i in run])] for mask, run in itertools.groupby(tokens, key=lambda row: row[0])
+    ]
     return {"user_part": tokenizer.decode(context.token_ids[:start]), "loss_mask_segments": runs}
 
 
 def without_cut_observation(case: Case) -> list[dict[str, Any]]:
     """The published rows, but with the observation that did not fit left out instead of cut in the middle."""
-    return [{**row, "loss_mask_segments": [[m, text] for m, text in row["loss_mask_segments"] if m]} for row in case["expected"]]
+    return [
+        {**row, "loss_mask_segments": [[m, text] for m, text in row["loss_mask_segments"] if m]}
+        for row in case["expected"]
+    ]
 
 
 def search_call(case: Case) -> dict[str, Any]:
     """The observation of one call, and what was asked of the retriever."""
     call, failure = case["input"]["tool_call"].strip(), server_fault(case)
     documents = [] if failure else case["input"]["server_json"]
-    passages = [Passage(id=d["id"], title=d["contents"].partition("\n")[0], text=d["contents"].partition("\n")[2]) for d in documents]
+    passages = [
+        Passage(id=d["id"], title=d["contents"].partition("\n")[0], text=d["contents"].partition("\n")[2])
+        for d in documents
+    ]
     script = [["eos", f"t</think><tool_call>{call}</tool_call>"], ["eos", "no memory"]]
     trajectory, searches = play(script, passages, failure=failure)
     if not searches:
@@ -148,7 +173,11 @@ def server_fault(case: Case) -> str:
     server, reply = case["input"]["server"], case["input"]["server_json"]
     if server != "status 200":
         return server
-    return "" if isinstance(reply, list) and all(isinstance(d, dict) and "contents" in d for d in reply) else "the reply holds no documents"
+    return (
+        ""
+        if isinstance(reply, list) and all(isinstance(d, dict) and "contents" in d for d in reply)
+        else "the reply holds no documents"
+    )
 
 
 POST = {"url": "http://127.0.0.1:8000/search", "timeout": 10}  # the published client's; here the retriever has none
@@ -160,10 +189,20 @@ def call_is_valid(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     arguments = call.get("arguments") if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or call.get("name") != "wikipedia_search" or arguments.keys() - {"query", "top_n"}:
+    if (
+        not isinstance(arguments, dict)
+        or call.get("name") != "wikipedia_search"
+        or arguments.keys() - {"query", "top_n"}
+    ):
         return False
     query, top_n = arguments.get("query"), arguments.get("top_n", 5)
-    return isinstance(query, str) and bool(query.strip()) and not isinstance(top_n, bool) and isinstance(top_n, int) and 1 <= top_n <= 10
+    return (
+        isinstance(query, str)
+        and bool(query.strip())
+        and not isinstance(top_n, bool)
+        and isinstance(top_n, int)
+        and 1 <= top_n <= 10
+    )
 
 
 def with_default_top_n(case: Case) -> dict[str, Any]:
@@ -172,8 +211,8 @@ def with_default_top_n(case: Case) -> dict[str, Any]:
 
 
 def checked_call(case: Case) -> dict[str, Any]:
-    call = parse_call(case["input"]["tool_call_str"], tool=TOOL)
-    return {"query": call.query, "top_n": call.num_passages}
+    search = TOOLS.parse(case["input"]["tool_call_str"]).arguments
+    return {"query": search.query, "top_n": search.num_passages}
 
 
 def refused_call(case: Case) -> dict[str, Any]:
@@ -182,7 +221,7 @@ def refused_call(case: Case) -> dict[str, Any]:
         json.loads(text)
     except ValueError as error:
         return {"raises": InvalidCall.__name__, "message": f"the call is not JSON: {error}"}
-    return {"raises": InvalidCall.__name__, "message": "the call does not name wikipedia_search"}
+    return {"raises": InvalidCall.__name__, "message": "the call names none of wikipedia_search"}
 
 
 def boxed(case: Case) -> dict[str, str | None]:
@@ -203,7 +242,9 @@ def braces_of_last_box(text: str) -> str | None:
 
 
 def box_is_unreadable(case: Case) -> bool:
-    return braces_of_last_box(case["input"]["s"]) is None and not case["input"]["s"].rpartition("\\boxed")[2].startswith(" ")
+    return braces_of_last_box(case["input"]["s"]) is None and not case["input"]["s"].rpartition("\\boxed")[
+        2
+    ].startswith(" ")
 
 
 def last_answer(case: Case) -> dict[str, str]:

@@ -14,10 +14,9 @@ from typing import Any
 
 from conformance.cases_agents import TOOL, CharTokenizer
 from conformance.common import Adapter, Case, Difference
-from mempipe.agents.mem1 import Mem1Layout
+from mempipe.agents.mem1 import Mem1Budget, Mem1Renderer
 from mempipe.agents.protocol import last_stated, parse_answer
 from mempipe.agents.tagged import TaggedMessage, TaggedPrompts
-from mempipe.config import Budget
 from mempipe.data.ruler import peer_order
 from mempipe.evaluation.benchmarks import join_objectives
 from mempipe.evaluation.judge import judge_row
@@ -33,16 +32,20 @@ TWO_WAY = 'MEM1-eval:generate_rollout "Exact_match" (re-stated from source)'
 ACT = "MEM1-inference:act"
 STATE = "MEM1-inference:extract_internal_state"
 JUDGE = "MEM1-inference:model_estimated_match (the MBE metric)"
-PROMPTS = TaggedPrompts(system="", user="{question}", observation="{passages}{turns_left}", passage="{text}", passage_separator="")
+PROMPTS = TaggedPrompts(
+    system="", user="{question}", observation="{passages}{turns_left}", passage="{text}", passage_separator=""
+)
 NUM_OWN_DOCS = 10
 
 
 def mem1_message(text: str) -> TaggedMessage:
     """What our MEM1 agent takes from a message, with one token per character."""
     tokenizer = CharTokenizer()
-    limits = {"question_tokens": 1, "memory_tokens": 1, "observation_tokens": 10, "action_tokens": len(text) + 1}
-    layout = Mem1Layout(tokenizer, prompts=PROMPTS, tool=TOOL, budget=Budget(**limits, context_tokens=3 * len(text) + 1000))
-    return layout.parse(tokenizer.encode_template(text), finish=FinishReason.STOP)
+    limits = {"question_tokens": 1, "observation_tokens": 10, "action_tokens": len(text) + 1}
+    renderer = Mem1Renderer(
+        tokenizer, prompts=PROMPTS, search=TOOL, budget=Mem1Budget(**limits, context_tokens=3 * len(text) + 1000)
+    )
+    return renderer.parse(tokenizer.encode_template(text), finish=FinishReason.STOP)
 
 
 def objectives_question(golds: list[list[str]]) -> Question:
@@ -88,7 +91,9 @@ def own_positions(case: Case) -> list[int]:
 
 def last_message(transcript: str) -> str:
     """What leads to the last answer of a transcript: a trajectory of ours holds its messages one by one."""
-    *_, message, _ = ["", *re.split("(?<=</answer>)", transcript)] if "</answer>" in transcript else ["", transcript, ""]
+    *_, message, _ = (
+        ["", *re.split("(?<=</answer>)", transcript)] if "</answer>" in transcript else ["", transcript, ""]
+    )
     return message
 
 
@@ -116,7 +121,11 @@ def first_action(case: Case) -> dict[str, Any] | None:
     if not found or not found[2].strip():
         return None
     text = found[2].strip()
-    return {"type": "answer", "content": text} if found[1] == "answer" else {"type": "search", "content": "RES", "query": text}
+    return (
+        {"type": "answer", "content": text}
+        if found[1] == "answer"
+        else {"type": "search", "content": "RES", "query": text}
+    )
 
 
 def carried_state(case: Case) -> str | None:
@@ -144,7 +153,9 @@ def judged(case: Case) -> int:
 
 
 def joined(case: Case) -> list[str]:
-    questions = [Question(id=str(i), text=text, golden_answers=["x"]) for i, text in enumerate(case["input"]["questions"])]
+    questions = [
+        Question(id=str(i), text=text, golden_answers=["x"]) for i, text in enumerate(case["input"]["questions"])
+    ]
     return [question.text for question in join_objectives(questions, objectives=case["input"]["batch_size"])]
 
 
@@ -170,7 +181,9 @@ def objective_pairs(case: Case) -> list[tuple[str, list[str]]]:
 
 
 def sum_of_matches(case: Case) -> float:
-    return sum(any(words(answer) == words(gold) for gold in golds) for answer, golds in objective_pairs(case) if answer.strip())
+    return sum(
+        any(words(answer) == words(gold) for gold in golds) for answer, golds in objective_pairs(case) if answer.strip()
+    )
 
 
 def sum_of_overlaps(case: Case) -> float:
@@ -191,7 +204,9 @@ def answer_counts_differ(case: Case) -> bool:
 
 def tags_differ(case: Case) -> bool:
     text = case["input"]["solution_str"]
-    return any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in ("think", "search", "information", "answer"))
+    return any(
+        text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in ("think", "search", "information", "answer")
+    )
 
 
 def matches_either_way(case: Case) -> float:
@@ -241,9 +256,18 @@ DIFFERENCES = [
         Difference(function=function, applies=applies, ours=ours, reason=reason)
         for function, ours in ((MEM1_EM, sum_of_matches), (MEM1_F1, sum_of_overlaps))
         for applies, reason in (
-            (answer_counts_differ, "a missing answer scores nothing and one too many is ignored, in evaluation as in training"),
-            (tags_differ, "what a trajectory answered is known by itself: tags elsewhere in the transcript cannot take it back"),
-            (lambda case: True, "words are SQuAD's (no articles, punctuation deleted) and F1 counts repeated ones, in all metrics alike"),
+            (
+                answer_counts_differ,
+                "a missing answer scores nothing and one too many is ignored, in evaluation as in training",
+            ),
+            (
+                tags_differ,
+                "what a trajectory answered is known by itself: tags elsewhere in the transcript cannot take it back",
+            ),
+            (
+                lambda case: True,
+                "words are SQuAD's (no articles, punctuation deleted) and F1 counts repeated ones, in all metrics alike",
+            ),
         )
     ),
     Difference(

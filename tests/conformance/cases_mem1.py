@@ -13,13 +13,24 @@ from typing import Any
 import torch
 
 from conformance.cases_rl import words
-from conformance.common import Adapter, Case, Difference
-from conformance.replay import LIMITS, TAGGED, TOOL, PlainTokenizer, as_ids, as_text, first_answer, messages, play_mem1, response
-from mempipe.agents.mem1 import Mem1Layout
+from conformance.common import Adapter, Case, Difference, limited
+from conformance.replay import (
+    LIMITS,
+    TAGGED,
+    TOOL,
+    PlainTokenizer,
+    as_ids,
+    as_text,
+    first_answer,
+    messages,
+    play_mem1,
+    response,
+)
+from mempipe.agents.mem1 import Mem1Budget, Mem1Renderer
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.tagged import TaggedLayout, TaggedPrompts
-from mempipe.config import Budget, RewardConfig
+from mempipe.agents.tagged import TaggedPrompts, TaggedRenderer
 from mempipe.engines.attention import ContextLayout, packed_attention
+from mempipe.rl.config import RewardConfig
 from mempipe.rl.rewards import score
 from mempipe.types import FinishReason, Passage
 
@@ -66,7 +77,11 @@ def view(trajectory: dict[str, Any]) -> dict[str, Any]:
     found = iter([as_text(trajectory[f"i{i}"]) for i in range(last)])
     script = [[*trajectory[f"t{i}"], *trajectory[f"r{i}"]] for i in range(last + 1)]
     played = play_mem1(
-        script, tokenizer=PlainTokenizer(texts), question=as_text(trajectory["q"]), search=lambda query: next(found), max_turns=last + 1
+        script,
+        tokenizer=PlainTokenizer(texts),
+        question=as_text(trajectory["q"]),
+        search=lambda query: next(found),
+        max_turns=last + 1,
     ).trajectory
     places: dict[int, int] = {}  # where each token of the row, by number, stands in the context in which it was new
     rows: dict[int, list[int]] = {}
@@ -106,7 +121,8 @@ def view_by_hand(trajectory: dict[str, Any]) -> dict[str, Any]:
     order = names_of(parts)
     turn = [-1 if name == "q" else int(name[1:]) + (name[0] == "i") for name in order]
     sees = [
-        [c for c in range(n + 1) if turn[c] in (-1, turn[n]) or (turn[c] == turn[n] - 1 and order[c][0] != "i")] for n in range(len(order))
+        [c for c in range(n + 1) if turn[c] in (-1, turn[n]) or (turn[c] == turn[n] - 1 and order[c][0] != "i")]
+        for n in range(len(order))
     ]
     return {
         "order": order,
@@ -149,7 +165,9 @@ def next_prompt(case: Case) -> list[list[int]]:
     texts = {i: "" for turn in turns for i in turn[:-1]} | {turn[:-1][-1]: QUERY for turn in turns}
     found = iter([as_text(turn[-1:]) for turn in turns])
     script = [*(turn[:-1] for turn in turns), LAST]
-    replay = play_mem1(script, tokenizer=PlainTokenizer(texts), question=as_text(question), search=lambda query: next(found))
+    replay = play_mem1(
+        script, tokenizer=PlainTokenizer(texts), question=as_text(question), search=lambda query: next(found)
+    )
     return [as_ids(replay.prompts[-1])]
 
 
@@ -160,7 +178,7 @@ def question_and_last_turn(case: Case) -> list[list[int]]:
 # Messages
 
 
-def parse(case: Case, layout: TaggedLayout | None = None) -> dict[str, Any]:
+def parse(case: Case, layout: TaggedRenderer | None = None) -> dict[str, Any]:
     layout = layout or mem1_layout()
     tokens = layout.tokenizer.encode_template(case["input"]["response"])
     message = layout.parse(tokens, finish=FinishReason.STOP)
@@ -168,9 +186,9 @@ def parse(case: Case, layout: TaggedLayout | None = None) -> dict[str, Any]:
     return {"kept": message.text, "action": action, "content": message.query or message.answer or ""}
 
 
-def mem1_layout() -> Mem1Layout:
+def mem1_layout() -> Mem1Renderer:
     prompts = TaggedPrompts(**TAGGED, observation="{passages}")
-    return Mem1Layout(PlainTokenizer(), prompts=prompts, tool=TOOL, budget=Budget(**LIMITS))
+    return Mem1Renderer(PlainTokenizer(), prompts=prompts, search=TOOL, budget=limited(Mem1Budget, LIMITS))
 
 
 def parse_by_hand(case: Case) -> dict[str, Any]:
@@ -210,7 +228,11 @@ def step(case: Case) -> dict[str, Any]:
     observation = f"\n\n<information>{given['hint']}\n\n{{passages}}</information>\n\n"
     replay = play_mem1([message, LAST], observation=observation, search=lambda query: f"R({query})")
     contexts = replay.trajectory.contexts
-    observed = "".join(map(chr, replay.prompts[1][len(replay.prompts[0]) + contexts[1].num_memory_tokens :])) if len(contexts) > 1 else ""
+    observed = (
+        "".join(map(chr, replay.prompts[1][len(replay.prompts[0]) + contexts[1].num_memory_tokens :]))
+        if len(contexts) > 1
+        else ""
+    )
     return {
         "next_obs": observed,
         "done": int(len(contexts) == 1),
@@ -231,9 +253,13 @@ def passages(case: Case) -> str:
     """Documents as the shipped prompt sets write them."""
     shipped = load_prompts("mem1", TaggedPrompts)
     prompts = TaggedPrompts(
-        system="", user="{question}", observation="{passages}", passage=shipped.passage, passage_separator=shipped.passage_separator
+        system="",
+        user="{question}",
+        observation="{passages}",
+        passage=shipped.passage,
+        passage_separator=shipped.passage_separator,
     )
-    layout = Mem1Layout(PlainTokenizer(), prompts=prompts, tool=TOOL, budget=Budget(**LIMITS))
+    layout = Mem1Renderer(PlainTokenizer(), prompts=prompts, search=TOOL, budget=limited(Mem1Budget, LIMITS))
     texts = [document["document"]["contents"].partition("\n") for document in case["input"]["retrieval_result"]]
     found = [Passage(id="", title=title, text=text) for title, _, text in texts]
     return layout.tokenizer.decode(layout.observation(found, turns_left=1)[0])
@@ -258,7 +284,9 @@ def reward_by_hand(case: Case) -> int:
     answer = first_answer(response(case["input"]["solution_str"]))
     answers = [] if answer is None else answer.split(";")
     golds = [[gold] if isinstance(gold, str) else gold for gold in targets]
-    return sum(any(words(text) == words(gold) for gold in options) for text, options in zip(answers, golds, strict=False))
+    return sum(
+        any(words(text) == words(gold) for gold in options) for text, options in zip(answers, golds, strict=False)
+    )
 
 
 def num_answers(case: Case) -> int:
@@ -315,7 +343,9 @@ DIFFERENCES = [
     ),
     Difference(
         function=SOLUTION,
-        applies=lambda case: "</answer>" in case["input"]["solution_str"] or "</search>" in case["input"]["solution_str"],
+        applies=lambda case: (
+            "</answer>" in case["input"]["solution_str"] or "</search>" in case["input"]["solution_str"]
+        ),
         ours=lambda case: parse_by_hand({"input": {"response": case["input"]["solution_str"]}})["content"] or None,
         reason="the answer is that of a message, not the last of two in a transcript with its prompt",
     ),

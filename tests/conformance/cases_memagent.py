@@ -11,7 +11,8 @@ from conformance.common import Adapter, Case, Difference
 from conformance.replay import as_ids, as_text, play_memagent
 from mempipe.agents.memagent import MemAgentPrompts
 from mempipe.agents.prompt_set import load_prompts, split_slots
-from mempipe.config import RewardConfig, load_config
+from mempipe.loader import load_config
+from mempipe.rl.config import RewardConfig
 from mempipe.rl.rewards import score
 
 REWARD = "MemAgent:hotpotqa.compute_score"
@@ -30,7 +31,9 @@ EOS = 2
 def reward(case: Case) -> float:
     """The reward of a trajectory whose last reply is the case's text."""
     reply, golds = case["input"]["solution_str"], case["input"]["ground_truth"]
-    played = play_memagent(["m", reply], read="{question}{memory}{chunk}", answer="{question}{memory}", context="c").trajectory
+    played = play_memagent(
+        ["m", reply], read="{question}{memory}{chunk}", answer="{question}{memory}", context="c"
+    ).trajectory
     config = RewardConfig(answer="math", wrong_answer=0.0)
     return score(played.answer, golds, end_reason=played.end_reason, config=config).reward
 
@@ -76,7 +79,9 @@ def kept_memories(case: Case) -> list[list[int]]:
     memories = []
     for row in case["input"]["tensor"]:
         script: list[str | list[int]] = [reply_of(row, case), "\\boxed{}"]
-        last = play_memagent(script, read="{question}{memory}{chunk}", answer="{memory}{question}", context="c").prompts[-1]
+        last = play_memagent(
+            script, read="{question}{memory}{chunk}", answer="{memory}{question}", context="c"
+        ).prompts[-1]
         memories.append(as_ids(last[:-1]))  # without the question
     return memories
 
@@ -90,9 +95,14 @@ def rounds(case: Case) -> dict[str, Any]:
         active = [i for i, count in enumerate(turns) if number < count] or list(range(len(contexts)))
         for i, text in zip(active, texts, strict=True):
             replies[i].append(text)
-    words = {"read": "P{question}|M{memory}|C{chunk}|", "answer": "F{question}|M{memory}|", "empty_memory": "No previous memory"}
+    words = {
+        "read": "P{question}|M{memory}|C{chunk}|",
+        "answer": "F{question}|M{memory}|",
+        "empty_memory": "No previous memory",
+    }
     played = [
-        play_memagent(replies[i], question=f"q{i}", context=context, chunk_tokens=size, **words) for i, context in enumerate(contexts)
+        play_memagent(replies[i], question=f"q{i}", context=context, chunk_tokens=size, **words)
+        for i, context in enumerate(contexts)
     ]
     by_round: list[list[tuple[int, str]]] = [[] for _ in range(max(turns) + 1)]
     for i, replay in enumerate(played):
@@ -127,7 +137,11 @@ def indices_read(case: Case) -> list[int]:
     length, size = case["input"]["length"], case["input"]["max_length"]
     script = ["m"] * -(-length // size) + ["\\boxed{}"]
     read = play_memagent(
-        script, read="{chunk}{question}{memory}", answer="{question}{memory}", context=as_text(range(length)), chunk_tokens=size
+        script,
+        read="{chunk}{question}{memory}",
+        answer="{question}{memory}",
+        context=as_text(range(length)),
+        chunk_tokens=size,
     )
     chunks = zip(read.prompts, read.trajectory.contexts, strict=True)
     return [i for prompt, context in chunks for i in as_ids(prompt[: context.num_observation_tokens])]
@@ -156,7 +170,9 @@ DIFFERENCES = [
     ),
     Difference(
         function=REWARD,
-        applies=lambda case: "\\boxed" in case["input"]["solution_str"] and "\\boxed" not in case["input"]["solution_str"][-300:],
+        applies=lambda case: (
+            "\\boxed" in case["input"]["solution_str"] and "\\boxed" not in case["input"]["solution_str"][-300:]
+        ),
         ours=reward_by_hand,
         reason="the whole reply is read: a box is not lost because much follows it",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from conformance.common import Adapter, Case, Difference
-from mempipe.engines.retrieval import Query
+from mempipe.retrieval.retriever import Query
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
 from mempipe.types import Passage, SearchResult
 
@@ -26,7 +26,10 @@ class OneDocumentEach:
     def cached(self, query: Query) -> None: ...
 
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
-        return [SearchResult(passages=[Passage(id=f"d{query.text}", title="", text="x")], snapshot=self.snapshot) for query in queries]
+        return [
+            SearchResult(passages=[Passage(id=f"d{query.text}", title="", text="x")], snapshot=self.snapshot)
+            for query in queries
+        ]
 
 
 def retrieve_without_scores(case: Case) -> Any:
@@ -34,11 +37,18 @@ def retrieve_without_scores(case: Case) -> Any:
     service: Any = RetrievalService(OneDocumentEach(), ServiceConfig(index="unused"))  # pyrefly: ignore[bad-argument-type]
 
     async def post() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=make_app(service)), base_url="http://service") as client:
-            return await client.post("/retrieve", json={"queries": [str(i) for i in range(case["input"]["n_queries"])], "topk": 1})
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=make_app(service)), base_url="http://service"
+        ) as client:
+            return await client.post(
+                "/retrieve", json={"queries": [str(i) for i in range(case["input"]["n_queries"])], "topk": 1}
+            )
 
     response = asyncio.run(post())
-    return {"status": response.status_code, "result": [[document["id"] for document in found] for found in response.json()["result"]]}
+    return {
+        "status": response.status_code,
+        "result": [[document["id"] for document in found] for found in response.json()["result"]],
+    }
 
 
 ADAPTERS: dict[str, Adapter] = {RETRIEVE: retrieve_without_scores}

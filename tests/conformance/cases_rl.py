@@ -14,9 +14,9 @@ import torch
 
 from conformance.cases_agents import FINISHES, PUBLISHED, braces_of_last_box, call_is_valid, play, tags_pair
 from conformance.common import Adapter, Case, Difference
-from mempipe.config import AlgorithmConfig, RewardConfig
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
 from mempipe.rl.advantages import group_advantages
+from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.losses import kl_to_reference, mean_metrics, policy_loss
 from mempipe.rl.packing import Aggregation, MicroBatch, pack_step, split_updates
 from mempipe.rl.rewards import answer_f1, normalize_answer, recall_reward, score
@@ -31,7 +31,11 @@ ORDER = "MemSearcher:reverse_indices"
 METRICS = "MemSearcher-eval(flashrag):em / acc(sub-EM) / f1"
 SPLIT = "MemAgent:td_split section sizes (torch.tensor_split)"
 MICRO_WEIGHT = "MemAgent:micro-batch weight (token-mean)"
-AGGREGATIONS: dict[str, Aggregation] = {"token-mean": "token", "seq-mean-token-sum": "context", "seq-mean-token-mean": "trajectory"}
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": "token",
+    "seq-mean-token-sum": "context",
+    "seq-mean-token-mean": "trajectory",
+}
 ENDS = {
     "not end with eos token": {EndReason.LENGTH},
     "bad format: no assistant response found": {EndReason.NO_ACTION},
@@ -39,7 +43,11 @@ ENDS = {
     "bad format: <tool_call> and </tool_call> are not paired": {EndReason.NO_ACTION},
     "bad format: tool_call is missing name or arguments field": {EndReason.INVALID_CALL},
     "bad format: tool_call is not a valid json": {EndReason.INVALID_CALL},
-    "bad format: the last response is missing \\boxed": {EndReason.NO_ACTION, EndReason.BAD_MEMORY, EndReason.MAX_TURNS},
+    "bad format: the last response is missing \\boxed": {
+        EndReason.NO_ACTION,
+        EndReason.BAD_MEMORY,
+        EndReason.MAX_TURNS,
+    },
     "find box error": {EndReason.NO_ACTION},
 }
 """Which of our end reasons mean a published one, by its start. A reward for any other reason is a different result."""
@@ -66,8 +74,12 @@ def reward_with_reason(case: Case) -> list[Any]:
     room = len(case["input"]["solution_str"]) + 1
     limits = {name: room for name in ("memory_tokens", "action_tokens", "memory_message_tokens", "observation_tokens")}
     prompts = dataclasses.replace(PUBLISHED, action_prefill=prefill)
-    trajectory, _ = play(script, returned_passages(case), prompts=prompts, max_turns=1, context_tokens=4 * room + 1000, **limits)
-    scores = score(trajectory.answer, case["input"]["ground_truth"], end_reason=trajectory.end_reason, config=RewardConfig())
+    trajectory, _ = play(
+        script, returned_passages(case), prompts=prompts, max_turns=1, context_tokens=4 * room + 1000, **limits
+    )
+    scores = score(
+        trajectory.answer, case["input"]["ground_truth"], end_reason=trajectory.end_reason, config=RewardConfig()
+    )
     if trajectory.end_reason is EndReason.ANSWERED:
         return [scores.reward, answer_reason(scores.f1, str(trajectory.answer))]
     published = next((start for start in ENDS if str(case["expected"][1]).startswith(start)), None)
@@ -144,9 +156,14 @@ def spread(case: Case) -> list[list[float]]:
     width = max(map(len, masks))
     for index, advantage in enumerate(scalars):
         rows = [row for row, owner in enumerate(owners) if owner == index and any(masks[row])]
-        contexts = [context(number, [row * width + i for i in range(len(masks[row]))], masks[row]) for number, row in enumerate(rows)]
+        contexts = [
+            context(number, [row * width + i for i in range(len(masks[row]))], masks[row])
+            for number, row in enumerate(rows)
+        ]
         for batch in packed(to_samples(trajectory(str(index), contexts, advantage=advantage))):
-            for token, value in zip(batch.token_ids[batch.loss_positions].tolist(), batch.advantages.tolist(), strict=True):
+            for token, value in zip(
+                batch.token_ids[batch.loss_positions].tolist(), batch.advantages.tolist(), strict=True
+            ):
                 spread_rows[token // width][token % width] = value
     return spread_rows
 
@@ -156,7 +173,9 @@ def rows_per_prompt(case: Case) -> dict[str, float]:
     num_rollouts, num_recalls, turns = (case["input"][key] for key in ("G1", "G2", "T_each"))
     lengths = turns if isinstance(turns, list) else [turns] * num_rollouts
     lengths = lengths + [1] * (num_rollouts * num_recalls)
-    trajectories = [trajectory(str(i), [context(n, [1, 2], [1, 1]) for n in range(length)]) for i, length in enumerate(lengths)]
+    trajectories = [
+        trajectory(str(i), [context(n, [1, 2], [1, 1]) for n in range(length)]) for i, length in enumerate(lengths)
+    ]
     samples = [sample for each in trajectories for sample in to_samples(each)]
     (batch,) = packed(samples, aggregation="context")
     return {"rows": len(batch.sequence_lengths), "loss_normaliser": round(1 / float(batch.weights[0]), 3)}
@@ -186,7 +205,9 @@ def clipped_loss(case: Case) -> dict[str, float]:
 def aggregated(case: Case) -> float:
     """The sum over all micro-batches of two ranks, each too small for more than one row, of weight times value."""
     matrix, mask = np.array(case["input"]["loss_mat"], dtype=float), case["input"]["loss_mask"]
-    ranks = pack_step(samples_of(mask), num_ranks=2, max_tokens=len(mask[0]) + 1, aggregation=AGGREGATIONS[case["input"]["mode"]])
+    ranks = pack_step(
+        samples_of(mask), num_ranks=2, max_tokens=len(mask[0]) + 1, aggregation=AGGREGATIONS[case["input"]["mode"]]
+    )
     return sum(float(b.weights @ matrix.flatten()[b.token_ids[b.loss_positions]]) for rank in ranks for b in rank)
 
 
@@ -215,14 +236,18 @@ def slots(case: Case) -> dict[str, list[int]]:
     """Which row every rank works on in every round, rank after rank; -1 and mask 0 for a filler."""
     rows, ranks = case["input"]["bsz"], case["input"]["group_nums"]
     samples = samples_of([[1]] * rows)
-    batches = [batch for rank in pack_step(samples, num_ranks=ranks, max_tokens=2, aggregation="context") for batch in rank]
+    batches = [
+        batch for rank in pack_step(samples, num_ranks=ranks, max_tokens=2, aggregation="context") for batch in rank
+    ]
     index = [-1 if batch.is_filler else int(batch.token_ids[1]) for batch in batches]
     return {"padding_index": index, "no_padding_mask": [int(i >= 0) for i in index]}
 
 
 def round_robin(case: Case) -> dict[str, list[int]]:
     rows, ranks = case["input"]["bsz"], case["input"]["group_nums"]
-    index = [row if row < rows else -1 for rank in range(ranks) for row in range(rank, -(-rows // ranks) * ranks, ranks)]
+    index = [
+        row if row < rows else -1 for rank in range(ranks) for row in range(rank, -(-rows // ranks) * ranks, ranks)
+    ]
     return {"padding_index": index, "no_padding_mask": [int(i >= 0) for i in index]}
 
 
@@ -236,7 +261,11 @@ def restored_order(case: Case) -> list[int]:
 def positions(case: Case) -> list[list[int]]:
     """Positions of the real tokens after packing all rows together, written back where the attention mask is 1."""
     masks = np.array(case["input"]["attention_mask"], dtype=int)
-    contexts = {row: context(0, [row + 1] * int(mask.sum()), [1] * int(mask.sum())) for row, mask in enumerate(masks) if mask.any()}
+    contexts = {
+        row: context(0, [row + 1] * int(mask.sum()), [1] * int(mask.sum()))
+        for row, mask in enumerate(masks)
+        if mask.any()
+    }
     (batch,) = packed([sample for row, each in contexts.items() for sample in to_samples(trajectory(str(row), [each]))])
     restored = np.zeros_like(masks)
     for row in contexts:
@@ -269,7 +298,9 @@ def context(index: int, token_ids: Sequence[int], loss_mask: Sequence[int]) -> C
 
 def trajectory(name: str, contexts: list[Context], *, advantage: float = 0.0) -> Trajectory:
     reason = EndReason.ANSWERED
-    return Trajectory(id=name, group_id="q", member=0, contexts=contexts, end_reason=reason, answer="", advantage=advantage)
+    return Trajectory(
+        id=name, group_id="q", member=0, contexts=contexts, end_reason=reason, answer="", advantage=advantage
+    )
 
 
 def samples_of(
@@ -301,7 +332,9 @@ def samples_of(
     return samples
 
 
-def packed(samples: Sequence[TrainingSample], *, max_tokens: int = 100_000, aggregation: Aggregation = "token") -> list[MicroBatch]:
+def packed(
+    samples: Sequence[TrainingSample], *, max_tokens: int = 100_000, aggregation: Aggregation = "token"
+) -> list[MicroBatch]:
     (batches,) = pack_step(samples, num_ranks=1, max_tokens=max_tokens, aggregation=aggregation)
     return batches
 
@@ -319,7 +352,11 @@ def calls(case: Case) -> list[str]:
     """The calls of the first message, if it stopped and its tags pair."""
     messages, finish = sampled_messages(case)
     stopped = len(messages) > 1 or finish != "len"
-    return re.findall("<tool_call>(.*?)</tool_call>", messages[0], re.DOTALL) if stopped and tags_pair(messages[0], "tool_call") else []
+    return (
+        re.findall("<tool_call>(.*?)</tool_call>", messages[0], re.DOTALL)
+        if stopped and tags_pair(messages[0], "tool_call")
+        else []
+    )
 
 
 def end_of_last_turn(case: Case) -> list[Any]:
@@ -367,7 +404,9 @@ def f1_by_hand(given: list[str], gold: list[str]) -> float:
     if given != gold and any(whole in (["yes"], ["no"], ["noanswer"]) for whole in (given, gold)):
         return 0.0
     shared = sum(min(given.count(word), gold.count(word)) for word in set(given))
-    return 2 * (shared / len(given)) * (shared / len(gold)) / (shared / len(given) + shared / len(gold)) if shared else 0.0
+    return (
+        2 * (shared / len(given)) * (shared / len(gold)) / (shared / len(given) + shared / len(gold)) if shared else 0.0
+    )
 
 
 def true_dual_clip_fraction(case: Case) -> dict[str, float]:
@@ -406,8 +445,12 @@ ADAPTERS: dict[str, Adapter] = {
     SCORE: reward_with_reason,
     METRICS: flashrag_metrics,
     "MemAgent-eval:sub_exact_match_score / em / f1": memagent_metrics,
-    "MemSearcher:compute_1D_grpo_advantage(use_adv=True)": lambda case: grouped_advantages(case, key="uid", normalize_std=True),
-    "MemAgent:compute_1D_grpo_advantage(use_adv=False)": lambda case: grouped_advantages(case, key="uid", normalize_std=False),
+    "MemSearcher:compute_1D_grpo_advantage(use_adv=True)": lambda case: grouped_advantages(
+        case, key="uid", normalize_std=True
+    ),
+    "MemAgent:compute_1D_grpo_advantage(use_adv=False)": lambda case: grouped_advantages(
+        case, key="uid", normalize_std=False
+    ),
     "Search-R1:compute_grpo_outcome_advantage": lambda case: grouped_advantages(case, key="index", normalize_std=True),
     "MemSearcher:spread over conversations": spread,
     POLICY_LOSS: clipped_loss,

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.cases_mem1 import ends_otherwise, parse, parse_by_hand
 from conformance.cases_rl import words
-from conformance.common import Adapter, Case, Difference
+from conformance.common import Adapter, Case, Difference, limited
 from conformance.replay import (
     ASSISTANT,
     LIMITS,
@@ -21,9 +21,9 @@ from conformance.replay import (
     play_react,
     response,
 )
-from mempipe.agents.react import ReactLayout, ReactPrompts
-from mempipe.config import Budget, RewardConfig
+from mempipe.agents.react import ReactBudget, ReactPrompts, ReactRenderer
 from mempipe.evaluation.metrics import acc
+from mempipe.rl.config import RewardConfig
 from mempipe.rl.rewards import follows_format, score
 from mempipe.types import Trajectory
 
@@ -49,7 +49,9 @@ def play_response(case: Case) -> Trajectory:
     written, found = messages(response(case["input"]["solution_str"]))
     texts = iter(found)
     script = [*written, *[""] * 10]
-    return play_react(script, observation="<information>{passages}</information>", search=lambda query: next(texts, "")).trajectory
+    return play_react(
+        script, observation="<information>{passages}</information>", search=lambda query: next(texts, "")
+    ).trajectory
 
 
 def earned(case: Case, **settings: Any) -> float:
@@ -75,11 +77,15 @@ def exact_and_form_by_hand(case: Case) -> float:
     right, text = is_right(case), response(case["input"]["solution_str"]).removesuffix("<|im_end|>")
     if right is None:
         return 0.0
-    in_form = bool(re.fullmatch(TURN.replace("X", "search") + "*" + r"\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*", text))
+    in_form = bool(
+        re.fullmatch(TURN.replace("X", "search") + "*" + r"\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*", text)
+    )
     if right or not in_form:
         return (1.0 if in_form else 0.8) if right else 0.1
     golds, found = case["input"]["ground_truth"]["target"], " ".join(messages(text)[1])
-    hit = any(" ".join(words(gold)) in " ".join(words(found)) for gold in ([golds] if isinstance(golds, str) else golds))
+    hit = any(
+        " ".join(words(gold)) in " ".join(words(found)) for gold in ([golds] if isinstance(golds, str) else golds)
+    )
     return 0.2 + 0.1 * hit
 
 
@@ -99,9 +105,9 @@ def assistant_text(case: Case) -> str:
 # The loop
 
 
-def react_layout() -> ReactLayout:
+def react_layout() -> ReactRenderer:
     prompts = ReactPrompts(**TAGGED, observation="{passages}", retry="")
-    return ReactLayout(PlainTokenizer(), prompts=prompts, tool=TOOL, budget=Budget(**LIMITS))
+    return ReactRenderer(PlainTokenizer(), prompts=prompts, search=TOOL, budget=limited(ReactBudget, LIMITS))
 
 
 def step(case: Case) -> dict[str, Any]:
@@ -120,7 +126,12 @@ def step(case: Case) -> dict[str, Any]:
     kept = len(parse_by_hand({"input": {"response": message}})["kept"])
     observed = "" if done else "".join(map(chr, replay.prompts[1][len(replay.prompts[0]) + kept :]))
     acts = parse({"input": {"response": message}}, react_layout())["action"] is not None
-    return {"next_obs": observed, "done": int(done), "valid": int(given["active"] and acts), "is_search": len(replay.queries)}
+    return {
+        "next_obs": observed,
+        "done": int(done),
+        "valid": int(given["active"] and acts),
+        "is_search": len(replay.queries),
+    }
 
 
 def acts_by_hand(case: Case) -> bool:
@@ -141,7 +152,11 @@ def masks(case: Case) -> dict[str, list[int]]:
     end = len(replay.prompts[1])
     tokens, sampled = as_ids(context.token_ids[:end]), context.loss_mask[:end]
     shown = [int(place < context.num_prompt_tokens or mask == 1) for place, mask in enumerate(sampled)]
-    row = {"tokens": tokens, "with_info_mask": [i * mask for i, mask in zip(tokens, shown, strict=True)], "info_mask": shown}
+    row = {
+        "tokens": tokens,
+        "with_info_mask": [i * mask for i, mask in zip(tokens, shown, strict=True)],
+        "info_mask": shown,
+    }
     return {key: row[key] for key in case["expected"]}
 
 
@@ -171,7 +186,10 @@ def cut_observations(case: Case) -> list[str]:
             results.append("".join(play_react([LAST]).queries))
             continue
         replay = play_react(
-            [QUERY, LAST], observation=INFORMATION, search=lambda query, found=found: found[0], observation_tokens=MAX_OBSERVATION
+            [QUERY, LAST],
+            observation=INFORMATION,
+            search=lambda query, found=found: found[0],
+            observation_tokens=MAX_OBSERVATION,
         )
         results.append("".join(map(chr, replay.prompts[1][len(replay.prompts[0]) + len(QUERY) :])))
     return results
@@ -207,7 +225,10 @@ DIFFERENCES = [
         function=FORM,
         applies=lambda case: case["input"]["text"].endswith("<|im_end|>"),
         ours=lambda case: bool(
-            re.fullmatch(TURN.replace("X", "search") + r"*\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*", assistant_text(case))
+            re.fullmatch(
+                TURN.replace("X", "search") + r"*\s*<think>[^<]*</think>\s*<answer>[^<]*</answer>\s*",
+                assistant_text(case),
+            )
         ),
         reason="the stop token ends a message and is no part of it",
     ),
@@ -232,7 +253,8 @@ DIFFERENCES = [
     Difference(
         function=STEP,
         applies=lambda case: (
-            not case["input"]["do_search"] and parse_by_hand({"input": {"response": case["input"]["prediction"]}})["action"] != "answer"
+            not case["input"]["do_search"]
+            and parse_by_hand({"input": {"response": case["input"]["prediction"]}})["action"] != "answer"
         ),
         ours=lambda case: {"next_obs": "", "done": 1, "valid": int(acts_by_hand(case)), "is_search": 0},
         reason="nothing follows the last message: it searches nothing and reads no empty observation",

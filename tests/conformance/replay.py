@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.cases_agents import CharTokenizer
-from mempipe.agents.mem1 import Mem1, Mem1Layout
-from mempipe.agents.memagent import MemAgent, MemAgentLayout, MemAgentPrompts
-from mempipe.agents.protocol import Tool
-from mempipe.agents.react import React, ReactLayout, ReactPrompts
+from conformance.common import limited
+from mempipe.agents.mem1 import Mem1, Mem1Budget, Mem1Renderer
+from mempipe.agents.memagent import MemAgent, MemAgentBudget, MemAgentPrompts, MemAgentRenderer
+from mempipe.agents.react import React, ReactBudget, ReactPrompts, ReactRenderer
 from mempipe.agents.tagged import TaggedPrompts
+from mempipe.agents.tools import SearchTool
 from mempipe.agents.turn import Agent
-from mempipe.config import Budget
 from mempipe.types import Completion, FinishReason, Passage, Question, SearchResult, Trajectory
 
 FIRST_ID = 0xF0000
 """Token n of a case is the character behind this one by n, so that text can be written of it."""
-TOOL = Tool(name="", num_passages=3, max_passages=10, max_query_chars=10_000)
+TOOL = SearchTool(name="", num_passages=3, max_passages=10, max_query_chars=10_000)
 LIMITS: dict[str, Any] = {
     "question_tokens": 1000,
     "memory_tokens": 1000,
@@ -68,27 +68,49 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
 
 def play_mem1(script: Sequence[str | list[int]], *, observation: str = "{passages}", **options: Any) -> Replay:
     prompts = TaggedPrompts(**TAGGED, observation=observation)
-    return _play(lambda tokenizer, budget: Mem1Layout(tokenizer, prompts=prompts, tool=TOOL, budget=budget), Mem1, script, **options)
+    return _play(
+        lambda tokenizer, limits: Mem1Renderer(
+            tokenizer, prompts=prompts, search=TOOL, budget=limited(Mem1Budget, limits)
+        ),
+        Mem1,
+        script,
+        **options,
+    )
 
 
 def play_react(
-    script: Sequence[str | list[int]], *, observation: str = "{passages}", retry: str = "", final_answer_turn: bool = True, **options: Any
+    script: Sequence[str | list[int]],
+    *,
+    observation: str = "{passages}",
+    retry: str = "",
+    final_answer_turn: bool = True,
+    **options: Any,
 ) -> Replay:
     prompts = ReactPrompts(**TAGGED, observation=observation, retry=retry)
 
-    def layout(tokenizer: CharTokenizer, budget: Budget) -> ReactLayout:
-        return ReactLayout(tokenizer, prompts=prompts, tool=TOOL, budget=budget, final_answer_turn=final_answer_turn)
+    def renderer(tokenizer: CharTokenizer, limits: dict[str, Any]) -> ReactRenderer:
+        budget = limited(ReactBudget, limits)
+        return ReactRenderer(
+            tokenizer, prompts=prompts, search=TOOL, budget=budget, final_answer_turn=final_answer_turn
+        )
 
-    return _play(layout, React, script, **options)
+    return _play(renderer, React, script, **options)
 
 
-def play_memagent(script: Sequence[str | list[int]], *, read: str, answer: str, empty_memory: str = "", **options: Any) -> Replay:
+def play_memagent(
+    script: Sequence[str | list[int]], *, read: str, answer: str, empty_memory: str = "", **options: Any
+) -> Replay:
     prompts = MemAgentPrompts(system="", read=read, read_chunk_first=read, answer=answer, empty_memory=empty_memory)
-    return _play(lambda tokenizer, budget: MemAgentLayout(tokenizer, prompts=prompts, budget=budget), MemAgent, script, **options)
+    return _play(
+        lambda tokenizer, limits: MemAgentRenderer(tokenizer, prompts=prompts, budget=limited(MemAgentBudget, limits)),
+        MemAgent,
+        script,
+        **options,
+    )
 
 
 def _play(
-    build: Callable[[CharTokenizer, Budget], Any],
+    build: Callable[[CharTokenizer, dict[str, Any]], Any],
     kind: type[Agent[Any]],
     script: Sequence[str | list[int]],
     *,
@@ -115,7 +137,7 @@ def _play(
         queries.append(query)
         return SearchResult(passages=[Passage(id="1", title="", text=search(query))], snapshot="")
 
-    agent = kind(build(tokenizer, Budget(**{**LIMITS, **limits})), generate=generate, search=find)
+    agent = kind(build(tokenizer, {**LIMITS, **limits}), generate=generate, search=find)
     asked = Question(id="q", text=question, golden_answers=[], context=context)
     trajectory = asyncio.run(agent.rollout(asked, trajectory_id="t", group_id="g", member=0))
     return Replay(trajectory=trajectory, prompts=prompts, queries=queries)

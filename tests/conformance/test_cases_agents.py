@@ -7,14 +7,26 @@ from typing import Any
 
 import pytest
 
-from conformance.cases_agents import ADAPTERS, BOXES, DIFFERENCES, FORMAT_CALL, LAST_ANSWER, POST, ROLLOUT, SEARCH, CharTokenizer
+from conformance.cases_agents import (
+    ADAPTERS,
+    BOXES,
+    DIFFERENCES,
+    FORMAT_CALL,
+    LAST_ANSWER,
+    POST,
+    ROLLOUT,
+    SEARCH,
+    CharTokenizer,
+)
 from conformance.run_cases import run_cases
 
 QUERY = json.dumps({"name": "wikipedia_search", "arguments": {"query": "q"}})
 THREE = json.dumps({"name": "wikipedia_search", "arguments": {"query": "q", "top_n": 3}})
 OBSERVED = {"observation": '"A"\na\\n\\n', "post": {**POST, "json": {"query": "q", "top_n": 3}}}
 CALLED = f"t</think><tool_call>{THREE}</tool_call>"
-PROMPT = "<|im_start|>user\n<question> {} </question>\n\n<memory> {} </memory><|im_end|>\n<|im_start|>assistant\n<think>"
+PROMPT = (
+    "<|im_start|>user\n<question> {} </question>\n\n<memory> {} </memory><|im_end|>\n<|im_start|>assistant\n<think>"
+)
 ANSWER = [[1, "t</think>\\boxed{x}<|im_end|>"]]
 
 
@@ -37,7 +49,11 @@ def last_message(text: str, *, after: str = "<|im_start|>user\nq<|im_end|>\n") -
     [
         case("MemSearcher:extract_tool_calls", {"output_str": "<tool_call> a </tool_call>"}, ["a"]),
         case("MemSearcher:extract_memory", {"output_str": "<memory> m </memory>"}, "m"),
-        case("MemSearcher:TokenTemplate.keywords", {"template": "{memory}{}{20}"}, {"keywords": ["memory"], "formatted": "M{}{20}"}),
+        case(
+            "MemSearcher:TokenTemplate.keywords",
+            {"template": "{memory}{}{20}"},
+            {"keywords": ["memory"], "formatted": "M{}{20}"},
+        ),
         case(BOXES, {"s": "\\boxed{a{b}} c"}, {"boxed": "\\boxed{a{b}}", "answer": "a{b}"}),
         case(SEARCH, search(THREE), OBSERVED),
         case(LAST_ANSWER, last_message("<think>t</think>\\boxed{a}"), {"cleaned": "\\boxed{a}", "pred": "a"}),
@@ -82,12 +98,20 @@ def test_a_hand_worked_case_holds(given):
 DELIBERATE = [
     (BOXES, {"s": "\\boxed{a"}, {"boxed": None, "answer": None}),
     (BOXES, {"s": "\\boxed a \\boxed{b}"}, {"boxed": "\\boxed{b}", "answer": "b"}),
-    (FORMAT_CALL, {"tool_call_str": "{}"}, {"raises": "InvalidCall", "message": "the call does not name wikipedia_search"}),
+    (
+        FORMAT_CALL,
+        {"tool_call_str": "{}"},
+        {"raises": "InvalidCall", "message": "the call names none of wikipedia_search"},
+    ),
     (SEARCH, search("{}"), {"end_reason": "invalid_call"}),
     (SEARCH, search(THREE, server="Timeout"), {"raises": "ConnectionError", "message": "Timeout"}),
     (SEARCH, search(THREE, reply=[[], []]), {"raises": "ConnectionError", "message": "the reply holds no documents"}),
     (SEARCH, search(QUERY), {**OBSERVED, "post": {**OBSERVED["post"], "json": {"query": "q", "top_n": 5}}}),
-    (LAST_ANSWER, last_message("\\boxed{a}", after="<|im_start|>user\n<tool_response>"), {"cleaned": "\\boxed{a}", "pred": ""}),
+    (
+        LAST_ANSWER,
+        last_message("\\boxed{a}", after="<|im_start|>user\n<tool_response>"),
+        {"cleaned": "\\boxed{a}", "pred": ""},
+    ),
     (LAST_ANSWER, last_message("<think>\\boxed{a}"), {"cleaned": "<think>\\boxed{a}", "pred": ""}),
     (LAST_ANSWER, last_message("</think>\\boxed{a}<think>"), {"cleaned": "</think>\\boxed{a}<think>", "pred": ""}),
     (

@@ -15,7 +15,18 @@ SR_PROMPT = "E.g. <answer> Beijing </answer>. Q: q?\n"
 CHAT = f"<|im_start|>user\n{SR_PROMPT}<|im_end|>\n<|im_start|>assistant\n"
 FOUND = "<think>t</think><search>q</search><information>Doc Paris</information><think>u</think><answer>{}</answer>"
 TWO_TURNS = {"q": [1, 2], "t0": [10], "r0": [11], "i0": [12], "t1": [20], "r1": [21], "num_rounds": 2}
-THREE_TURNS = {"q": [1], "t0": [10], "r0": [11], "i0": [12], "t1": [20], "r1": [21], "i1": [22], "t2": [30], "r2": [31], "num_rounds": 3}
+THREE_TURNS = {
+    "q": [1],
+    "t0": [10],
+    "r0": [11],
+    "i0": [12],
+    "t1": [20],
+    "r1": [21],
+    "i1": [22],
+    "t2": [30],
+    "r2": [31],
+    "num_rounds": 3,
+}
 
 
 def case(name: str, given: dict[str, Any], expected: Any = None) -> dict[str, Any]:
@@ -45,18 +56,36 @@ AGREED = [
     (cases_memagent.REWARD, boxed("\\boxed{The Beatles}", ["Beatles"]), 0.0),
     (cases_memagent.REWARD, boxed("\\boxed{x}" + " " * 280, ["x"]), 1.0),
     (cases_memagent.ASYNC_PROMPT, {}, {"boxed_literal": "\\boxed{}"}),
-    (cases_memagent.UNPAD, {"tensor": [[5, 6, 2, 0], [7, 2, 0, 0], [8, 9, 8, 9]], "pad": 0, "eos": 2}, [[5, 6], [7], [8, 9, 8, 9]]),
+    (
+        cases_memagent.UNPAD,
+        {"tensor": [[5, 6, 2, 0], [7, 2, 0, 0], [8, 9, 8, 9]], "pad": 0, "eos": 2},
+        [[5, 6], [7], [8, 9, 8, 9]],
+    ),
     ("MemAgent:conversations per trajectory = ceil(n/5000)+1", {"context_tokens": 5001, "chunk_size": 5000}, 3),
     (cases_memagent.TRUNCATION, {"length": 3, "max_length": 3}, [0, 1, 2]),
     (cases_mem1.REWARD, objectives("<think>t</think><answer>paris;Roma.</answer>", *TWO), 2),
-    (cases_mem1.REWARD, objectives("<search>q</search><information>d</information><answer>Rome; Rome</answer>", *TWO), 1),
+    (
+        cases_mem1.REWARD,
+        objectives("<search>q</search><information>d</information><answer>Rome; Rome</answer>", *TWO),
+        1,
+    ),
     (cases_mem1.SOLUTION, {"solution_str": ""}, None),
-    (cases_mem1.PARSE, {"response": "<answer> x </answer> junk"}, {"kept": "<answer> x </answer>", "action": "answer", "content": "x"}),
+    (
+        cases_mem1.PARSE,
+        {"response": "<answer> x </answer> junk"},
+        {"kept": "<answer> x </answer>", "action": "answer", "content": "x"},
+    ),
     (cases_mem1.STATE_LENGTH, {"response": "<think>a</think><search>q</search>"}, 34),
     (
         cases_mem1.STEP,
         message("<search>a</search>", hint="H"),
-        {"next_obs": "\n\n<information>H\n\nR(a)</information>\n\n", "done": 0, "valid": 1, "is_search": 1, "reward": 0},
+        {
+            "next_obs": "\n\n<information>H\n\nR(a)</information>\n\n",
+            "done": 0,
+            "valid": 1,
+            "is_search": 1,
+            "reward": 0,
+        },
     ),
     (cases_mem1.STEP, message("", hint="H"), {"next_obs": "", "done": 1, "valid": 0, "is_search": 0, "reward": 0}),
     (cases_mem1.PASSAGES, {"retrieval_result": [{"document": {"contents": '"T"\na\nb'}}]}, 'Doc 1(Title: "T") a\nb\n'),
@@ -122,7 +151,12 @@ DELIBERATE = [
     (
         cases_mem1.BATCH,
         {"trajectories": [{"q": [1], "t0": [10], "r0": [11], "num_rounds": 1}]},
-        {"input_ids": [[1, 10, 11]], "info_mask": [[1, 1, 1]], "position_ids": [[0, 1, 2]], "attention_mask": [[1, 1, 1]]},
+        {
+            "input_ids": [[1, 10, 11]],
+            "info_mask": [[1, 1, 1]],
+            "position_ids": [[0, 1, 2]],
+            "attention_mask": [[1, 1, 1]],
+        },
     ),
     (cases_mem1.FLOAT_MASK, {"mask": "tril ones(3,3)"}, {"bool mask (intended)": [1.0, 5.5, 37.0]}),
     (cases_mem1.NEXT_TURN, {"rolling_ids": [[0, 1, 10, 11, 20, 21]], "question": [1], "kept_last": 2}, [[1, 20, 21]]),
@@ -132,7 +166,11 @@ DELIBERATE = [
         {"response": "<search>q</search><answer>x</answer>"},
         {"kept": "<search>q</search>", "action": "search", "content": "q"},
     ),
-    (cases_mem1.STATE, {"response": "<think>a</think><search>q</search>x"}, {"carried": "<think>a</think><search>q</search>"}),
+    (
+        cases_mem1.STATE,
+        {"response": "<think>a</think><search>q</search>x"},
+        {"carried": "<think>a</think><search>q</search>"},
+    ),
     (cases_mem1.STATE_LENGTH, {"response": "pre<search>q</search>"}, 21),
     (cases_mem1.STEP, message("text", hint="H"), {"next_obs": "", "done": 1, "valid": 0, "is_search": 0, "reward": 0}),
     (cases_mem1.DOWN, {"queries": ["q"]}, {"raises": "ConnectionError", "message": "the retriever is down"}),
@@ -140,13 +178,21 @@ DELIBERATE = [
     (cases_searchr1.FORM, {"text": CHAT + FOUND.format("x") + "<|im_end|>"}, True),
     (cases_searchr1.EXACT_AND_FORM, transcript(CHAT + FOUND.format("Paris") + "<|im_end|>", "Paris"), 1.0),
     (cases_searchr1.EXACT_AND_FORM, transcript(SR_PROMPT + FOUND.format("Paris"), "Paris"), 1.0),
-    (cases_searchr1.PARSE, {"response": "<search></search>"}, {"kept": "<search></search>", "action": None, "content": ""}),
+    (
+        cases_searchr1.PARSE,
+        {"response": "<search></search>"},
+        {"kept": "<search></search>", "action": None, "content": ""},
+    ),
     (
         cases_searchr1.STEP,
         message("<search>a</search>", do_search=False),
         {"next_obs": "", "done": 1, "valid": 1, "is_search": 0},
     ),
-    (cases_searchr1.STEP, message("text", do_search=True), {"next_obs": "{RETRY_MESSAGE}", "done": 0, "valid": 0, "is_search": 0}),
+    (
+        cases_searchr1.STEP,
+        message("text", do_search=True),
+        {"next_obs": "{RETRY_MESSAGE}", "done": 0, "valid": 0, "is_search": 0},
+    ),
     (cases_searchr1.MASK, MASKED, SHOWN),
     (cases_searchr1.PADDED_MASK, MASKED, SHOWN),
     (

@@ -58,7 +58,13 @@ def test_every_difference_names_a_function_with_an_adapter():
 
 
 def test_a_wrong_answer_fails_the_run():
-    case = {"id": "x", "system": "MemSearcher", "function": "normalize_answer", "input": {"s": "The Nile"}, "expected": "the nile"}
+    case = {
+        "id": "x",
+        "system": "MemSearcher",
+        "function": "normalize_answer",
+        "input": {"s": "The Nile"},
+        "expected": "the nile",
+    }
     report = run_cases([case])
     assert (report.passed, report.failed) == (0, 1) and "'the nile', got 'nile'" in report.lines[0]
 

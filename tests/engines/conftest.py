@@ -13,14 +13,18 @@ import pytest_asyncio
 from tiny_qwen2 import CANARY, build_model, make_generator
 from transformers import Qwen2ForCausalLM
 
-from mempipe.engines.generation import Generator
+from mempipe.engines.generator import Generator
 from mempipe.engines.weights import publish
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The engine lives in one event loop, so every test that calls it runs in that one."""
     for item in items:
-        if Path(__file__).parent in item.path.parents and isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+        if (
+            Path(__file__).parent in item.path.parents
+            and isinstance(item, pytest.Function)
+            and inspect.iscoroutinefunction(item.obj)
+        ):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 

@@ -14,8 +14,8 @@ import torch
 from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, make_generator, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
-from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generation import EngineDead, GenerationTimeout, Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator
 from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion, FinishReason
 
@@ -24,7 +24,9 @@ SAMPLED = SamplingConfig()
 TOLERANCE = 1e-4
 
 
-async def complete(generator: Generator, prompt: list[int], max_tokens: int = 6, sampling: SamplingConfig = SAMPLED) -> Completion:
+async def complete(
+    generator: Generator, prompt: list[int], max_tokens: int = 6, sampling: SamplingConfig = SAMPLED
+) -> Completion:
     return await generator.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop_token_ids=[])
 
 
@@ -93,7 +95,11 @@ async def test_the_checkpoints_own_eos_does_not_stop(generator, serve):
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
-        ([1] * (MAX_MODEL_LEN - 3), 4, f"{MAX_MODEL_LEN - 3} ids and max_tokens 4 exceed the model length {MAX_MODEL_LEN}"),
+        (
+            [1] * (MAX_MODEL_LEN - 3),
+            4,
+            f"{MAX_MODEL_LEN - 3} ids and max_tokens 4 exceed the model length {MAX_MODEL_LEN}",
+        ),
         ([], 4, "at least 1"),
         ([1], 0, "at least 1"),
         ([1, VOCAB_SIZE], 4, f"{VOCAB_SIZE}, outside of the model's 0..{VOCAB_SIZE - 1}"),
@@ -207,7 +213,11 @@ async def test_the_death_of_the_engine_reaches_every_call_at_once(busy):
         process.kill()
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=10)
     assert [type(result) for result in results] == [EngineDead] * len(calls)
-    for call in (complete(generator, prompts(1)[0]), generator.score([1, 2]), generator.load_weights(WeightHandle(version=1), 1)):
+    for call in (
+        complete(generator, prompts(1)[0]),
+        generator.score([1, 2]),
+        generator.load_weights(WeightHandle(version=1), 1),
+    ):
         with pytest.raises(EngineDead, match="its process ended"):
             await call
 
@@ -235,8 +245,8 @@ def test_an_engine_does_not_outlive_a_killed_owner(model_path, tmp_path):
 
 OWNER = """
 import asyncio, sys
-from mempipe.config import GenerationConfig, ModelConfig
-from mempipe.engines.generation import Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig
+from mempipe.engines.generator import Generator
 
 async def main():
     generator = Generator(ModelConfig(path=sys.argv[1], dtype="float32"), GenerationConfig(), max_model_len=64)

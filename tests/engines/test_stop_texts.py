@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generation import Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generator import Generator
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.types import FinishReason

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
-from mempipe.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generation import Generator, WeightTransferFailed
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.generator import Generator, WeightTransferFailed
 from mempipe.engines.weights import (
     GpuWeightSender,
     StaleWeights,
@@ -58,7 +58,11 @@ def test_packed_weights_are_published_as_they_are(tmp_path):
 
 def test_packing_casts_floats_only_and_writes_aliases_once(tmp_path):
     shared = torch.randn(4, 2)
-    publish(pack_weights({"embed": shared, "ids": torch.arange(3), "head": shared, "t": shared.t()}, dtype=torch.bfloat16), tmp_path, 0)
+    publish(
+        pack_weights({"embed": shared, "ids": torch.arange(3), "head": shared, "t": shared.t()}, dtype=torch.bfloat16),
+        tmp_path,
+        0,
+    )
     found = load_file(tmp_path / "weights-00000000.safetensors")
     assert found["embed"].dtype == torch.bfloat16
     assert found["ids"].dtype == torch.int64
@@ -69,10 +73,17 @@ def test_packing_casts_floats_only_and_writes_aliases_once(tmp_path):
 def test_only_the_last_two_publications_stay_even_when_versions_go_back(tmp_path):
     for version in (1, 2, 3):
         publish({"a": torch.tensor([version])}, tmp_path, version)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["newest.json", "weights-00000002.safetensors", "weights-00000003.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "newest.json",
+        "weights-00000002.safetensors",
+        "weights-00000003.safetensors",
+    ]
     publish({"a": torch.tensor([2])}, tmp_path, 2)
     assert newest_weights(tmp_path).version == 2
-    assert sorted(p.name for p in tmp_path.glob("weights-*")) == ["weights-00000002.safetensors", "weights-00000003.safetensors"]
+    assert sorted(p.name for p in tmp_path.glob("weights-*")) == [
+        "weights-00000002.safetensors",
+        "weights-00000003.safetensors",
+    ]
 
 
 def test_changed_bytes_are_refused(tmp_path):
@@ -128,7 +139,9 @@ async def test_promise_5_served_weights_are_the_trained_weights(generator, serve
     assert canary_gap(trained_scores(before), trained_scores(after)) > 0.01
     completion = await generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
     assert completion.policy_version == generator.policy_version == version
-    assert completion.logprobs == pytest.approx(model_scores(after, CANARY[0] + completion.token_ids)[-4:], abs=TOLERANCE)
+    assert completion.logprobs == pytest.approx(
+        model_scores(after, CANARY[0] + completion.token_ids)[-4:], abs=TOLERANCE
+    )
 
 
 async def test_promise_5_an_engine_that_ignores_updates_fails_the_canary(generator, serve, monkeypatch):
@@ -252,7 +265,9 @@ def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sen
     client.init_weight_transfer_engine({"packed": False})
     shape = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
     client.start_weight_update()
-    client.update_weights({**shape, "ipc_handles": [{"gpu": (torch.Tensor, 7)}], "ipc_handles_pickled": None, "tensor_sizes": None})
+    client.update_weights(
+        {**shape, "ipc_handles": [{"gpu": (torch.Tensor, 7)}], "ipc_handles_pickled": None, "tensor_sizes": None}
+    )
     client.finish_weight_update()
     assert control.connected == [{"packed": False}]
     (handle,) = control.loaded

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mempipe.config import GenerationConfig, ModelConfig
-from mempipe.engines.generation import Generator
+from mempipe.engines.config import GenerationConfig, ModelConfig
+from mempipe.engines.generator import Generator
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 256

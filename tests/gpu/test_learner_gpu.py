@@ -13,9 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from learner_setup import make_learner, pack, samples, save_model
 
-from mempipe.config import ModelConfig
 from mempipe.engines import attention, learner
 from mempipe.engines.attention import ContextLayout
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.learner import Learner
 from mempipe.engines.reference import ReferenceModel
 
@@ -43,7 +43,10 @@ def test_the_varlen_kernel_is_the_padded_attention(num_kv_heads, sliding_window)
     generator = torch.Generator("cuda").manual_seed(0)
     layout = ContextLayout(LENGTHS, device=torch.device("cuda"))
     shapes = [(sum(LENGTHS), heads, 64) for heads in (8, num_kv_heads, num_kv_heads)]
-    rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_() for shape in shapes]
+    rows = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
     upstream = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16, generator=generator)
     outputs, gradients = [], []
     for run in (attention._varlen, attention._padded):

@@ -8,7 +8,8 @@ from miniature import MINIATURE, QUICKSTART
 
 from mempipe.actors.launch import connected
 from mempipe.cli import ENVIRONMENT
-from mempipe.config import RunConfig, load_config
+from mempipe.config import RunConfig
+from mempipe.loader import load_config
 from mempipe.runs import Run
 from pipelines.prepare import prepare
 

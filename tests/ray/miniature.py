@@ -37,7 +37,12 @@ class Marked:
     def __init__(self, extra: Mapping[str, str] | None = None) -> None:
         self._mark = uuid.uuid4().hex
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        self.environment = {**os.environ, MARK: self._mark, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(extra or {})}
+        self.environment = {
+            **os.environ,
+            MARK: self._mark,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            **(extra or {}),
+        }
         for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):  # mlflow sets its own for every child of this process
             self.environment.pop(name, None)
 
@@ -77,7 +82,17 @@ def locked_elsewhere(folder: Path) -> Iterator[None]:
 
 def train_command(output: Path, overrides: Sequence[str] = (), *, config: Path = QUICKSTART) -> list[str]:
     """The `mempipe train` command of a miniature run."""
-    return [sys.executable, "-m", "mempipe.cli", "train", str(config), *MINIATURE, *SHORT_WARM_START, f"output={output}", *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "mempipe.cli",
+        "train",
+        str(config),
+        *MINIATURE,
+        *SHORT_WARM_START,
+        f"output={output}",
+        *overrides,
+    ]
 
 
 def start_train(command: Sequence[str], output: Path, *, marked: Marked) -> subprocess.Popen[str]:

@@ -15,7 +15,8 @@ from miniature import locked_elsewhere
 
 from mempipe.actors.launch import launch
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
+from mempipe.settings import ConfigError
 
 
 @pytest.fixture
@@ -25,7 +26,12 @@ def train(world: RunConfig, tmp_path: Path) -> Callable[..., int]:
     shutil.copytree(world.model.path, inputs / "model")
     shutil.copytree(world.retrieval.index, inputs / "index")
     shutil.copy(world.data.train, inputs / "train.parquet")
-    settings = world.model_dump(mode="json") | {"world": None, "warm_start": None, "output": str(tmp_path / "runs"), "name": "bad"}
+    settings = world.model_dump(mode="json") | {
+        "world": None,
+        "warm_start": None,
+        "output": str(tmp_path / "runs"),
+        "name": "bad",
+    }
     settings["model"]["path"] = str(inputs / "model")
     settings["retrieval"]["index"] = str(inputs / "index")
     settings["data"] |= {"train": str(inputs / "train.parquet"), "validation": ""}
@@ -187,13 +193,18 @@ def test_a_cluster_that_cannot_be_reached(train, refused):
 
 @pytest.fixture
 def cluster_with_one_gpu() -> Iterator[None]:
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    ray.init(
+        num_cpus=2, num_gpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20
+    )
     yield
     ray.shutdown()
 
 
 def test_more_gpus_than_the_cluster_has(world, cluster_with_one_gpu):
-    with pytest.raises(ConfigError, match=r"need 4 GPUs .* but the cluster has 1; lower learner.num_ranks"), launch(world, "none"):
+    with (
+        pytest.raises(ConfigError, match=r"need 4 GPUs .* but the cluster has 1; lower learner.num_ranks"),
+        launch(world, "none"),
+    ):
         pass
 
 

@@ -16,12 +16,13 @@ import yaml
 from miniature import Marked
 
 from mempipe.cli import EXIT_CONFIG
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.evaluation.results import read_results
 from mempipe.evaluation.suite import load_suite
-from mempipe.runs import lock
-from mempipe.tracking import last_run_id
+from mempipe.files import lock
+from mempipe.settings import ConfigError
+from mempipe.tracking.tracker import last_run_id
 from mempipe.types import Question
 from pipelines.evaluate import main
 
@@ -78,17 +79,26 @@ def evaluated(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
     marked = Marked()
     try:
         driver = subprocess.Popen(
-            command(suite), env=marked.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command(suite),
+            env=marked.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         first, deadline = folder / "kill" / "noise" / "world", time.monotonic() + DEADLINE_S
         while not parts(first):
-            assert driver.poll() is None and time.monotonic() < deadline, driver.stderr.read() if driver.poll() else "no part in time"
+            assert driver.poll() is None and time.monotonic() < deadline, (
+                driver.stderr.read() if driver.poll() else "no part in time"
+            )
             time.sleep(0.02)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         survivors = marked.survivors(within_s=30)
         at_kill = parts(first)
-        again = subprocess.run(command(suite), env=marked.environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        again = subprocess.run(
+            command(suite), env=marked.environment, capture_output=True, text=True, timeout=DEADLINE_S
+        )
         assert again.returncode == 0, again.stderr[-2000:]
         yield Evaluated(suite, folder / "kill", questions, at_kill, survivors, again.stdout)
     finally:
@@ -112,7 +122,8 @@ def test_a_kill_leaves_no_process(evaluated):
 
 def test_every_row_has_its_attempts_whole(evaluated):
     rows = read_results(
-        evaluated.folder / "noise" / "world", columns=["question_id", "failed", "answers", "context_tokens_by_turn", "group"]
+        evaluated.folder / "noise" / "world",
+        columns=["question_id", "failed", "answers", "context_tokens_by_turn", "group"],
     )
     for row in rows:
         trajectories = row["group"]["trajectories"]
@@ -125,7 +136,9 @@ def test_every_row_has_its_attempts_whole(evaluated):
 def test_a_question_that_does_not_fit_fails_by_name_and_counts_with_0(evaluated):
     (failed,) = [row for row in read_results(evaluated.folder / "noise" / "world") if row["failed"]]
     assert failed["question_id"] == "long" and "budget.question_tokens" in failed["failed"] and failed["em"] == 0.0
-    (cell,) = [cell for cell in json.loads((evaluated.folder / "report.json").read_text())["cells"] if cell["set"] == "world"]
+    (cell,) = [
+        cell for cell in json.loads((evaluated.folder / "report.json").read_text())["cells"] if cell["set"] == "world"
+    ]
     assert (cell["num_questions"], cell["num_failed"]) == (len(evaluated.questions), 1)
     assert "1 questions failed" in evaluated.output and "question long" in (evaluated.folder / "report.md").read_text()
 

@@ -20,11 +20,11 @@ from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS, connected
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor, ShardActor
-from mempipe.config import IndexConfig, RetrievalConfig
 from mempipe.data.corpus import corpus_files
-from mempipe.engines.encoders import make_encoder
-from mempipe.engines.index_build import IndexBuild, encode_segment
-from mempipe.engines.retrieval import Query, Retriever
+from mempipe.retrieval.build import IndexBuild, encode_segment
+from mempipe.retrieval.config import IndexConfig, RetrievalConfig
+from mempipe.retrieval.encoders import make_encoder
+from mempipe.retrieval.retriever import Query, Retriever
 
 pytestmark = pytest.mark.ray
 
@@ -38,7 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     words = [f"word{i}" for i in range(2000)]
     for name in ("a", "b"):
-        rows = ({"id": f"{name}{i}", "contents": f'"Title {i}"\n{" ".join(rng.choices(words, k=60))}'} for i in range(NUM_PASSAGES // 2))
+        rows = (
+            {"id": f"{name}{i}", "contents": f'"Title {i}"\n{" ".join(rng.choices(words, k=60))}'}
+            for i in range(NUM_PASSAGES // 2)
+        )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = IndexConfig.model_validate(settings_of(folder, "undisturbed"))
     build = IndexBuild(config, corpus_files(config.corpus))
@@ -72,7 +75,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_bytes(folder):
     marked = Marked()
-    options: dict[str, Any] = {"env": marked.environment, "cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options: dict[str, Any] = {
+        "env": marked.environment,
+        "cwd": folder,
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     encoded = folder / ".killed.building" / "unfinished" / "encoded"
     try:
         process = subprocess.Popen(command_of(folder, "killed"), start_new_session=True, **options)
@@ -83,7 +92,9 @@ def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_
         process.kill()
         process.communicate()
         deadline = time.monotonic() + GONE_WITHIN_S
-        while workers := [p for p in marked.processes() if "Segment" in " ".join(p.cmdline())]:  # Ray's own agents are not ours to judge
+        while workers := [
+            p for p in marked.processes() if "Segment" in " ".join(p.cmdline())
+        ]:  # Ray's own agents are not ours to judge
             assert time.monotonic() < deadline, workers
             time.sleep(0.2)
         marked.end()
@@ -102,19 +113,28 @@ def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
     with (folder / "bad.jsonl").open("w") as file:
         file.write((folder / "a.jsonl").read_text() + '{"id": "x"}\n')
     command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
-    done = subprocess.run(command, cwd=folder, env=Marked().environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=Marked().environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 2
     reason = "text is missing; a passage needs `contents`, or `title` and `text`, as text"
-    assert done.stderr.strip().splitlines() == [f"error: {folder / 'bad.jsonl'}, line {NUM_PASSAGES // 2 + 1}: {reason}"]
+    assert done.stderr.strip().splitlines() == [
+        f"error: {folder / 'bad.jsonl'}, line {NUM_PASSAGES // 2 + 1}: {reason}"
+    ]
 
 
 def test_shards_on_actors_answer_as_the_whole_index_does(folder):
     config = RetrievalConfig(index=str(folder / "undisturbed"), shard_actors=3, num_replicas=2)
     whole = Retriever(config.index)
     rng = random.Random(1)
-    queries = [Query(text=" ".join(f"word{rng.randrange(2000)}" for _ in range(4)), num_passages=1 + i % 9) for i in range(200)]
+    queries = [
+        Query(text=" ".join(f"word{rng.randrange(2000)}" for _ in range(4)), num_passages=1 + i % 9) for i in range(200)
+    ]
     with connected("", name="shards"):
-        shards = [start_actor(ShardActor, {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}, config, i) for i in range(3)]
+        shards = [
+            start_actor(ShardActor, {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}, config, i)
+            for i in range(3)
+        ]
         sizes = ray.get([shard.shape.remote() for shard in shards])
         assert [count for count, _ in sizes] == [7_000, 7_000, 6_000]
         options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
@@ -122,10 +142,16 @@ def test_shards_on_actors_answer_as_the_whole_index_does(folder):
 
         async def ask_all() -> list[Any]:
             pool = RetrieverPool(replicas, config=config)
-            asked = [asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[:100]]
+            asked = [
+                asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition=""))
+                for q in queries[:100]
+            ]
             await asked[0]
             ray.kill(shards[1], no_restart=False)
-            asked += [asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[100:]]
+            asked += [
+                asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition=""))
+                for q in queries[100:]
+            ]
             return await asyncio.gather(*asked)
 
         found = asyncio.run(ask_all())

@@ -42,13 +42,24 @@ def cluster() -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="mp-", dir="/tmp")  # sockets need a short path
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     # The job's `python` is found on the path of whoever started the node, as with an activated environment.
-    marked = Marked({**token, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0", **PATIENCE})
+    marked = Marked(
+        {**token, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0", **PATIENCE}
+    )
     marked.environment.pop("PYTHONPATH")  # the job must get along with what was uploaded
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    command = [str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1"]
+    command = [
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+    ]
     command += [f"--temp-dir={folder}", "--num-cpus=2", f"--object-store-memory={256 * 2**20}"]
     command += [f"--{name}={port}" for name, port in ports.items()]
-    node = subprocess.Popen(command, env=marked.environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    node = subprocess.Popen(
+        command, env=marked.environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for name in ("dashboard-port", "dashboard-agent-listen-port"):  # the agent takes the jobs
             wait_for_port(ports[name], node)
@@ -84,7 +95,9 @@ def submit(cluster: Cluster, *arguments: str) -> subprocess.Popen[str]:
     command = [str(BIN / "ray"), "job", "submit", f"--address={cluster.dashboard}", "--working-dir=.", "--"]
     command += ["python", "-m", "jobs.train", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=cluster.marked.environment, cwd=ROOT, text=True, stdout=pipe, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, env=cluster.marked.environment, cwd=ROOT, text=True, stdout=pipe, stderr=subprocess.STDOUT
+    )
 
 
 def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_path):
@@ -105,7 +118,9 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
     report = json.loads((folder / "report.json").read_text())
     assert report["num_steps"] == 2 and report["num_questions"] == 4
     _, _, of_the_job = log.partition("Tailing logs until the job exits")
-    assert "train: 2/2" in of_the_job and "pid=" not in of_the_job and "WARNING" not in of_the_job  # plain lines of the run itself
+    assert (
+        "train: 2/2" in of_the_job and "pid=" not in of_the_job and "WARNING" not in of_the_job
+    )  # plain lines of the run itself
 
 
 def test_a_job_that_cannot_work_fails_with_its_sentence(cluster):

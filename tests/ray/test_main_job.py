@@ -28,19 +28,21 @@ from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.launch import Roles, connected, launch, learner_settings
 from mempipe.actors.learner_group import LearnerActor, LearnerFailed
 from mempipe.actors.tracker import TrackerFront
-from mempipe.agents import make_layout
-from mempipe.config import OptimizerConfig, RunConfig, SamplingConfig, load_config
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.checkpoint import latest, read_state
-from mempipe.engines.generation import Generator
+from mempipe.engines.config import OptimizerConfig, SamplingConfig
+from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.engines.weights import StaleWeights, canary_gap
-from mempipe.evaluation.trace import trajectory_lines
+from mempipe.loader import load_config
+from mempipe.reports.trace import trajectory_lines
+from mempipe.rollout import make_renderer
 from mempipe.runs import Run
 from mempipe.stream import stream_groups
-from mempipe.tracking import last_run_id, read_metrics, tracking_uri
+from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, Group, Question
 from pipelines.train import TrainingRows, learn
 
@@ -104,7 +106,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         world, model = config.folder / "world", config.folder / "warm_start"
         paths = {"data": {"train": str(world / "train.parquet"), "validation": str(world / "validation.parquet")}}
         yield Job(
-            config=_with(config, model={"path": str(model)}, retrieval={"index": str(config.folder / "index")}, **paths),
+            config=_with(
+                config, model={"path": str(model)}, retrieval={"index": str(config.folder / "index")}, **paths
+            ),
             killed_at=killed_at,
             run_id_at_kill=run_id,
             metric_lines_at_kill=num_lines,
@@ -128,7 +132,11 @@ def _wait_for_checkpoint(folder: Path, driver: Any, *, step: int) -> None:
 
 def _with(config: RunConfig, **sections: Any) -> RunConfig:
     """The config with some settings of some sections replaced."""
-    nested = {name: getattr(config, name).model_copy(update=value) for name, value in sections.items() if isinstance(value, dict)}
+    nested = {
+        name: getattr(config, name).model_copy(update=value)
+        for name, value in sections.items()
+        if isinstance(value, dict)
+    }
     return config.model_copy(update=sections | nested)
 
 
@@ -155,7 +163,11 @@ def test_promise_7_a_killed_job_continues_where_its_checkpoint_ended(job):
 
 
 def test_promise_7_no_question_is_skipped_and_none_is_trained_twice(job):
-    size, lag, num_steps = job.config.algorithm.groups_per_step, job.config.algorithm.max_off_policy_steps, job.config.num_steps
+    size, lag, num_steps = (
+        job.config.algorithm.groups_per_step,
+        job.config.algorithm.max_off_policy_steps,
+        job.config.num_steps,
+    )
     positions = job.positions
     assert [position["step"] for position in positions] == list(range(1, num_steps + 1))
     last = positions[-1]
@@ -178,7 +190,9 @@ def test_promise_7_metrics_have_no_gap(job):
     assert {step for step, row in rows.items() if "validation/em" in row} == {0, NUM_STEPS}
     lines = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
     written_after = {line["step"] for line in lines[job.metric_lines_at_kill :] if "reward" in line}
-    assert written_after == set(range(job.killed_at["step"] + 1, job.config.num_steps + 1))  # and no step twice without need
+    assert written_after == set(
+        range(job.killed_at["step"] + 1, job.config.num_steps + 1)
+    )  # and no step twice without need
 
 
 def test_promise_7_the_same_mlflow_run_has_every_step(job):
@@ -207,7 +221,9 @@ def test_mlflow_has_traces_with_one_span_per_turn(job):
     for trace in traces:
         root = next(span for span in trace.data.spans if span.parent_id is None)
         turns = [span for span in trace.data.spans if span.parent_id == root.span_id]
-        assert [span.name for span in sorted(turns, key=lambda span: int(span.name.split()[1]))] == [f"turn {i}" for i in range(len(turns))]
+        assert [span.name for span in sorted(turns, key=lambda span: int(span.name.split()[1]))] == [
+            f"turn {i}" for i in range(len(turns))
+        ]
         assert all(span.inputs["prompt"] and span.outputs["action"] for span in turns)
         assert len(trace.data.spans) == 1 + len(turns)
         num_turns.append(len(turns))
@@ -242,7 +258,14 @@ def test_report_has_flat_numbers(job):
     assert report["num_questions"] == NUM_QUESTIONS and report["num_steps"] == NUM_STEPS
     after = read_trajectories(job.folder / "evaluation" / "after.parquet")
     assert report["em_end"] == sum(group.trajectories[0].em for group in after) / NUM_QUESTIONS
-    assert {"em_start", "em_end", "f1_start", "f1_end", "context_tokens_per_turn", "full_history_tokens_per_turn"} <= report.keys()
+    assert {
+        "em_start",
+        "em_end",
+        "f1_start",
+        "f1_end",
+        "context_tokens_per_turn",
+        "full_history_tokens_per_turn",
+    } <= report.keys()
     phases = {"prepare", "warm_start", "launch", "evaluate_before", "train", "evaluate_after", "export"}
     assert all(report[f"seconds_{phase}"] > 0 for phase in phases)
     assert "<html" in (job.folder / "report.html").read_text()
@@ -251,7 +274,9 @@ def test_report_has_flat_numbers(job):
 def test_trajectories_before_and_after_can_be_read(job):
     groups = read_trajectories(job.folder / "trajectories.parquet")
     validation = [question.id for question in read_questions(job.config.data.validation)]
-    assert sorted(group.id for group in groups) == sorted(f"{label}/{i}" for label in ("before", "after") for i in validation)
+    assert sorted(group.id for group in groups) == sorted(
+        f"{label}/{i}" for label in ("before", "after") for i in validation
+    )
     assert max(len(group.trajectories[0].contexts) for group in groups) > 1
     for group in groups:
         assert trajectory_lines(group.question, group.trajectories[0])
@@ -262,7 +287,10 @@ def test_promise_3_no_context_exceeds_the_budget(job):
     for path in (job.folder / "trajectories.parquet", *(job.folder / "evaluation").iterdir()):
         for context in _contexts(read_trajectories(path)):
             assert len(context.token_ids) <= budget.context_tokens
-            assert context.num_memory_tokens <= budget.memory_tokens and context.num_new_memory_tokens <= budget.memory_tokens
+            assert (
+                context.num_memory_tokens <= budget.memory_tokens
+                and context.num_new_memory_tokens <= budget.memory_tokens
+            )
             assert context.num_question_tokens <= budget.question_tokens
             assert context.num_observation_tokens <= budget.observation_tokens
             assert sum(context.loss_mask) <= budget.action_tokens + budget.memory_message_tokens
@@ -288,11 +316,11 @@ def test_promise_1_recorded_logprobs_are_those_of_the_model_that_sampled(job, la
 
 def test_promise_1_prompts_are_the_layout_of_question_and_memory(job):
     """No token of a prompt comes from elsewhere: what the file holds can be rebuilt from the question."""
-    layout = make_layout(job.config, tokenizer=load_tokenizer(job.config.model.path))
+    renderer = make_renderer(job.config, tokenizer=load_tokenizer(job.config.model.path))
     for group in read_trajectories(job.folder / "trajectories.parquet"):
         first = group.trajectories[0].contexts[0]
-        assert first.token_ids[: first.num_prompt_tokens] == layout.prompt(
-            question=layout.question(group.question), memory=layout.empty_memory
+        assert first.token_ids[: first.num_prompt_tokens] == renderer.prompt(
+            question=renderer.question(group.question), memory=renderer.empty_memory
         )
 
 
@@ -311,8 +339,12 @@ def test_the_export_is_the_checkpoint(job):
     """transformers, the learner restored from the last checkpoint, and vLLM agree about the same ids."""
     folder = job.folder / "huggingface"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    sequences = [context.token_ids for context in _contexts(read_trajectories(job.folder / "evaluation" / "after.parquet"))[:6]]
-    sequences.append(tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=True, return_dict=False))
+    sequences = [
+        context.token_ids for context in _contexts(read_trajectories(job.folder / "evaluation" / "after.parquet"))[:6]
+    ]
+    sequences.append(
+        tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=True, return_dict=False)
+    )
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exported = [
         [row[token].item() for row, token in zip(_logprobs(policy, ids), ids[1:], strict=False)] for ids in sequences
@@ -326,7 +358,11 @@ def test_the_export_is_the_checkpoint(job):
 
 
 async def _served_scores(config: RunConfig, model: Path, sequences: list[list[int]]) -> list[list[float]]:
-    engine = Generator(config.model.model_copy(update={"path": str(model)}), config.generation, max_model_len=config.budget.context_tokens)
+    engine = Generator(
+        config.model.model_copy(update={"path": str(model)}),
+        config.generation,
+        max_model_len=config.budget.context_tokens,
+    )
     await engine.start()
     try:
         return list(await asyncio.gather(*(engine.score(ids) for ids in sequences)))
@@ -389,11 +425,18 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         tracking={"enabled": False},
     )
     validation = read_questions(config.data.validation)[:FEW]
-    with _actors_of_this_test(), connected(config.ray_address, name=config.name) as namespace, launch(config, namespace) as roles:
+    with (
+        _actors_of_this_test(),
+        connected(config.ray_address, name=config.name) as namespace,
+        launch(config, namespace) as roles,
+    ):
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
         spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)
-        greedy = {group.question.id: group for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])}
+        greedy = {
+            group.question.id: group
+            for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])
+        }
         yield Started(roles=roles, run=Run(config), tracker=TrackerFront(config), greedy=greedy)
 
 

@@ -9,8 +9,8 @@ import pytest
 from miniature import FEW_PROCESSES, QUICKSTART, ROOT, Marked, train_command
 
 from mempipe.data.trajectories import read_trajectories
-from mempipe.evaluation.memory_quality import context_tokens_by_turn
-from mempipe.tracking import read_metrics
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
+from mempipe.tracking.tracker import read_metrics
 from mempipe.types import EndReason
 
 NUM_STEPS = 2
@@ -29,14 +29,18 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
         "warm_start.tokens_per_step=1024",
     ]
     command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"quickstart_{agent}.yaml"))
-    done = subprocess.run(command, cwd=ROOT, env=Marked().environment, capture_output=True, text=True, timeout=JOB_WITHIN_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=Marked().environment, capture_output=True, text=True, timeout=JOB_WITHIN_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
     assert len(steps) == NUM_STEPS
     assert all(row["learner/grad_norm"] > 0 for row in steps if row["advantage_std"] > 0)
     assert (tmp_path / "run" / "huggingface" / "model.safetensors").exists()
 
-    trajectories = [t for group in read_trajectories(tmp_path / "run" / "trajectories.parquet") for t in group.trajectories]
+    trajectories = [
+        t for group in read_trajectories(tmp_path / "run" / "trajectories.parquet") for t in group.trajectories
+    ]
     assert len(trajectories) == 2 * 12, "before and after"
     ends = Counter(trajectory.end_reason for trajectory in trajectories)
     assert sum(ends[end] for end in SCRIPT_ENDS) >= 0.5 * len(trajectories), ends

@@ -36,11 +36,12 @@ from schemathesis.specs.openapi.checks import (
 from mempipe.actors.handles import start_actor
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.config import ConfigError, RetrievalConfig
-from mempipe.engines.index_build import build_index
-from mempipe.engines.remote_retrieval import RemoteRetriever
-from mempipe.engines.retrieval import Query, Retriever
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.remote import RemoteRetriever
+from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.serve.retrieval import app, served
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
 NUM_CLIENTS = 64
@@ -82,7 +83,11 @@ def service(index) -> Iterator[str]:
 def queries_of(client: int, count: int = 6) -> list[Query]:
     rng = random.Random(client)
     return [
-        Query(text=" ".join(rng.choices(WORDS, k=3)), num_passages=rng.randint(1, 8), partition=rng.choice(["", "part0", "part3"]))
+        Query(
+            text=" ".join(rng.choices(WORDS, k=3)),
+            num_passages=rng.randint(1, 8),
+            partition=rng.choice(["", "part0", "part3"]),
+        )
         for _ in range(count)
     ]
 
@@ -91,7 +96,9 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
     """First: it starts a cluster of its own."""
     marked, port = Marked(), free_port()
     command = [sys.executable, "-m", "mempipe.cli", "index", "serve", index, "max_passages=17", "--port", str(port)]
-    running = subprocess.Popen(command, env=marked.environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        command, env=marked.environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         assert running.stdout is not None
         assert running.stdout.readline().startswith(f"starting the service of {index}")
@@ -114,7 +121,10 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
 
 
 def test_wrong_settings_are_refused_before_anything_starts(index, tmp_path):
-    for values, sentence in (({"index": str(tmp_path)}, "holds no index"), ({"index": index, "max_in_flight": 0}, "max_in_flight is 0")):
+    for values, sentence in (
+        ({"index": str(tmp_path)}, "holds no index"),
+        ({"index": index, "max_in_flight": 0}, "max_in_flight is 0"),
+    ):
         with pytest.raises(ConfigError, match=sentence):
             app(values)
 
@@ -150,11 +160,15 @@ def test_what_published_clients_post_is_answered_in_the_shape_that_they_read(ser
     assert answer.headers["x-mempipe-snapshot"] == retriever.snapshot
     texts = body.get("queries") or body["query"]
     count = body.get("topk") or body.get("top_n", 10)
-    found = retriever.search([Query(text=text, num_passages=count) for text in ([texts] if isinstance(texts, str) else texts)])
+    found = retriever.search(
+        [Query(text=text, num_passages=count) for text in ([texts] if isinstance(texts, str) else texts)]
+    )
     contents = [[f'"{p.title}"\n{p.text}' for p in result.passages] for result in found]
     if path == "/retrieve":
         assert [[hit["document"]["contents"] for hit in hits] for hits in answer.json()["result"]] == contents
-        assert [[hit["score"] for hit in hits] for hits in answer.json()["result"]] == [[p.score for p in r.passages] for r in found]
+        assert [[hit["score"] for hit in hits] for hits in answer.json()["result"]] == [
+            [p.score for p in r.passages] for r in found
+        ]
     elif path == "/batch_search":
         assert [[document["contents"] for document in documents] for documents in answer.json()] == contents
     else:
@@ -173,12 +187,19 @@ def narrow(service, index) -> str:
 def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
     def post(client: int) -> tuple[int, bool]:
         (query,) = queries_of(client, 1)
-        body = {"queries": [query.text], "topk": query.num_passages, "return_scores": True, "partition": query.partition}
+        body = {
+            "queries": [query.text],
+            "topk": query.num_passages,
+            "return_scores": True,
+            "partition": query.partition,
+        }
         answer = httpx.post(f"{narrow}/retrieve", json=body, timeout=30)
         if answer.status_code == 503:
             return 503, int(answer.headers["retry-after"]) >= 1 and "under way" in answer.json()["detail"]
         hits = answer.json()["result"][0]
-        return answer.status_code, [hit["document"]["id"] for hit in hits] == [p.id for p in retriever.search([query])[0].passages]
+        return answer.status_code, [hit["document"]["id"] for hit in hits] == [
+            p.id for p in retriever.search([query])[0].passages
+        ]
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = Counter(pool.map(post, range(NUM_CLIENTS)))
@@ -233,7 +254,9 @@ async def test_the_actors_of_a_run_search_the_service_as_they_would_the_index(se
     actor = start_actor(RetrieverActor, {"num_cpus": 0, "max_concurrency": 100}, config)
     pool = RetrieverPool([actor], config=config)
     queries = queries_of(7, 20)
-    found = await asyncio.gather(*(pool.search(q.text, num_passages=q.num_passages, partition=q.partition) for q in queries))
+    found = await asyncio.gather(
+        *(pool.search(q.text, num_passages=q.num_passages, partition=q.partition) for q in queries)
+    )
     assert found == retriever.search(queries)
     assert await actor.ready.remote() == retriever.snapshot
     with pytest.raises(ValueError, match="none of the 5"):

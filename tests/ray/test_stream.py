@@ -12,12 +12,13 @@ import pytest
 import ray
 
 from mempipe.actors.admission import Admission
-from mempipe.actors.exchange import Desk
+from mempipe.actors.batched_calls import BatchedServer
 from mempipe.actors.handles import start_actor
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.config import RunConfig, SamplingConfig
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.data.scripts import NO_NOISE, MemSearcherScript, Noise
+from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedMemSearcher
+from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.stream import Collector, DriverSpec, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason
@@ -28,12 +29,14 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 class ScriptedGenerator:
     """Answers as the script would. `die_at` calls end the process; `slow_every` makes some calls stragglers."""
 
-    def __init__(self, config: RunConfig, *, noise: Noise = NO_NOISE, die_at: int = 0, slow_every: int = 0, marker: str = ""):
+    def __init__(
+        self, config: RunConfig, *, noise: Noise = NO_NOISE, die_at: int = 0, slow_every: int = 0, marker: str = ""
+    ):
         self._tokenizer = load_tokenizer(config.model.path)
         self._noise, self._die_at, self._slow_every, self._marker = noise, die_at, slow_every, marker
         self._max_turns = config.budget.max_turns
         self._num_calls = 0
-        self._desk = Desk(self.generate)
+        self._desk = BatchedServer(self.generate)
         self.policy_version = 0
 
     async def exchange(self, caller, requests):
@@ -54,10 +57,14 @@ class ScriptedGenerator:
             await asyncio.sleep(0.5)
         prompt = self._tokenizer.decode(token_ids)
         question = prompt.split("user\n", 1)[1].split("\n<memory>", 1)[0].strip()
-        script = MemSearcherScript(question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls)
+        script = ScriptedMemSearcher(
+            question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls
+        )
         reply = [*self._tokenizer.encode_template(script.reply(prompt)), *stop_token_ids]
         version = self.policy_version
-        return Completion(token_ids=reply, logprobs=[-0.1] * len(reply), finish_reason=FinishReason.STOP, policy_version=version)
+        return Completion(
+            token_ids=reply, logprobs=[-0.1] * len(reply), finish_reason=FinishReason.STOP, policy_version=version
+        )
 
 
 @pytest.fixture
@@ -65,10 +72,14 @@ def engines(cluster, world):
     """Starts named engines and a retriever; returns their specification."""
     actors = []
 
-    def start(*, admission: str = "", group_size: int = 2, config: RunConfig = world, max_restarts: int = -1, **faults) -> DriverSpec:
+    def start(
+        *, admission: str = "", group_size: int = 2, config: RunConfig = world, max_restarts: int = -1, **faults
+    ) -> DriverSpec:
         name = f"engine-{time.monotonic_ns()}"
         options = {"num_cpus": 0, "max_concurrency": 1000}
-        actors.append(start_actor(ScriptedGenerator, {"name": name, "max_restarts": max_restarts, **options}, config, **faults))
+        actors.append(
+            start_actor(ScriptedGenerator, {"name": name, "max_restarts": max_restarts, **options}, config, **faults)
+        )
         actors.append(start_actor(RetrieverActor, {"name": f"retriever-{name}", **options}, config.retrieval))
         return DriverSpec(
             config=config,
@@ -133,7 +144,9 @@ def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, eng
             killed = True
             processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
             drivers = [p for p in processes if "MapWorker" in " ".join(p.cmdline())]
-            max(drivers, key=psutil.Process.create_time).kill()  # those of earlier streams may still be on their way out
+            max(
+                drivers, key=psutil.Process.create_time
+            ).kill()  # those of earlier streams may still be on their way out
     assert killed
     assert seen == Counter(i for i, _ in questions)
 
@@ -143,9 +156,14 @@ def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag
     name = f"admission-{time.monotonic_ns()}"
     size = 3
     admission = start_actor(
-        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=size, max_off_policy_steps=lag
+        Admission,
+        {"name": name, "num_cpus": 0, "max_concurrency": 1000},
+        groups_per_step=size,
+        max_off_policy_steps=lag,
     )
-    algorithm = world.algorithm.model_copy(update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": lag})
+    algorithm = world.algorithm.model_copy(
+        update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": lag}
+    )
     groups = stream_groups(engines(admission=name, slow_every=7), rows(world, 30))
     engine = engines.actors[0]
     collector = Collector(groups, admission, algorithm)
@@ -154,7 +172,9 @@ def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag
         for version in range(6):
             step = collector.next_step(version)
             assert step is not None and len(step.groups) == size
-            versions = [v for g in step.groups for t in g.trajectories for c in t.contexts for v in c.policy_versions if v >= 0]
+            versions = [
+                v for g in step.groups for t in g.trajectories for c in t.contexts for v in c.policy_versions if v >= 0
+            ]
             assert version - min(versions) <= lag
             assert lag or set(versions) == {version}  # strictly on-policy
             trained += [group.id for group in step.groups]
@@ -167,7 +187,9 @@ def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag
 def test_groups_without_signal_are_replaced(world, engines):
     """Every scripted answer is right, so no group has signal: all are dropped, and the stream runs dry without a step."""
     name = f"admission-{time.monotonic_ns()}"
-    admission = start_actor(Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=2, max_off_policy_steps=0)
+    admission = start_actor(
+        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=2, max_off_policy_steps=0
+    )
     algorithm = world.algorithm.model_copy(update={"groups_per_step": 2, "group_size": 2, "filter_zero_variance": True})
     with closing(stream_groups(engines(admission=name), rows(world, 8))) as groups:
         assert Collector(groups, admission, algorithm).next_step(0) is None

@@ -12,15 +12,21 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
+from mempipe.agents.memsearcher import (
+    MemSearcher,
+    MemSearcherBudget,
+    MemSearcherCompat,
+    MemSearcherPrompts,
+    MemSearcherRenderer,
+)
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.protocol import Tool
-from mempipe.agents.rendering import Layout
-from mempipe.config import Budget, CompatConfig
+from mempipe.agents.rendering import Renderer
+from mempipe.agents.tools import SearchTool, Toolbox
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.types import Completion, Context, FinishReason, Passage, Question, SearchResult
 
-TOOL = Tool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
+TOOL = SearchTool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
+TOOLS = Toolbox(search=TOOL)
 CALL = '<tool_call>{"name": "wikipedia_search", "arguments": {"query": "capital of France"}}</tool_call>'
 
 BOS = {
@@ -50,7 +56,11 @@ FAMILIES = {
     "llama3_1": Family(special=LLAMA, eos="<|eot_id|>"),
     "gemma": Family(special=GEMMA, plain=["\n\n", "<table>"], eos="<eos>", stops=["<end_of_turn>"]),
     "gemma3": Family(special=GEMMA, plain=["\n\n"], eos="<eos>", stops=["<end_of_turn>"]),
-    "phi3": Family(special=["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], eos="<|endoftext|>", stops=["<|end|>"]),
+    "phi3": Family(
+        special=["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        eos="<|endoftext|>",
+        stops=["<|end|>"],
+    ),
     "deepseekv3": Family(
         special=["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
         plain=["<think>"],
@@ -70,7 +80,9 @@ Step = str | tuple[str, FinishReason] | list[int]
 def published_template(name: str) -> str:
     """A chat template as its model's authors published it."""
     spec = find_spec("trl")
-    assert spec is not None and spec.origin is not None, "the templates of the tests come with trl, a development dependency"
+    assert spec is not None and spec.origin is not None, (
+        "the templates of the tests come with trl, a development dependency"
+    )
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -86,7 +98,9 @@ def byte_level_tokenizer() -> str:
         "think, then search or answer",
         '{"name": "query"}',
     ]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
     return tokenizer.to_str()
 
 
@@ -96,17 +110,27 @@ def hf_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrained
     tokenizer.add_special_tokens(tokens.special)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens.plain])
     template = published_template(family) if chat_template is None else chat_template
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS.get(family), eos_token=tokens.eos, chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS.get(family), eos_token=tokens.eos, chat_template=template
+    )
 
 
 def build_tokenizer(family: str = "qwen2_5", *, chat_template: str | None = None) -> HFTokenizer:
     tokenizer = hf_tokenizer(family, chat_template=chat_template)
-    return HFTokenizer(tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[family].stops])
+    return HFTokenizer(
+        tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[family].stops]
+    )
 
 
-def build_budget(**changes: object) -> Budget:
-    values = {"question_tokens": 200, "memory_tokens": 64, "action_tokens": 400, "memory_message_tokens": 300, "observation_tokens": 500}
-    return Budget(**{**values, "context_tokens": 8192, **changes})
+def build_budget(**changes: object) -> MemSearcherBudget:
+    values = {
+        "question_tokens": 200,
+        "memory_tokens": 64,
+        "action_tokens": 400,
+        "memory_message_tokens": 300,
+        "observation_tokens": 500,
+    }
+    return MemSearcherBudget(**{**values, "context_tokens": 8192, **changes})
 
 
 def build_prompts(**changes: str) -> MemSearcherPrompts:
@@ -124,16 +148,22 @@ def build_prompts(**changes: str) -> MemSearcherPrompts:
     return MemSearcherPrompts(**{**texts, **changes})
 
 
-def build_layout(
+def build_renderer(
     tokenizer: HFTokenizer | None = None,
     *,
     prompts: MemSearcherPrompts | None = None,
-    tool: Tool = TOOL,
-    compat: CompatConfig | None = None,
+    tool: SearchTool = TOOL,
+    compat: MemSearcherCompat | None = None,
     **budget: object,
-) -> MemSearcherLayout:
+) -> MemSearcherRenderer:
     prompts = prompts or load_prompts("memsearcher", MemSearcherPrompts)
-    return MemSearcherLayout(tokenizer or build_tokenizer(), prompts=prompts, tool=tool, budget=build_budget(**budget), compat=compat)
+    return MemSearcherRenderer(
+        tokenizer or build_tokenizer(),
+        prompts=prompts,
+        tools=Toolbox(search=tool),
+        budget=build_budget(**budget),
+        compat=compat,
+    )
 
 
 def build_question(text: str = "What is the capital of France?", **changes: object) -> Question:
@@ -165,7 +195,9 @@ class ScriptedEngine:
             sampled, finish = sampled[:max_tokens], FinishReason.LENGTH
         logprobs = [-number / 8 for number in range(1, len(sampled) + 1)]
         version = len(self.completions)
-        self.completions.append(Completion(token_ids=sampled, logprobs=logprobs, finish_reason=finish, policy_version=version))
+        self.completions.append(
+            Completion(token_ids=sampled, logprobs=logprobs, finish_reason=finish, policy_version=version)
+        )
         return self.completions[-1]
 
 
@@ -187,8 +219,8 @@ def segments(context: Context) -> list[tuple[int, list[int]]]:
     return [(mask, [token for _, token in run]) for mask, run in itertools.groupby(rows, key=lambda row: row[0])]
 
 
-def injected_text(layout: Layout, context: Context) -> str:
-    return "".join(layout.tokenizer.decode(ids) for mask, ids in segments(context) if not mask)
+def injected_text(renderer: Renderer, context: Context) -> str:
+    return "".join(renderer.tokenizer.decode(ids) for mask, ids in segments(context) if not mask)
 
 
 def assert_token_exact(contexts: Sequence[Context], engine: ScriptedEngine) -> None:
@@ -200,12 +232,18 @@ def assert_token_exact(contexts: Sequence[Context], engine: ScriptedEngine) -> N
         place, dropped = 0, 0
         while place < len(context.token_ids):
             prompt, completion = next(calls)
-            assert context.token_ids[: len(prompt)] == prompt and context.loss_mask[place : len(prompt)] == [0] * (len(prompt) - place)
+            assert context.token_ids[: len(prompt)] == prompt and context.loss_mask[place : len(prompt)] == [0] * (
+                len(prompt) - place
+            )
             if not place:
                 assert context.num_prompt_tokens == len(prompt)
-            assert not any(context.logprobs[place : len(prompt)]) and set(context.policy_versions[place : len(prompt)]) <= {-1}
+            assert not any(context.logprobs[place : len(prompt)]) and set(
+                context.policy_versions[place : len(prompt)]
+            ) <= {-1}
             place = len(prompt)
-            kept = next((n for n, mask in enumerate(context.loss_mask[place:]) if not mask), len(context.token_ids) - place)
+            kept = next(
+                (n for n, mask in enumerate(context.loss_mask[place:]) if not mask), len(context.token_ids) - place
+            )
             assert context.token_ids[place : place + kept] == completion.token_ids[:kept]
             assert context.logprobs[place : place + kept] == completion.logprobs[:kept]
             assert context.policy_versions[place : place + kept] == [completion.policy_version] * kept
@@ -214,5 +252,7 @@ def assert_token_exact(contexts: Sequence[Context], engine: ScriptedEngine) -> N
     assert next(calls, None) is None, "a completion is in no context"
 
 
-def build_agent(layout: MemSearcherLayout, script: Sequence[Step], *, library: Library | None = None) -> MemSearcher:
-    return MemSearcher(layout, generate=ScriptedEngine(layout.tokenizer, script), search=library or Library())
+def build_agent(
+    renderer: MemSearcherRenderer, script: Sequence[Step], *, library: Library | None = None
+) -> MemSearcher:
+    return MemSearcher(renderer, generate=ScriptedEngine(renderer.tokenizer, script), search=library or Library())

@@ -20,8 +20,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from mempipe.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner
+from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
@@ -59,7 +60,13 @@ def load_plain(folder: Path) -> PreTrainedModel:
 
 
 def sample(
-    rng: np.random.Generator, *, length: int, trajectory: str = "t0", group: str = "g0", index: int = 0, advantage: float | None = None
+    rng: np.random.Generator,
+    *,
+    length: int,
+    trajectory: str = "t0",
+    group: str = "g0",
+    index: int = 0,
+    advantage: float | None = None,
 ) -> TrainingSample:
     """A context of random ids whose loss tokens are about a third (at least one, never the first)."""
     mask = (rng.random(length) < 0.35).astype(int)
@@ -91,7 +98,12 @@ def pack(step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:
     """A learner of the model in `folder`; `changes` are settings of any section or arguments of Learner."""
-    sections = {"model": ModelConfig, "optimizer": OptimizerConfig, "learner": LearnerConfig, "algorithm": AlgorithmConfig}
+    sections = {
+        "model": ModelConfig,
+        "optimizer": OptimizerConfig,
+        "learner": LearnerConfig,
+        "algorithm": AlgorithmConfig,
+    }
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder), "dtype": "float32"},
         "optimizer": {"lr": 1e-3},
@@ -111,7 +123,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def assert_close(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, tolerance: float = 1e-5) -> None:
+def assert_close(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, tolerance: float = 1e-5
+) -> None:
     """Every tensor differs by at most `tolerance` of the expected one's largest entry."""
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():

@@ -17,7 +17,9 @@ REWARDS = st.lists(st.floats(0, 1), min_size=2, max_size=16)
 
 def group(*rewards: float) -> Group:
     trajectories = [
-        Trajectory(id=f"q/{i}", group_id="q", member=i, contexts=[], end_reason=EndReason.ANSWERED, answer="x", reward=reward)
+        Trajectory(
+            id=f"q/{i}", group_id="q", member=i, contexts=[], end_reason=EndReason.ANSWERED, answer="x", reward=reward
+        )
         for i, reward in enumerate(rewards)
     ]
     return Group(id="q", question=Question(id="q", text="?", golden_answers=["x"]), trajectories=trajectories)

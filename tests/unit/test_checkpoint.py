@@ -46,7 +46,11 @@ def everything(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in one.keys() | other.keys() if name not in one or name not in other or not torch.equal(one[name], other[name])]
+    return [
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or not torch.equal(one[name], other[name])
+    ]
 
 
 def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
@@ -115,7 +119,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [10, 1500])
 def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_path, limit):
     save(tmp_path, 1)
-    with file_size_limit(limit), pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: \S") as caught:
+    with (
+        file_size_limit(limit),
+        pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step-00000002: \S") as caught,
+    ):
         save(tmp_path, 2)
     assert "\n" not in str(caught.value)
     assert files(tmp_path) == ["step-00000001"]
@@ -235,7 +242,9 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(two_ranks):
     assert files(out / "failing") == []
 
 
-@pytest.mark.parametrize(("architecture", "settings"), [("qwen2", {}), ("qwen2_untied", {}), ("llama", {}), ("qwen2", {"lora_rank": 4})])
+@pytest.mark.parametrize(
+    ("architecture", "settings"), [("qwen2", {}), ("qwen2_untied", {}), ("llama", {}), ("qwen2", {"lora_rank": 4})]
+)
 def test_an_exported_model_is_the_learners(tmp_path, architecture, settings):
     folder = save_model(tmp_path, architecture)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -243,7 +252,9 @@ def test_an_exported_model_is_the_learners(tmp_path, architecture, settings):
     learner = make_learner(folder, lr=1e-2, **settings)
     learner.step([update, update])
     exported = export_hf(tmp_path / "export", learner.full_state_dict(), source=folder)
-    assert {"config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"} <= set(files(exported))
+    assert {"config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"} <= set(
+        files(exported)
+    )
     loaded, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

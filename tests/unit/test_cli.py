@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from mempipe.cli import main
-from mempipe.config import load_config
 from mempipe.data.trajectories import write_trajectories
 from mempipe.doctor import Shape, check, model_shape
-from mempipe.engines.index_build import build_index
+from mempipe.loader import load_config
+from mempipe.retrieval.build import build_index
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -42,7 +42,9 @@ def test_data_qa_says_what_it_understood_and_refuses_with_the_line(tmp_path, cap
 
 def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsys):
     facts = {"Lima": "Peru", "Oslo": "Norway"}
-    passages = [Passage(id=str(i), title=city, text=f"{city} is the capital of {facts[city]}.") for i, city in enumerate(facts)]
+    passages = [
+        Passage(id=str(i), title=city, text=f"{city} is the capital of {facts[city]}.") for i, city in enumerate(facts)
+    ]
     build_index(passages, tmp_path / "index")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": p.id, "contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in passages))
@@ -50,7 +52,9 @@ def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsy
     assert main(["index", "adopt", theirs, str(corpus), str(tmp_path / "adopted"), "kind=hashing"]) == 0
     assert "2 passages" in capsys.readouterr().out
     for index in ("index", "adopted"):
-        assert main(["index", "search", str(tmp_path / index), "capital of Norway", "--num-passages", "1", "--json"]) == 0
+        assert (
+            main(["index", "search", str(tmp_path / index), "capital of Norway", "--num-passages", "1", "--json"]) == 0
+        )
         (found,) = json.loads(capsys.readouterr().out)
         assert (found["title"], found["id"]) == ("Oslo", "1")
     assert main(["index", "search", str(tmp_path / "index"), "capital of Norway"]) == 0
@@ -77,7 +81,9 @@ def run(tmp_path) -> Path:
         searches=[search],
         memory_after="known",
     )
-    trajectory = Trajectory(id="g/0", group_id="g", member=0, contexts=[context], end_reason=EndReason.MAX_TURNS, answer=None)
+    trajectory = Trajectory(
+        id="g/0", group_id="g", member=0, contexts=[context], end_reason=EndReason.MAX_TURNS, answer=None
+    )
     question = Question(id="q1", text="Who is it?", golden_answers=["me"])
     write_trajectories(tmp_path / "trajectories.parquet", [Group(id="g", question=question, trajectories=[trajectory])])
     return tmp_path
@@ -86,21 +92,31 @@ def run(tmp_path) -> Path:
 def test_trace_shows_a_trajectory_turn_by_turn(run, capsys):
     assert main(["trace", str(run), "--question", "Who"]) == 0
     out = capsys.readouterr().out
-    assert [line in out for line in ("Who is it?", "look it up", "[T] body", "wrote    known", "max_turns")] == [True] * 5
+    assert [line in out for line in ("Who is it?", "look it up", "[T] body", "wrote    known", "max_turns")] == [
+        True
+    ] * 5
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--question", "absent"], "matches --question"), ([], "does not exist")])
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--question", "absent"], "matches --question"), ([], "does not exist")]
+)
 def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
     target = run if arguments else tmp_path / "nothing.parquet"
     assert main(["trace", str(target), *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "devices", "billions"), [("memsearcher_qwen2.5-3b", 8, 3.09), ("memsearcher_qwen2.5-7b", 16, 7.62)])
+@pytest.mark.parametrize(
+    ("name", "devices", "billions"), [("memsearcher_qwen2.5-3b", 8, 3.09), ("memsearcher_qwen2.5-7b", 16, 7.62)]
+)
 def test_doctor_plans_the_published_runs(name, devices, billions, tmp_path):
     for file in ("train.jsonl", "validation.jsonl", "index"):
         (tmp_path / file).touch()
-    paths = [f"data.train={tmp_path}/train.jsonl", f"data.validation={tmp_path}/validation.jsonl", f"retrieval.index={tmp_path}/index"]
+    paths = [
+        f"data.train={tmp_path}/train.jsonl",
+        f"data.validation={tmp_path}/validation.jsonl",
+        f"retrieval.index={tmp_path}/index",
+    ]
     config = load_config(CONFIGS / f"{name}.yaml", [*paths, f"output={tmp_path}"])
     findings = check(config, num_devices=devices, device_gib=80)
     assert not any(finding.fatal for finding in findings), findings

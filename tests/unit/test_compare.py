@@ -7,21 +7,30 @@ from pathlib import Path
 import pytest
 
 from mempipe.cli import main
-from mempipe.config import ConfigError
 from mempipe.evaluation.compare import OVERALL, compare_runs, warnings
 from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group, Question, Trajectory
 
 SETTINGS = {"sampling": {"temperature": 0.0}, "judge": None}
 
 
-def results(folder: Path, rights: dict[str, bool], *, texts: dict[str, str] | None = None, num_samples: int = 1) -> Path:
+def results(
+    folder: Path, rights: dict[str, bool], *, texts: dict[str, str] | None = None, num_samples: int = 1
+) -> Path:
     """A finished set: question id to whether it was answered rightly."""
     groups = []
     for key, is_right in rights.items():
         question = Question(id=key, text=(texts or {}).get(key, f"{key}?"), golden_answers=["Nile"])
         attempts = [
-            Trajectory(id="t", group_id=key, member=i, contexts=[], end_reason=EndReason.ANSWERED, answer="Nile" if is_right else "Rhine")
+            Trajectory(
+                id="t",
+                group_id=key,
+                member=i,
+                contexts=[],
+                end_reason=EndReason.ANSWERED,
+                answer="Nile" if is_right else "Rhine",
+            )
             for i in range(num_samples)
         ]
         groups.append(Group(id=key, question=question, trajectories=attempts))

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mempipe.config import COMPAT_PRESETS, CompatConfig, ConfigError, RunConfig, load_config, load_index_config, parse_config
+from mempipe.agents.memsearcher import MemSearcherCompat
+from mempipe.agents.registry import BUILT_IN, agent_spec
+from mempipe.config import RunConfig
+from mempipe.loader import load_config, load_index_config, parse_config
+from mempipe.settings import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
 KEYS = {path: yaml.safe_load(path.read_text()).keys() for path in CONFIGS}
@@ -34,15 +38,26 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
     ("values", "words"),
     [
         ({"algoritm": {}}, ["algoritm", "not a setting"]),
-        ({"algorithm": {"group_sise": 4}}, ["algorithm.group_sise", "not a setting"]),
+        ({"algorithm": {"group_sise": 4}}, ["algorithm.group_sise", "not a setting", "algorithm.group_size"]),
         ({"algorithm": {"group_size": "many"}}, ["algorithm.group_size", "'many'", "integer"]),
         ({"algorithm": {"loss": "ppo2"}}, ["algorithm.loss", "'ppo2'", "'grpo'"]),
         ({"algorithm": {"groups_per_step": 10, "updates_per_step": 3}}, ["groups_per_step 10", "updates_per_step 3"]),
         ({"budget": {"context_tokens": 100}}, ["budget.context_tokens is 100", "5879"]),
-        ({"agent": {"name": "react"}, "compat": {"preset": "mem1"}}, ["compat.preset is 'mem1'", "agent.name 'mem1'", "'react'"]),
-        ({"compat": {"preset": "memsearcher"}}, ["compat.preset", "'memsearcher-train'"]),
-        ({"compat": {"preset": []}}, ["compat.preset"]),
-        ({"compat": {"num_passages": 11}}, ["compat.num_passages is 11", "max_passages 10"]),
+        ({"agent": {"name": "react", "compat": {"preset": "mem1"}}}, ["agent.compat.preset is 'mem1'", "'search-r1'"]),
+        ({"agent": {"compat": {"preset": "memsearcher"}}}, ["agent.compat.preset", "'memsearcher-train'"]),
+        ({"agent": {"compat": {"preset": []}}}, ["agent.compat.preset"]),
+        ({"agent": {"compat": {"num_passages": 11}}}, ["agent.compat.num_passages is 11", "max_passages 10"]),
+        (
+            {"agent": {"compat": {"answer_sentence": True}}},
+            ["agent.compat.answer_sentence", "'memsearcher'", "memagent"],
+        ),
+        ({"agent": {"name": "mem1", "chunk_first": True}}, ["agent.chunk_first", "'mem1'", "memagent"]),
+        ({"budget": {"chunk_tokens": 5}}, ["budget.chunk_tokens", "'memsearcher'", "memagent"]),
+        ({"agent": {"name": "memsercher"}}, ["agent.name is 'memsercher'", "'memsearcher'"]),
+        ({"agent": {"name": "nowhere.agent"}}, ["agent.name is 'nowhere.agent'", "cannot be imported"]),
+        ({"agent": {"name": "mempipe.types"}}, ["agent.name is 'mempipe.types'", "AGENT"]),
+        ({"compat": {"preset": "mem1"}}, ["compat", "agent.compat"]),
+        ({"group_size": 4}, ["group_size", "algorithm.group_size"]),
         ({"reward": {"format": "search_r1"}}, ["reward.format is 'search_r1'", "reward.answer is 'f1'"]),
         ({"reward": {"format": "search_r1", "answer": "em"}}, ["reward.format is 'search_r1'", "'memsearcher'"]),
         ({"retrieval": {"num_passages": 20}}, ["num_passages is 20", "max_passages 10"]),
@@ -57,7 +72,8 @@ def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(va
 
 
 @pytest.mark.parametrize(
-    ("override", "words"), [("seed", "key=value"), ("=1", "key=value"), ("seed.x=1", "not a section"), ("seed=[", "not YAML")]
+    ("override", "words"),
+    [("seed", "key=value"), ("=1", "key=value"), ("seed.x=1", "not a section"), ("seed=[", "not YAML")],
 )
 def test_a_malformed_override_is_refused(tmp_path, override, words):
     file = tmp_path / "c.yaml"
@@ -66,7 +82,9 @@ def test_a_malformed_override_is_refused(tmp_path, override, words):
         load_config(file, [override])
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "cannot read"), ("a: [", "not YAML"), ("- 1", "expected a mapping")])
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "cannot read"), ("a: [", "not YAML"), ("- 1", "expected a mapping")]
+)
 def test_an_unreadable_file_is_refused(tmp_path, text, words):
     file = tmp_path / "c.yaml"
     if text is not None:
@@ -95,33 +113,73 @@ SMALL = {
     ],
 )
 def test_the_parts_of_an_agents_largest_context_may_fill_it_exactly(agent, needed, parts):
-    values = {"agent": {"name": agent}, "budget": {**SMALL, "context_tokens": needed}}
-    assert sum(parse_config(values).budget.parts(agent).values()) == needed
+    limits = {name: value for name, value in SMALL.items() if name in agent_spec(agent).budget.model_fields}
+    values = {"agent": {"name": agent}, "budget": {**limits, "context_tokens": needed}}
+    assert sum(parse_config(values).budget.parts().values()) == needed
     message = f"budget.context_tokens is {needed - 1}, but {parts} tokens need {needed} before the template"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_config({"agent": {"name": agent}, "budget": {**SMALL, "context_tokens": needed - 1}})
+        parse_config({"agent": {"name": agent}, "budget": {**limits, "context_tokens": needed - 1}})
 
 
 def test_memagents_largest_context_may_be_the_last_one():
-    values = {"agent": {"name": "memagent"}, "budget": {**SMALL, "action_tokens": 11, "context_tokens": 14}}
-    assert parse_config(values).budget.parts("memagent") == {"question": 1, "memory": 2, "answer": 11}
+    limits = {name: value for name, value in SMALL.items() if name != "observation_tokens"}
+    values = {"agent": {"name": "memagent"}, "budget": {**limits, "action_tokens": 11, "context_tokens": 14}}
+    assert parse_config(values).budget.parts() == {"question": 1, "memory": 2, "answer": 11}
+
+
+def test_the_memory_message_follows_the_memory_unless_it_is_set():
+    assert parse_config({"budget": {"memory_tokens": 100}}).budget.parts()["memory message"] == 164
+    assert (
+        parse_config({"budget": {"memory_tokens": 100, "memory_message_tokens": 110}}).budget.parts()["memory message"]
+        == 110
+    )
 
 
 def test_a_compat_preset_fills_the_flags_and_a_named_flag_wins():
-    compat = CompatConfig.model_validate({"preset": "memsearcher-train", "question_mark": False})
-    assert (compat.box_in_thought, compat.question_mark, compat.num_passages, compat.bad_memory) == (True, False, 10, "end")
-    assert compat.active() == ["box_in_thought: True", "literal_newlines: True", "num_passages: 10"]
-    assert CompatConfig().active() == []
+    compat = MemSearcherCompat.model_validate({"preset": "memsearcher-train", "question_mark": False})
+    assert (compat.box_in_thought, compat.question_mark, compat.num_passages, compat.bad_memory) == (
+        True,
+        False,
+        10,
+        "end",
+    )
+    assert compat.active() == ["num_passages: 10", "box_in_thought: True", "literal_newlines: True"]
+    assert MemSearcherCompat().active() == []
 
 
-@pytest.mark.parametrize("preset", COMPAT_PRESETS)
-def test_every_compat_preset_changes_something_and_fits_its_agent(preset):
-    agent, flags = COMPAT_PRESETS[preset]
-    config = parse_config({"agent": {"name": agent}, "compat": {"preset": preset}})
-    assert flags and sorted(config.compat.active()) == sorted(f"{name}: {value}" for name, value in flags.items())
+PRESETS = [
+    (agent, preset, flags)
+    for agent in BUILT_IN
+    for preset, flags in agent_spec(agent).config.model_fields["compat"].default.PRESETS.items()
+    if preset != "none"
+]
+
+
+@pytest.mark.parametrize(("agent", "preset", "flags"), PRESETS, ids=[preset for _, preset, _ in PRESETS])
+def test_every_compat_preset_changes_what_it_says(agent, preset, flags):
+    config = parse_config({"agent": {"name": agent, "compat": {"preset": preset}}})
+    assert flags and sorted(config.agent.compat.active()) == sorted(f"{name}: {value}" for name, value in flags.items())
+
+
+@pytest.mark.parametrize("agent", BUILT_IN)
+def test_the_reward_is_the_published_one_unless_it_is_set(agent):
+    assert parse_config({"agent": {"name": agent}}).reward.model_dump().items() >= agent_spec(agent).reward.items()
+    assert parse_config({"agent": {"name": agent}, "reward": {"wrong_answer": 0.5}}).reward.wrong_answer == 0.5
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 3\nname: x\nseed: 4\n")
+    with pytest.raises(ConfigError, match=r"'seed' stands twice, the second time in line 3"):
+        load_config(file)
 
 
 def test_defaults_are_the_published_settings():
     config = RunConfig()
-    assert (config.algorithm.group_size, config.algorithm.kl_coef, config.algorithm.clip_low, config.optimizer.lr) == (5, 0.001, 0.2, 1e-6)
+    assert (config.algorithm.group_size, config.algorithm.kl_coef, config.algorithm.clip_low, config.optimizer.lr) == (
+        5,
+        0.001,
+        0.2,
+        1e-6,
+    )
     assert (config.budget.memory_tokens, config.budget.max_turns, config.budget.context_tokens) == (1024, 5, 8192)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.context_growth import AGENTS, NUM_NOTED, play
-from mempipe.data.scripts import parse_facts
-from mempipe.evaluation.memory_quality import context_tokens_by_turn
+from mempipe.data.scripted_agents import parse_facts
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
 from mempipe.types import EndReason
 
 SEEDS = (1, 2)
@@ -24,7 +24,10 @@ def test_twenty_hops_are_answered_right(attempts, agent):
         assert trajectory.end_reason is EndReason.ANSWERED
         assert trajectory.answer is not None
         assert len(context_tokens_by_turn(trajectory, growing=agent == "react")) == 21
-    answers = {agent: [(trajectory.answer or "").strip() for trajectory in trajectories] for agent, trajectories in attempts.items()}
+    answers = {
+        agent: [(trajectory.answer or "").strip() for trajectory in trajectories]
+        for agent, trajectories in attempts.items()
+    }
     assert answers[agent] == answers["memsearcher"]
 
 

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.config import ConfigError
 from mempipe.data import corpus, rows
 from mempipe.data.corpus import (
     PASSAGE_COLUMNS,
@@ -29,10 +28,14 @@ from mempipe.data.corpus import (
     read_segments,
     split_contents,
 )
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki_mini.jsonl"
-ROWS = [{"id": "0", "contents": '"Nile"\nA river.\nIn Africa.'}, {"id": 7, "title": "Rhine", "text": " A river. ", "partition": "de"}]
+ROWS = [
+    {"id": "0", "contents": '"Nile"\nA river.\nIn Africa.'},
+    {"id": 7, "title": "Rhine", "text": " A river. ", "partition": "de"},
+]
 PASSAGES = [
     Passage(id="0", title="Nile", text="A river.\nIn Africa."),
     Passage(id="7", title="Rhine", text="A river.", partition="de"),
@@ -55,7 +58,9 @@ def test_jsonl_gzip_and_parquet_give_the_same_passages(tmp_path):
     plain = write(tmp_path / "c.jsonl", *ROWS)
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     pq.write_table(
-        pa.Table.from_pylist([{"id": p.id, "title": p.title, "text": p.text, "partition": p.partition} for p in PASSAGES]),
+        pa.Table.from_pylist(
+            [{"id": p.id, "title": p.title, "text": p.text, "partition": p.partition} for p in PASSAGES]
+        ),
         tmp_path / "c.parquet",
     )
     for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
@@ -147,9 +152,25 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
 
 # Lines of every kind that a corpus file may hold; `None` ids are numbered, so that most of them differ.
 TEXTS = st.sampled_from(
-    ["A river.", " x ", "", "\u3000", '"T"\nx', '"\nx', "T\n", "\u2028a\x1cb\x85", "é🙂", "\ud800", "a\x00b", "NaN}", "x\r\ny"]
+    [
+        "A river.",
+        " x ",
+        "",
+        "\u3000",
+        '"T"\nx',
+        '"\nx',
+        "T\n",
+        "\u2028a\x1cb\x85",
+        "é🙂",
+        "\ud800",
+        "a\x00b",
+        "NaN}",
+        "x\r\ny",
+    ]
 )
-IDS = st.one_of(st.integers(-3, 30), st.integers(0, 30).map(str), st.sampled_from(["", None, 1.5, True, 2**70, [1], "\udc00"]))
+IDS = st.one_of(
+    st.integers(-3, 30), st.integers(0, 30).map(str), st.sampled_from(["", None, 1.5, True, 2**70, [1], "\udc00"])
+)
 OBJECTS = st.fixed_dictionaries(
     {},
     optional={
@@ -161,7 +182,9 @@ OBJECTS = st.fixed_dictionaries(
         "other": st.sampled_from([None, 1, "\ud800", {"id": "9"}, [[1]], float("nan"), float("inf"), 1e300]),
     },
 )
-PLAIN = st.builds(lambda i, text: {"id": i, "contents": f'"T"\n{text}'}, st.integers(0, 60).map(str), st.text(max_size=5))
+PLAIN = st.builds(
+    lambda i, text: {"id": i, "contents": f'"T"\n{text}'}, st.integers(0, 60).map(str), st.text(max_size=5)
+)
 ODD = st.sampled_from(
     [
         *(b"", b"  \t", b"\x0c", b"{", b"{}", b"[1]", b"3", b"x" * 400),
@@ -174,7 +197,11 @@ ODD = st.sampled_from(
             b'{"id":"10","text":"x","o":1e999}',
         ),
         *(b'\xef\xbb\xbf{"id":"11","text":"x"}', b'{"id":"12","text":"x","o":' + b"[" * 101 + b"]" * 101 + b"}"),
-        *(b'{"id":"13","text":"x","o":Inf}', b'{"id":"14","text":"x","o":[NaN]}', b'{"id":"15","text":"x","o":{"id":1}}'),
+        *(
+            b'{"id":"13","text":"x","o":Inf}',
+            b'{"id":"14","text":"x","o":[NaN]}',
+            b'{"id":"15","text":"x","o":{"id":1}}',
+        ),
     ]
 )
 LINES = st.lists(st.one_of(PLAIN, PLAIN, PLAIN, OBJECTS, ODD), max_size=40)
@@ -207,7 +234,10 @@ def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_
             [b'{"id":"1","text":"x","o":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"id":"2","text":"x"}'],
             "line 1: not JSON: maximum recursion",
         ),
-        ([b'{"id":"1","text":"x"}{"id":"2","text":"x"}', b"", b'{"id":"3","text":"x"}'], "line 1: not JSON: Extra data"),
+        (
+            [b'{"id":"1","text":"x"}{"id":"2","text":"x"}', b"", b'{"id":"3","text":"x"}'],
+            "line 1: not JSON: Extra data",
+        ),
     ],
 )
 def test_what_arrow_would_read_and_python_would_not_is_refused(tmp_path, lines, reason):
@@ -217,7 +247,10 @@ def test_what_arrow_would_read_and_python_would_not_is_refused(tmp_path, lines, 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(OBJECTS, max_size=20))
 def test_parquet_columns_and_rows_give_the_same_passages_and_faults(tmp_path_factory, found):
-    texts = [{name: row.get(name) if isinstance(row.get(name), str) else None for name in PASSAGE_COLUMNS.names} for row in found]
+    texts = [
+        {name: row.get(name) if isinstance(row.get(name), str) else None for name in PASSAGE_COLUMNS.names}
+        for row in found
+    ]
     texts = [{name: value and re.sub("[\ud800-\udfff]", "?", value) for name, value in row.items()} for row in texts]
     path = tmp_path_factory.mktemp("c") / "c.parquet"
     pq.write_table(pa.Table.from_pylist(texts, schema=PASSAGE_COLUMNS), path)
@@ -281,7 +314,10 @@ def test_bad_rows_behind_the_last_full_segment_are_counted(tmp_path):
     lines = [{"id": i, "text": "x"} for i in range(4)]
     files = corpus_files(write(tmp_path / "c.jsonl", *lines, b"{", {"id": 0, "text": "x"}))
     batches = list(read_segments(files, size=2, max_bad_rows=2))
-    assert [position for _, position in batches] == [CorpusPosition(0, 2, {}), CorpusPosition(1, 0, {"not_json": 1, "duplicate_id": 1})]
+    assert [position for _, position in batches] == [
+        CorpusPosition(0, 2, {}),
+        CorpusPosition(1, 0, {"not_json": 1, "duplicate_id": 1}),
+    ]
 
 
 def test_the_limit_on_bad_rows_counts_all_files_and_what_came_before(tmp_path):
@@ -295,9 +331,15 @@ def test_the_limit_on_bad_rows_counts_all_files_and_what_came_before(tmp_path):
         list(read_segments(files, size=10, max_bad_rows=2))
     head, *places = str(caught.value).splitlines()
     assert head == "3 bad rows (1 not_json, 1 empty, 1 duplicate_id), more than max_bad_rows 2:"
-    assert [place.strip().split(": ")[0] for place in places] == [f"{first}, line 1", f"{first}, line 3", f"{second}, line 1"]
+    assert [place.strip().split(": ")[0] for place in places] == [
+        f"{first}, line 1",
+        f"{first}, line 3",
+        f"{second}, line 1",
+    ]
     with pytest.raises(ConfigError, match="3 bad rows"):
-        list(read_segments(files, size=10, start=CorpusPosition(0, 3, {"not_json": 2}), seen=_seen("0"), max_bad_rows=2))
+        list(
+            read_segments(files, size=10, start=CorpusPosition(0, 3, {"not_json": 2}), seen=_seen("0"), max_bad_rows=2)
+        )
     with pytest.raises(ConfigError, match="max_bad_rows is -1"):
         list(read_segments(files, size=10, max_bad_rows=-1))
 
@@ -357,7 +399,12 @@ def test_folders_are_read_by_name_and_lists_in_their_order(tmp_path):
 def test_urls_are_read_as_local_files_are(tmp_path):
     memory = fsspec.filesystem("memory")
     plain = write(tmp_path / "c.jsonl", *ROWS).read_bytes()
-    memory.pipe({"/corpus/a.jsonl": plain, "/corpus/b.jsonl.gz": gzip.compress(plain.replace(b'"0"', b'"9"').replace(b"7", b"8"))})
+    memory.pipe(
+        {
+            "/corpus/a.jsonl": plain,
+            "/corpus/b.jsonl.gz": gzip.compress(plain.replace(b'"0"', b'"9"').replace(b"7", b"8")),
+        }
+    )
     assert [p.id for p in read_corpus("memory://corpus")] == ["0", "7", "9", "8"]
     assert list(read_corpus("memory://corpus/a.jsonl")) == list(read_corpus(f"file://{tmp_path}/c.jsonl")) == PASSAGES
     assert [file.size for file in corpus_files("memory://corpus/a.jsonl")] == [len(plain)]
@@ -408,7 +455,9 @@ def test_seen_ids_are_few_runs_of_sixteen_bytes_each():
 
 
 def test_ids_that_share_their_first_hash_are_told_apart(monkeypatch):
-    monkeypatch.setattr(corpus, "_hashes", lambda ids: np.array([[7] * len(ids), [int(i) for i in ids]], dtype=np.uint64))
+    monkeypatch.setattr(
+        corpus, "_hashes", lambda ids: np.array([[7] * len(ids), [int(i) for i in ids]], dtype=np.uint64)
+    )
     seen = SeenIds()
     assert seen.add(["3", "1", "3"]).tolist() == [False, False, True]
     assert seen.add(["2", "1"]).tolist() == [False, True]

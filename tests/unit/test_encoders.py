@@ -15,11 +15,33 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
 
-from mempipe.config import ConfigError
-from mempipe.engines.encoders import HashingEncoder, HFEncoder, SentenceTransformerEncoder, check_same_encoder, make_encoder
+from mempipe.retrieval.encoders import (
+    HashingEncoder,
+    HFEncoder,
+    SentenceTransformerEncoder,
+    check_same_encoder,
+    make_encoder,
+)
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "passage", ":", '"', "nile", "rhine", "river", "flows", "in", "egypt"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "query",
+    "passage",
+    ":",
+    '"',
+    "nile",
+    "rhine",
+    "river",
+    "flows",
+    "in",
+    "egypt",
+]
 PASSAGES = [
     Passage(id="1", title="Nile", text="river in Egypt"),
     Passage(id="2", title="", text="Rhine river"),
@@ -34,10 +56,17 @@ def save_bert(folder: Path, *, seed: int, padding_side: str = "right") -> str:
     """A BERT of one layer and 32 positions with random weights."""
     torch.manual_seed(seed)
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
     )
     BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)}, padding_side=padding_side).save_pretrained(folder)
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)}, padding_side=padding_side).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -68,7 +97,9 @@ def test_queries_and_passages_are_prefixed_and_pooled_over_their_own_tokens(bert
     (query,) = encoder.encode_queries(["Nile river"])
     np.testing.assert_allclose(query, by_hand(bert, ["query", ":", "nile", "river"]), atol=1e-6)
     titled, untitled, _ = encoder.encode_passages(PASSAGES)  # of different lengths: padding must not count
-    np.testing.assert_allclose(titled, by_hand(bert, ["passage", ":", '"', "nile", '"', "river", "in", "egypt"]), atol=1e-6)
+    np.testing.assert_allclose(
+        titled, by_hand(bert, ["passage", ":", '"', "nile", '"', "river", "in", "egypt"]), atol=1e-6
+    )
     np.testing.assert_allclose(untitled, by_hand(bert, ["passage", ":", "rhine", "river"]), atol=1e-6)
 
 
@@ -92,11 +123,15 @@ def test_any_string_can_be_encoded(encoder, text):
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize(("pooling", "token"), [("cls", 0), ("last", -1)])
-def test_the_first_or_last_token_of_every_text_is_pooled_wherever_the_tokenizer_pads(tmp_path, padding_side, pooling, token):
+def test_the_first_or_last_token_of_every_text_is_pooled_wherever_the_tokenizer_pads(
+    tmp_path, padding_side, pooling, token
+):
     bert = save_bert(tmp_path, seed=0, padding_side=padding_side)
     encoder = HFEncoder(bert, query_prefix="", pooling=pooling, normalize=False, max_tokens=12)
     texts = ["nile river in egypt", "rhine", "river flows"]
-    for text, vector in zip(texts, encoder.encode_queries(texts), strict=True):  # one batch: the shorter texts are padded
+    for text, vector in zip(
+        texts, encoder.encode_queries(texts), strict=True
+    ):  # one batch: the shorter texts are padded
         np.testing.assert_allclose(vector, states(bert, text.split())[token], atol=1e-6)
 
 
@@ -104,7 +139,9 @@ def test_vectors_are_as_long_as_the_model_makes_them_without_normalize(bert):
     raw = HFEncoder(bert, max_tokens=12, normalize=False).encode_queries(["nile", "rhine river"])
     lengths = np.linalg.norm(raw, axis=1)
     assert raw.dtype == np.float32 and not np.isclose(lengths, 1, atol=1e-3).any()
-    np.testing.assert_allclose(raw / lengths[:, None], HFEncoder(bert, max_tokens=12).encode_queries(["nile", "rhine river"]), atol=1e-6)
+    np.testing.assert_allclose(
+        raw / lengths[:, None], HFEncoder(bert, max_tokens=12).encode_queries(["nile", "rhine river"]), atol=1e-6
+    )
 
 
 def test_a_text_without_any_token_has_the_vector_0(tmp_path):
@@ -130,12 +167,26 @@ def test_the_same_list_gives_the_same_bits_and_equal_texts_equal_vectors(bert):
     used.encode_queries(["egypt", "rhine river flows in egypt"])
     vectors = used.encode_queries(texts)
     assert np.array_equal(vectors, fresh.encode_queries(texts))
-    assert np.array_equal(vectors[0], vectors[3]) and np.array_equal(vectors[0], vectors[6]) and np.array_equal(vectors[1], vectors[5])
+    assert (
+        np.array_equal(vectors[0], vectors[3])
+        and np.array_equal(vectors[0], vectors[6])
+        and np.array_equal(vectors[1], vectors[5])
+    )
 
 
 def test_a_manifest_makes_the_same_encoder(bert, encoder):
     spec = json.loads(json.dumps(encoder.spec()))
-    assert set(spec) == {"kind", "dimension", "path", "query_prefix", "passage_prefix", "pooling", "normalize", "max_tokens", "fingerprint"}
+    assert set(spec) == {
+        "kind",
+        "dimension",
+        "path",
+        "query_prefix",
+        "passage_prefix",
+        "pooling",
+        "normalize",
+        "max_tokens",
+        "fingerprint",
+    }
     made = make_encoder(spec)
     assert made.spec() == spec
     np.testing.assert_allclose(made.encode_passages(PASSAGES), encoder.encode_passages(PASSAGES), atol=1e-6)
@@ -162,7 +213,9 @@ def test_a_moved_model_is_the_same_and_other_weights_are_not(tmp_path):
         make_encoder(built | {"dimension": 17}, path=str(moved))
 
 
-@pytest.mark.parametrize("name", ["query_prefix", "pooling", "normalize", "max_tokens", "fingerprint", "dimension", "kind"])
+@pytest.mark.parametrize(
+    "name", ["query_prefix", "pooling", "normalize", "max_tokens", "fingerprint", "dimension", "kind"]
+)
 def test_encoders_that_differ_are_told_apart_by_name(encoder, name):
     with pytest.raises(ConfigError, match=f"the encoder's {name} is "):
         check_same_encoder(encoder.spec(), encoder.spec() | {name: "other"})
@@ -176,18 +229,33 @@ def test_encoders_that_differ_are_told_apart_by_name(encoder, name):
         ({}, "encoder kind is None; it must be 'hashing', 'huggingface', 'sentence_transformers'"),
         ({"kind": "word2vec"}, "encoder kind is 'word2vec'"),
         ({"kind": ["hashing"]}, r"encoder kind is \['hashing'\]"),
-        ({"kind": "hashing", "shape": "round"}, "hashing encoder has no setting 'shape'; it has dimension, title_weight"),
+        (
+            {"kind": "hashing", "shape": "round"},
+            "hashing encoder has no setting 'shape'; it has dimension, title_weight",
+        ),
         ({"kind": "hashing", "path": "model"}, "hashing encoder has no setting 'path'"),
         ({"kind": "hashing", "dimension": 0}, "hashing encoder: dimension is 0: should be greater than 0"),
         ({"kind": "hashing", "dimension": "many"}, "hashing encoder: dimension is 'many': should be a valid integer"),
-        ({"kind": "hashing", "title_weight": -1}, "hashing encoder: title_weight is -1: should be greater than or equal to 0"),
-        ({"kind": "hashing", "fingerprint": "0" * 16}, "fingerprint is None, the index was built with '0000000000000000'"),
-        ({"kind": "huggingface"}, "huggingface encoder: path is missing; it has the settings path, query_prefix, passage_prefix, pooling"),
+        (
+            {"kind": "hashing", "title_weight": -1},
+            "hashing encoder: title_weight is -1: should be greater than or equal to 0",
+        ),
+        (
+            {"kind": "hashing", "fingerprint": "0" * 16},
+            "fingerprint is None, the index was built with '0000000000000000'",
+        ),
+        (
+            {"kind": "huggingface"},
+            "huggingface encoder: path is missing; it has the settings path, query_prefix, passage_prefix, pooling",
+        ),
         ({"kind": "huggingface", "path": "m", "pooling": "max"}, "pooling is 'max': should be 'mean', 'cls' or 'last'"),
         ({"kind": "huggingface", "path": "m", "query_prompt": ""}, "huggingface encoder has no setting 'query_prompt'"),
         ({"kind": "huggingface", "path": None}, "path is None: should be a valid string"),
         ({"kind": "huggingface", "path": "/nowhere"}, "encoder '/nowhere' is no Hugging Face encoder"),
-        ({"kind": "sentence_transformers", "path": "m", "max_tokens": 0}, "sentence_transformers encoder: max_tokens is 0"),
+        (
+            {"kind": "sentence_transformers", "path": "m", "max_tokens": 0},
+            "sentence_transformers encoder: max_tokens is 0",
+        ),
     ],
 )
 def test_a_spec_that_cannot_work_is_refused_by_name(spec, sentence):
@@ -246,9 +314,15 @@ def test_minilm_finds_meaning_where_no_word_is_shared(minilm):
         Passage(id="1", title="Feline", text="Cats purr when they are content."),
         Passage(id="2", title="Bond market", text="Yields rose as investors sold government debt."),
     ]
-    scores = minilm.encode_passages(passages) @ minilm.encode_queries(["why does a kitten make that sound", "interest rates"]).T
+    scores = (
+        minilm.encode_passages(passages)
+        @ minilm.encode_queries(["why does a kitten make that sound", "interest rates"]).T
+    )
     assert scores.argmax(0).tolist() == [0, 1]
-    assert not (HashingEncoder().encode_passages(passages) @ HashingEncoder().encode_queries(["why does a kitten make that sound"]).T).any()
+    assert not (
+        HashingEncoder().encode_passages(passages)
+        @ HashingEncoder().encode_queries(["why does a kitten make that sound"]).T
+    ).any()
 
 
 def test_both_libraries_run_the_same_model_alike(minilm):
@@ -268,13 +342,19 @@ def test_prompts_come_before_the_texts_and_max_tokens_cuts(minilm):
     )
     np.testing.assert_allclose(prompted.encode_queries(["nile"]), minilm.encode_queries(["query: nile"]), atol=1e-6)
     passage = Passage(id="1", title="", text="nile " * 20)
-    np.testing.assert_allclose(prompted.encode_passages([passage]), minilm.encode_queries(["passage: nile nile nile nile"]), atol=1e-6)
+    np.testing.assert_allclose(
+        prompted.encode_passages([passage]), minilm.encode_queries(["passage: nile nile nile nile"]), atol=1e-6
+    )
 
 
 def test_vectors_of_equal_texts_are_equal_and_come_back_in_order(minilm):
     texts = ["nile", "the rhine flows to the north sea", "nile", ""]
     vectors = minilm.encode_queries(texts)
-    assert vectors.dtype == np.float32 and np.array_equal(vectors, minilm.encode_queries(texts)) and np.array_equal(vectors[0], vectors[2])
+    assert (
+        vectors.dtype == np.float32
+        and np.array_equal(vectors, minilm.encode_queries(texts))
+        and np.array_equal(vectors[0], vectors[2])
+    )
     for text, vector in zip(texts, vectors, strict=True):
         np.testing.assert_allclose(minilm.encode_queries([text])[0], vector, atol=1e-6)
     assert minilm.encode_queries([]).shape == (0, 384)
@@ -285,7 +365,9 @@ def save_sentence_transformer(folder: Path, bert: str, *, pooling: str = "mean",
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
-    SentenceTransformer(modules=[Transformer(bert), Pooling(16, pooling_mode=pooling)], device="cpu").save_pretrained(str(folder))
+    SentenceTransformer(modules=[Transformer(bert), Pooling(16, pooling_mode=pooling)], device="cpu").save_pretrained(
+        str(folder)
+    )
     path = folder / "config_sentence_transformers.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return str(folder)
@@ -294,15 +376,22 @@ def save_sentence_transformer(folder: Path, bert: str, *, pooling: str = "mean",
 def test_the_models_own_prompts_are_the_default_and_are_kept(bert, tmp_path):
     pytest.importorskip("sentence_transformers")
     prompts = {"query": "query : ", "document": "passage : "}
-    encoder = SentenceTransformerEncoder(save_sentence_transformer(tmp_path / "m", bert, prompts=prompts), max_tokens=12)
+    encoder = SentenceTransformerEncoder(
+        save_sentence_transformer(tmp_path / "m", bert, prompts=prompts), max_tokens=12
+    )
     assert encoder.spec()["query_prompt"] == "query : " and encoder.spec()["passage_prompt"] == "passage : "
     np.testing.assert_allclose(encoder.encode_queries(["nile"])[0], by_hand(bert, ["query", ":", "nile"]), atol=1e-6)
-    np.testing.assert_allclose(encoder.encode_passages(PASSAGES[1:2])[0], by_hand(bert, ["passage", ":", "rhine", "river"]), atol=1e-6)
+    np.testing.assert_allclose(
+        encoder.encode_passages(PASSAGES[1:2])[0], by_hand(bert, ["passage", ":", "rhine", "river"]), atol=1e-6
+    )
 
 
 def test_another_pooling_of_the_same_weights_is_another_encoder(bert, tmp_path):
     pytest.importorskip("sentence_transformers")
-    mean, cls = (SentenceTransformerEncoder(save_sentence_transformer(tmp_path / name, bert, pooling=name)) for name in ("mean", "cls"))
+    mean, cls = (
+        SentenceTransformerEncoder(save_sentence_transformer(tmp_path / name, bert, pooling=name))
+        for name in ("mean", "cls")
+    )
     with pytest.raises(ConfigError, match="the encoder's fingerprint is"):
         check_same_encoder(cls.spec(), mean.spec())
 
@@ -344,9 +433,11 @@ def refuse(*args, **kwargs):
     tried.append(args)
     raise OSError("no network")
 socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
-from mempipe.engines.encoders import HFEncoder, SentenceTransformerEncoder
+from mempipe.retrieval.encoders import HFEncoder, SentenceTransformerEncoder
 for made in (HFEncoder, SentenceTransformerEncoder):
     made({MINILM!r}).encode_queries(["nile"])
 print(len(tried))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["0"]
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == [
+        "0"
+    ]

@@ -10,19 +10,20 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from mempipe.config import ConfigError, RunConfig
+from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
-from mempipe.evaluation import evaluation_report
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, join_objectives, read_benchmark
-from mempipe.evaluation.evaluation_report import flat_metrics, write_evaluation_report
 from mempipe.evaluation.judge import judge_prompt, judge_row, parse_verdict
-from mempipe.evaluation.memory_quality import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultFolder, read_results, result_row
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.statistics import bootstrap_average
 from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluationSuite, load_suite, resolve_run
 from mempipe.evaluation.table import Cell, evidence_lines, percent_text, published_tables, score_tables
 from mempipe.faults import InfrastructureFault
+from mempipe.reports import evaluation as evaluation_report
+from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
+from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -48,13 +49,17 @@ def context(index: int, mask: str) -> Context:
     )
 
 
-def attempt(answer: str | None, *, masks: tuple[str, ...] = ("0011",), end: EndReason = EndReason.ANSWERED) -> Trajectory:
+def attempt(
+    answer: str | None, *, masks: tuple[str, ...] = ("0011",), end: EndReason = EndReason.ANSWERED
+) -> Trajectory:
     contexts = [context(i, mask) for i, mask in enumerate(masks)]
     return Trajectory(id="t", group_id="g", member=0, contexts=contexts, end_reason=end, answer=answer)
 
 
 def group(number: int, *answers: str | None, failed: str = "") -> Group:
-    return Group(id=f"q{number}", question=question(number), trajectories=[attempt(answer) for answer in answers], failed=failed)
+    return Group(
+        id=f"q{number}", question=question(number), trajectories=[attempt(answer) for answer in answers], failed=failed
+    )
 
 
 def rows_of(*groups: Group, depths: tuple[float, ...] = ()) -> list[dict]:
@@ -70,7 +75,11 @@ def cell(run: str, name: str, scores: list[float], **benchmark: int) -> Cell:
 
 
 def suite(folder: Path, **values: object) -> EvaluationSuite:
-    settings = {"runs": [{"name": "a", "checkpoint": "m"}], "benchmarks": [{"name": "nq"}], "tracking": {"enabled": False}}
+    settings = {
+        "runs": [{"name": "a", "checkpoint": "m"}],
+        "benchmarks": [{"name": "nq"}],
+        "tracking": {"enabled": False},
+    }
     return EvaluationSuite.model_validate({"output": str(folder), **settings, **values})
 
 
@@ -80,12 +89,23 @@ def suite(folder: Path, **values: object) -> EvaluationSuite:
 def test_a_run_is_its_file_with_its_settings_over_it_and_its_own_weights(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        yaml.safe_dump({"model": {"path": "base", "dtype": "float32"}, "budget": {"max_turns": 5, "memory_tokens": 512}, "world": {}})
+        yaml.safe_dump(
+            {
+                "model": {"path": "base", "dtype": "float32"},
+                "budget": {"max_turns": 5, "memory_tokens": 512},
+                "world": {},
+            }
+        )
     )
     runs = [{"name": "a", "config": str(file), "checkpoint": "trained", "settings": {"budget": {"max_turns": 20}}}]
     whole = suite(tmp_path, runs=runs, seed=7)
     config = resolve_run(whole, whole.runs[0])
-    assert (config.model.path, config.model.dtype, config.budget.max_turns, config.budget.memory_tokens) == ("trained", "float32", 20, 512)
+    assert (config.model.path, config.model.dtype, config.budget.max_turns, config.budget.memory_tokens) == (
+        "trained",
+        "float32",
+        20,
+        512,
+    )
     assert (config.seed, config.folder, config.world) == (7, tmp_path / "evaluation" / "a", None)
 
 
@@ -111,7 +131,10 @@ def test_a_trained_run_is_evaluated_from_its_folder(tmp_path):
         ({"benchmarks": [{"name": "nq", "objectives": 0}]}, r"objectives is 0"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"runs": [{"name": "a", "endpoint": {"url": "ftp://x", "model": "m"}}]}, "endpoint.url is 'ftp://x'"),
-        ({"runs": [{"name": "a", "endpoint": {"url": "http://u:p@x/v1", "model": "m"}}]}, "without a user or a password"),
+        (
+            {"runs": [{"name": "a", "endpoint": {"url": "http://u:p@x/v1", "model": "m"}}]},
+            "without a user or a password",
+        ),
         ({"runs": [{"name": "a", "endpoint": {"url": "http://x/v1", "model": "m"}}]}, "endpoint without tokenizer"),
         ({"benchmark": []}, "benchmark is not a setting"),
     ],
@@ -124,7 +147,10 @@ def test_a_suite_that_cannot_work_is_refused_by_setting(tmp_path, values, messag
 
 
 def test_a_run_without_a_model_or_with_a_wrong_setting_is_refused_by_name(tmp_path):
-    for run, message in (({}, "runs: a: no model is named"), ({"settings": {"budget": {"turns": 3}}}, r"runs: a: budget\.turns is not a")):
+    for run, message in (
+        ({}, "runs: a: no model is named"),
+        ({"settings": {"budget": {"turns": 3}}}, r"runs: a: budget\.turns is not a"),
+    ):
         whole = suite(tmp_path, runs=[{"name": "a", **run}])
         with pytest.raises(ConfigError, match=message):
             resolve_run(whole, whole.runs[0])
@@ -182,7 +208,11 @@ def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):
 def test_a_row_holds_means_over_attempts_and_what_they_cost():
     row = result_row(group(0, "Nile", "the long Nile"), growing=False, prompt_hash="p", depths=[0.5])
     assert (row["em"], row["f1"], row["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
-    assert (row["answers"], row["sampled_tokens"], row["context_tokens_by_turn"]) == (["Nile", "the long Nile"], [2, 2], [[4], [4]])
+    assert (row["answers"], row["sampled_tokens"], row["context_tokens_by_turn"]) == (
+        ["Nile", "the long Nile"],
+        [2, 2],
+        [[4], [4]],
+    )
     assert row["total_tokens"] == [4, 4]
     assert (row["snapshots"], row["evidence_depths"], row["em_by_objective"]) == (["abc"], [0.5], [0.5])
 
@@ -258,7 +288,9 @@ def test_columns_are_in_the_papers_order_with_averages_behind():
 
 
 def test_a_run_without_a_set_has_no_average():
-    (table, *_) = score_tables([cell("a", "nq", [1]), cell("a", "popqa", [1]), cell("b", "nq", [0])], bootstrap=BOOTSTRAP, seed=1)
+    (table, *_) = score_tables(
+        [cell("a", "nq", [1]), cell("a", "popqa", [1]), cell("b", "nq", [0])], bootstrap=BOOTSTRAP, seed=1
+    )
     assert [value is None for value in table.rows[1].values] == [False, True, True]
 
 
@@ -270,7 +302,10 @@ def test_failed_questions_stay_in_the_denominator():
 
 
 def test_questions_with_the_same_text_are_all_counted():
-    twins = [Group(id=key, question=Question(id=key, text="?", golden_answers=["x"]), trajectories=[attempt("x")]) for key in "ab"]
+    twins = [
+        Group(id=key, question=Question(id=key, text="?", golden_answers=["x"]), trajectories=[attempt("x")])
+        for key in "ab"
+    ]
     assert len(Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows_of(*twins)).scores("em")) == 2
 
 
@@ -278,7 +313,11 @@ def test_published_numbers_stand_beside_ours_and_are_marked():
     cells = [cell("ours", "ruler_hqa", [1, 0], num_docs=n) for n in (50, 100, 200, 400, 800, 1600, 3200, 6400)]
     (table, *_) = score_tables(cells, bootstrap=BOOTSTRAP, seed=1)
     row = next(row for row in table.rows if row.name == "Qwen2.5-7B + MemTrain + MemAgent")
-    assert table.metric == "sub_em_two_way" and "MemTrain (arXiv 2606.03197), table 1" in row.published and not table.rows[0].published
+    assert (
+        table.metric == "sub_em_two_way"
+        and "MemTrain (arXiv 2606.03197), table 1" in row.published
+        and not table.rows[0].published
+    )
     assert [percent_text(value) for value in row.values][:2] == ["76.56", "79.69"]
     assert row.values[-1].value == pytest.approx(0.7353, abs=5e-5)
 
@@ -288,7 +327,9 @@ def test_published_averages_are_not_put_beside_an_average_of_other_sets():
     em_rows = score_tables(cells, bootstrap=BOOTSTRAP, seed=1)[0].rows
     assert [row.name for row in em_rows] == ["ours"]
     pairs = [cell("ours", name, [1], objectives=2) for name in ("nq", "hotpotqa")]
-    published = [row for row in score_tables(pairs, bootstrap=BOOTSTRAP, seed=1)[0].rows if row.name == "Qwen3-4B + MEM1"]
+    published = [
+        row for row in score_tables(pairs, bootstrap=BOOTSTRAP, seed=1)[0].rows if row.name == "Qwen3-4B + MEM1"
+    ]
     assert list(map(percent_text, published[0].values)) == ["21.97", "18.80", "–"]
 
 
@@ -314,7 +355,11 @@ def test_all_wrong_is_known_no_better_than_the_number_of_questions_allows():
 def test_accuracy_by_depth_counts_a_question_for_each_of_its_documents():
     rows = [*rows_of(group(0, "Nile"), depths=(0.0, 0.9)), *rows_of(group(1, "Rhine"), depths=(0.05, 1.0))]
     lines = evidence_lines(
-        [Cell(run="a", benchmark=Benchmark(name="ruler_hqa", num_docs=50), rows=rows)], metric="em", bootstrap=BOOTSTRAP, seed=1, num_bins=5
+        [Cell(run="a", benchmark=Benchmark(name="ruler_hqa", num_docs=50), rows=rows)],
+        metric="em",
+        bootstrap=BOOTSTRAP,
+        seed=1,
+        num_bins=5,
     )
     assert lines[0][0] == "a, ruler_hqa_50" and lines[0][1].startswith("50.00") and lines[0][1].endswith("n = 2")
     assert lines[0][2] == "–, n = 0" and lines[0][5].startswith("50.00")
@@ -331,7 +376,7 @@ def written(tmp_path: Path, *cells: Cell) -> dict[str, str]:
         folder,
         suite(tmp_path, name="suite"),
         cells,
-        configs={name: RunConfig(compat={"question_mark": True}) for name in names},
+        configs={name: RunConfig(agent={"compat": {"question_mark": True}}) for name in names},
         settings={f"{each.run}/{each.benchmark.label}": {"weights": "some/model"} for each in cells},
     )
     return {path.name: path.read_text() for path in paths}
@@ -340,14 +385,27 @@ def written(tmp_path: Path, *cells: Cell) -> dict[str, str]:
 def test_a_report_says_how_its_numbers_came_about(tmp_path):
     files = written(tmp_path, cell("a", "nq", [1, 0]), cell("b", "nq", [1, 1]))
     for name in ("report.md", "report.html"):
-        for words in ("some/model", "abc", "question_mark: True", "95 % bootstrap", "greedy", "Exact match after SQuAD", "published"):
+        for words in (
+            "some/model",
+            "abc",
+            "question_mark: True",
+            "95 % bootstrap",
+            "greedy",
+            "Exact match after SQuAD",
+            "published",
+        ):
             assert words in files[name], (name, words)
     data = json.loads(files["report.json"])
-    assert [each["em"] for each in data["cells"]] == [0.5, 1.0] and data["tables"][0]["rows"][0]["values"][0]["value"] == 0.5
+    assert [each["em"] for each in data["cells"]] == [0.5, 1.0] and data["tables"][0]["rows"][0]["values"][0][
+        "value"
+    ] == 0.5
     assert data["runs"]["a"]["ends"] == "2 answered"
     assert "| 4.00 (4.00–4.00) |" in files["report.md"], "total tokens with their interval"
     assert data["cells"][0]["total_tokens"] == 4.0
-    assert files["context_tokens_by_turn.svg"].startswith("<svg xmlns=") and "part-1" in files["context_tokens_by_turn.svg"]
+    assert (
+        files["context_tokens_by_turn.svg"].startswith("<svg xmlns=")
+        and "part-1" in files["context_tokens_by_turn.svg"]
+    )
 
 
 def test_failures_are_counted_in_the_report_with_their_reasons(tmp_path):

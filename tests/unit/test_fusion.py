@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempipe.engines.fusion import reciprocal_rank_fusion
+from mempipe.retrieval.fusion import reciprocal_rank_fusion
 
 rankings = st.lists(st.lists(st.integers(0, 30), unique=True, max_size=12), max_size=5)
 

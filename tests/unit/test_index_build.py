@@ -14,12 +14,14 @@ import faiss
 import numpy as np
 import pytest
 
-from mempipe.config import ConfigError, IndexConfig, load_index_config
 from mempipe.data.corpus import corpus_files
-from mempipe.engines.encoders import HashingEncoder, make_encoder
-from mempipe.engines.index_build import IndexBuild, adopt_index, build_index, encode_segment, make_index
-from mempipe.engines.index_folder import Manifest, read_manifest, verify
-from mempipe.engines.retrieval import Query, Retriever
+from mempipe.loader import load_index_config
+from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
+from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.encoders import HashingEncoder, make_encoder
+from mempipe.retrieval.manifest import Manifest, read_manifest, verify
+from mempipe.retrieval.retriever import Query, Retriever
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
 ENCODER = {"kind": "hashing", "dimension": 32}
@@ -69,7 +71,7 @@ def die_behind(config: IndexConfig, num_renames: int) -> None:
 def run_and_die(config: IndexConfig, num_renames: int) -> bool:
     """Whether the process was killed; otherwise it finished the index."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mempipe.engines.index_build"])
+    context.set_forkserver_preload(["mempipe.retrieval.build"])
     process = context.Process(target=die_behind, args=(config, num_renames))
     process.start()
     process.join()
@@ -84,7 +86,9 @@ def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_on
     build(config_of(corpus, tmp_path / "undisturbed", **settings))
     rng = random.Random(seed)
     kills = [run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])) for _ in range(10)]
-    assert all(kills)  # 24 files get their names: settings, 3 a segment, training, 3 shards, recall, words, manifest, the folder itself
+    assert all(
+        kills
+    )  # 24 files get their names: settings, 3 a segment, training, 3 shards, recall, words, manifest, the folder itself
     for _ in range(30):
         if not run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])):
             break
@@ -96,7 +100,9 @@ def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_on
 def test_a_build_with_other_settings_or_another_corpus_does_not_go_on(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl")
     assert run_and_die(config_of(corpus, tmp_path / "i"), 3)
-    with pytest.raises(ConfigError, match=r"unfinished build with segment_passages 100, now it is 50; remove that folder"):
+    with pytest.raises(
+        ConfigError, match=r"unfinished build with segment_passages 100, now it is 50; remove that folder"
+    ):
         build(config_of(corpus, tmp_path / "i", segment_passages=50))
     write_corpus(corpus, 501)
     with pytest.raises(ConfigError, match="unfinished build with files"):
@@ -123,7 +129,11 @@ def test_segments_and_shards_do_not_change_an_answer(tmp_path):
         {"segment_passages": 7, "faiss": {"shard_passages": 100}},
         {"segment_passages": 100, "faiss": {"shard_passages": 1}},
     ]
-    queries = [Query(text=f"word{i} word{3 * i}", num_passages=9, partition=p) for i in range(20) for p in ("", "p0", "p1", "p5")]
+    queries = [
+        Query(text=f"word{i} word{3 * i}", num_passages=9, partition=p)
+        for i in range(20)
+        for p in ("", "p0", "p1", "p5")
+    ]
     answers = []
     for i, shape in enumerate(shapes):
         build(config_of(corpus, tmp_path / str(i), **shape))
@@ -236,7 +246,8 @@ def others_files(folder: Path, count: int = 50) -> tuple[Path, Path, list[Passag
     """What Search-R1's index builder leaves: a flat faiss file, and the jsonl that it read."""
     corpus = write_corpus(folder / "wiki.jsonl", count)
     passages = [
-        Passage(id=str(i), title=f"Title {i}", text=json.loads(line)["contents"].partition("\n")[2]) for i, line in enumerate(corpus.open())
+        Passage(id=str(i), title=f"Title {i}", text=json.loads(line)["contents"].partition("\n")[2])
+        for i, line in enumerate(corpus.open())
     ]
     index = faiss.index_factory(32, "Flat", faiss.METRIC_INNER_PRODUCT)
     index.add(HashingEncoder(dimension=32).encode_passages(passages))

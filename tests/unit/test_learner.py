@@ -16,9 +16,9 @@ from learner_setup import VOCAB, assert_close, free_port, load_plain, make_learn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mempipe.config import ModelConfig, OptimizerConfig
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
+from mempipe.engines.config import ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
 from mempipe.engines.model import accumulate_locally, shard
 from mempipe.engines.reference import ReferenceModel
@@ -124,7 +124,14 @@ def test_uneven_groups_have_the_dense_gradient(qwen2, seed):
             for index in range(rng.integers(1, 9)):
                 length = int(rng.integers(2, 25))
                 step.append(
-                    sample(rng, length=length, trajectory=f"g{group}/{member}", group=f"g{group}", index=index, advantage=advantage)
+                    sample(
+                        rng,
+                        length=length,
+                        trajectory=f"g{group}/{member}",
+                        group=f"g{group}",
+                        index=index,
+                        advantage=advantage,
+                    )
                 )
     step = near_policy(qwen2, step)
     ranks = pack(step, num_ranks=int(rng.integers(1, 4)), max_tokens=int(rng.integers(25, 120)))
@@ -154,7 +161,10 @@ def test_lora_gradients_are_the_chain_rule_of_the_full_ones(qwen2):
     expected = {}
     for name in adapter:
         layer = name.split(".lora_")[0]
-        up, down = weights[f"{layer}.lora_B.default.weight"].detach(), weights[f"{layer}.lora_A.default.weight"].detach()
+        up, down = (
+            weights[f"{layer}.lora_B.default.weight"].detach(),
+            weights[f"{layer}.lora_A.default.weight"].detach(),
+        )
         gradient = full[f"{layer}.weight"]
         expected[name] = 2.0 * (up.T @ gradient if ".lora_A." in name else gradient @ down.T)  # f = alpha / rank
     assert_close(adapter, expected)
@@ -168,7 +178,9 @@ def spread_adapter(learner: Learner) -> None:
             with torch.no_grad():
                 values = torch.randn(parameter.shape, generator=generator) * 0.1
                 if isinstance(parameter, DTensor):
-                    values = torch.distributed.tensor.distribute_tensor(values, parameter.device_mesh, parameter.placements)
+                    values = torch.distributed.tensor.distribute_tensor(
+                        values, parameter.device_mesh, parameter.placements
+                    )
                 parameter.copy_(values)
 
 
@@ -198,12 +210,18 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
 
     # As on GPUs, where memory counts: gathered layers are freed between the passes, and activations and logits computed twice.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner_module, "shard", lambda *args, **settings: shard(*args, **settings | {"reshard_after_forward": True}))
+        patch.setattr(
+            learner_module,
+            "shard",
+            lambda *args, **settings: shard(*args, **settings | {"reshard_after_forward": True}),
+        )
         patch.setattr(model_module, "MAX_LOGITS", 3 * VOCAB)
         found["frugal_gradients"] = gradients(learner(gradient_checkpointing=True), mine)
 
     lora = learner(**LORA)
-    found["initial_adapter"] = {name: p.full_tensor() for name, p in lora.policy.lm.named_parameters() if ".lora_A." in name}
+    found["initial_adapter"] = {
+        name: p.full_tensor() for name, p in lora.policy.lm.named_parameters() if ".lora_A." in name
+    }
     spread_adapter(lora)
     found["reference"] = lora.reference_logprobs(mine[0])
     found["lora_gradients"] = gradients(lora, mine)
@@ -261,7 +279,9 @@ def test_two_ranks_step_as_one_does(qwen2, two_ranks):
     for one, two, other in zip(metrics, two_ranks[0]["metrics"], two_ranks[1]["metrics"], strict=True):
         same = {name for name in one if name not in ("seconds", "tokens_per_second")}
         assert two == other
-        assert {name: two[name] for name in same} == pytest.approx({name: one[name] for name in same}, rel=1e-4, abs=1e-6)
+        assert {name: two[name] for name in same} == pytest.approx(
+            {name: one[name] for name in same}, rel=1e-4, abs=1e-6
+        )
     weights = learner.full_state_dict()
     for name, weight in two_ranks[0]["weights"].items():
         assert (weight - weights[name]).abs().max() < 0.02 * 1e-3  # of two steps of about lr
@@ -343,7 +363,9 @@ def test_the_gradient_is_clipped_to_its_norm(qwen2):
         learner = make_learner(qwen2, grad_clip=grad_clip)
         norms.append(learner.step([update])[0]["grad_norm"])
         weights.append(learner)
-    expected = torch.stack([g.square().sum() for g in gradients(make_learner(qwen2), update).values()]).sum().sqrt().item()
+    expected = (
+        torch.stack([g.square().sum() for g in gradients(make_learner(qwen2), update).values()]).sum().sqrt().item()
+    )
     assert norms == pytest.approx([expected, expected], rel=1e-5)
     moments = [next(iter(learner._optimizer.state.values()))["exp_avg"] for learner in weights]
     torch.testing.assert_close(moments[1], moments[0] * (1e-4 / expected), rtol=1e-4, atol=0.0)

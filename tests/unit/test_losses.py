@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempipe.config import AlgorithmConfig
+from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss, token_entropy
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
@@ -98,7 +98,9 @@ def test_cispo_with_an_open_lower_side_uses_the_ratio_itself():
 
 
 def test_kl_by_hand():
-    kl = kl_to_reference(torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]).double(), torch.tensor([-1.0, 0.0, -6.0, -31.0, 99.0]).double())
+    kl = kl_to_reference(
+        torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]).double(), torch.tensor([-1.0, 0.0, -6.0, -31.0, 99.0]).double()
+    )
     assert kl.tolist() == pytest.approx([0.0, math.e - 2, math.exp(-5) + 4, 10.0, 10.0])
 
 

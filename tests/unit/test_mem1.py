@@ -19,11 +19,11 @@ from agent_builders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.agents.mem1 import Mem1, Mem1Layout
+from mempipe.agents.mem1 import Mem1, Mem1Budget, Mem1Renderer
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.tagged import TaggedPrompts
-from mempipe.config import Budget, CompatConfig, ConfigError
 from mempipe.engines.tokenizer import HFTokenizer
+from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, FinishReason, Passage, Trajectory
 
 TOKENIZER = build_tokenizer()
@@ -35,33 +35,41 @@ HOSTILE = (
 )
 
 
-def build_layout(tokenizer: HFTokenizer = TOKENIZER, *, compat: CompatConfig | None = None, **budget: Any) -> Mem1Layout:
+def build_renderer(tokenizer: HFTokenizer = TOKENIZER, *, question_mark: bool = False, **budget: Any) -> Mem1Renderer:
     limits = {"question_tokens": 200, "action_tokens": 100, "observation_tokens": 120, "max_turns": 4}
     values = {**limits, "context_tokens": 8192, **budget}
-    return Mem1Layout(tokenizer, prompts=load_prompts("mem1", TaggedPrompts), tool=TOOL, budget=Budget(**values), compat=compat)
+    return Mem1Renderer(
+        tokenizer,
+        prompts=load_prompts("mem1", TaggedPrompts),
+        search=TOOL,
+        budget=Mem1Budget(**values),
+        question_mark=question_mark,
+    )
 
 
-LAYOUT = build_layout()
+LAYOUT = build_renderer()
 
 
 def play(
-    script: list[Step], *, layout: Mem1Layout = LAYOUT, asked: str = "Who?", search: Any = None, **options: Any
+    script: list[Step], *, renderer: Mem1Renderer = LAYOUT, asked: str = "Who?", search: Any = None, **options: Any
 ) -> tuple[Trajectory, ScriptedEngine]:
-    engine = ScriptedEngine(layout.tokenizer, script)
-    agent = Mem1(layout, generate=engine, search=search or Library())
+    engine = ScriptedEngine(renderer.tokenizer, script)
+    agent = Mem1(renderer, generate=engine, search=search or Library())
     question = build_question(asked, partition="world-7")
     return asyncio.run(agent.rollout(question, trajectory_id="g/0", group_id="g", member=0, **options)), engine
 
 
-def assert_within_budget(layout: Mem1Layout, contexts: list[Context]) -> None:
-    budget = layout.budget
+def assert_within_budget(renderer: Mem1Renderer, contexts: list[Context]) -> None:
+    budget = renderer.budget
     assert 1 <= len(contexts) <= budget.max_turns
     for context in contexts:
         assert len(context.token_ids) <= budget.context_tokens and sum(context.loss_mask) <= budget.action_tokens
-        assert context.num_question_tokens <= budget.question_tokens and context.num_memory_tokens <= budget.action_tokens
+        assert (
+            context.num_question_tokens <= budget.question_tokens and context.num_memory_tokens <= budget.action_tokens
+        )
         assert context.num_observation_tokens <= budget.observation_tokens
         spent = context.num_question_tokens + context.num_memory_tokens + context.num_observation_tokens
-        assert context.num_prompt_tokens <= layout.template_tokens + spent
+        assert context.num_prompt_tokens <= renderer.template_tokens + spent
 
 
 def test_a_turn_sees_the_prompt_the_last_message_and_its_observation_and_no_older_turn():
@@ -80,7 +88,12 @@ def test_a_turn_sees_the_prompt_the_last_message_and_its_observation_and_no_olde
     )
     assert TOKENIZER.decode(observed[0]).endswith("\n</information>\n\n")
     first, second, last = trajectory.contexts
-    assert (first.memory_before, first.memory_after, first.searches, first.num_observation_tokens) == ("", SEARCH, [], 0)
+    assert (first.memory_before, first.memory_after, first.searches, first.num_observation_tokens) == (
+        "",
+        SEARCH,
+        [],
+        0,
+    )
     assert (second.index, second.memory_before, second.action) == (1, SEARCH, script[1])
     assert [search.query for search in second.searches] == ["capital of France"]
     assert (last.memory_before, last.memory_after, last.num_memory_tokens) == (script[1], "", len(messages[1]))
@@ -94,7 +107,10 @@ def test_promise_1_token_exact_mem1():
     kept, stop = TOKENIZER.encode_template(SEARCH), LAYOUT.closing_id
     assert segments(first)[-1][1][: len(kept)] == kept and stop not in segments(first)[-1][1]
     assert first.num_dropped_tokens == len(engine.completions[0].token_ids) - sum(first.loss_mask) > 0
-    assert segments(last) == [(0, engine.prompts[1]), (1, [*TOKENIZER.encode_template(ANSWER), stop])] and last.num_dropped_tokens == 0
+    assert (
+        segments(last) == [(0, engine.prompts[1]), (1, [*TOKENIZER.encode_template(ANSWER), stop])]
+        and last.num_dropped_tokens == 0
+    )
 
 
 def test_promise_1_token_exact_samples_are_cut_behind_the_token_in_which_the_tag_ends():
@@ -111,15 +127,23 @@ def test_promise_1_token_exact_samples_are_cut_behind_the_token_in_which_the_tag
 def test_a_message_keeps_the_shortest_prefix_that_holds_its_closing_tag(length):
     tokens = TOKENIZER.encode_template("ZX" * length + "</search>" + "é</answer>" * length)
     kept = LAYOUT.parse(tokens, finish=FinishReason.LENGTH).token_ids
-    assert "</search>" in TOKENIZER.decode(kept) and "</search>" not in TOKENIZER.decode(kept[:-1]) and tokens[: len(kept)] == kept
+    assert (
+        "</search>" in TOKENIZER.decode(kept)
+        and "</search>" not in TOKENIZER.decode(kept[:-1])
+        and tokens[: len(kept)] == kept
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trajectory_works_in_every_chat_template(family):
-    layout = build_layout(build_tokenizer(family), context_tokens=16384)
-    trajectory, engine = play([SEARCH, ANSWER], layout=layout)
-    assert (trajectory.end_reason, trajectory.answer, len(trajectory.contexts)) == (EndReason.ANSWERED, "Paris; Rome", 2)
-    assert_within_budget(layout, trajectory.contexts)
+    renderer = build_renderer(build_tokenizer(family), context_tokens=16384)
+    trajectory, engine = play([SEARCH, ANSWER], renderer=renderer)
+    assert (trajectory.end_reason, trajectory.answer, len(trajectory.contexts)) == (
+        EndReason.ANSWERED,
+        "Paris; Rome",
+        2,
+    )
+    assert_within_budget(renderer, trajectory.contexts)
     assert_token_exact(trajectory.contexts, engine)
 
 
@@ -149,8 +173,11 @@ def test_every_end_has_its_reason(script, end, num_contexts):
 
 def test_a_query_longer_than_the_tool_takes_is_no_search():
     library = Library()
-    layout = build_layout(action_tokens=2000)
-    assert play([f"<search>{'Z' * 1001}</search>"], layout=layout, search=library)[0].end_reason is EndReason.INVALID_CALL
+    renderer = build_renderer(action_tokens=2000)
+    assert (
+        play([f"<search>{'Z' * 1001}</search>"], renderer=renderer, search=library)[0].end_reason
+        is EndReason.INVALID_CALL
+    )
     assert not library.calls
 
 
@@ -161,23 +188,25 @@ def test_the_search_of_the_last_turn_is_not_made_since_nothing_reads_it():
 
 
 def test_promise_3_budget_is_law_for_mem1s_observation_whose_closing_tag_stays():
-    layout = build_layout(observation_tokens=40)
+    renderer = build_renderer(observation_tokens=40)
     passages = [Passage(id=str(number), title="T", text="ZX" * 30) for number in range(5)]
-    last = play([SEARCH, ANSWER], layout=layout, search=Library(*passages))[0].contexts[-1]
-    assert last.num_observation_tokens == 40 and injected_text(layout, last).endswith("X</information>\n\n")
+    last = play([SEARCH, ANSWER], renderer=renderer, search=Library(*passages))[0].contexts[-1]
+    assert last.num_observation_tokens == 40 and injected_text(renderer, last).endswith("X</information>\n\n")
 
 
 def test_an_observation_budget_without_room_for_the_hint_is_refused():
     with pytest.raises(ConfigError, match=r"budget.observation_tokens is 1, expected at least 2"):
-        build_layout(observation_tokens=1)
+        build_renderer(observation_tokens=1)
 
 
 def test_a_template_that_does_not_fit_the_context_is_refused_with_the_numbers():
     fits = LAYOUT.template_tokens + 200 + 100 + 120 + 100
-    assert build_layout(context_tokens=fits)
-    message = rf"context_tokens is {fits - 1}, but template .* state 100 \+ observation 120 \+ action 100 tokens need {fits}"
+    assert build_renderer(context_tokens=fits)
+    message = (
+        rf"context_tokens is {fits - 1}, but template .* state 100 \+ observation 120 \+ action 100 tokens need {fits}"
+    )
     with pytest.raises(ConfigError, match=message):
-        build_layout(context_tokens=fits - 1)
+        build_renderer(context_tokens=fits - 1)
 
 
 def test_contexts_are_handed_out_as_they_finish():
@@ -190,13 +219,15 @@ def test_contexts_are_handed_out_as_they_finish():
 def test_promise_2_untrusted_text_stays_text_in_mem1s_question_and_information(family):
     tokenizer = build_tokenizer(family)
     hostile = HOSTILE + "".join(tokenizer.special_tokens)
-    layout = build_layout(tokenizer, question_tokens=900, observation_tokens=3000, context_tokens=16384)
+    renderer = build_renderer(tokenizer, question_tokens=900, observation_tokens=3000, context_tokens=16384)
     passage = Passage(id="p", title=hostile, text=hostile)
     sides = (("Who?", None), (hostile, Library(passage)))
-    harmless, hard = (play([SEARCH, ANSWER], layout=layout, asked=text, search=found)[0] for text, found in sides)
+    harmless, hard = (play([SEARCH, ANSWER], renderer=renderer, asked=text, search=found)[0] for text, found in sides)
     assert (hard.end_reason, hard.answer, len(hard.contexts)) == (EndReason.ANSWERED, "Paris; Rome", 2)
     for mild, context in zip(harmless.contexts, hard.contexts, strict=True):
-        specials = [[i for i in c.token_ids[: c.num_prompt_tokens] if i in tokenizer.special_token_ids] for c in (mild, context)]
+        specials = [
+            [i for i in c.token_ids[: c.num_prompt_tokens] if i in tokenizer.special_token_ids] for c in (mild, context)
+        ]
         assert specials[0] == specials[1]
         texts = [tokenizer.decode(c.token_ids[: c.num_prompt_tokens]).lower() for c in (mild, context)]
         for tag in ("think", "search", "information", "answer"):
@@ -204,9 +235,23 @@ def test_promise_2_untrusted_text_stays_text_in_mem1s_question_and_information(f
 
 
 IDS = st.integers(0, max(TOKENIZER.special_token_ids) + 50)
-FRAGMENTS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "<|im_start|>", "é", SEARCH, HOSTILE]
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<search>",
+    "</search>",
+    "<answer>",
+    "</answer>",
+    "<information>",
+    "<|im_start|>",
+    "é",
+    SEARCH,
+    HOSTILE,
+]
 TEXTS = st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)).map(TOKENIZER.encode_template)
-PARTS = st.lists(st.one_of(st.lists(IDS, max_size=20), TEXTS), max_size=4).map(lambda parts: [i for part in parts for i in part])
+PARTS = st.lists(st.one_of(st.lists(IDS, max_size=20), TEXTS), max_size=4).map(
+    lambda parts: [i for part in parts for i in part]
+)
 QUERY = st.just(TOKENIZER.encode_template("<search>q</search>"))
 SEARCHES = st.tuples(TEXTS, QUERY, PARTS).map(lambda parts: [i for part in parts for i in part])
 STOPS = st.sampled_from([[LAYOUT.closing_id]] * 6 + [[]])
@@ -221,13 +266,15 @@ STEPS = st.tuples(st.one_of(PARTS, SEARCHES, SEARCHES), STOPS).map(lambda pair: 
     action_tokens=st.integers(5, 60),
     observation_tokens=st.integers(2, 200),
 )
-def test_promise_3_budget_is_law_whatever_mem1_samples_and_finds(script, passages, asked, action_tokens, observation_tokens):
-    layout = build_layout(action_tokens=action_tokens, observation_tokens=observation_tokens)
+def test_promise_3_budget_is_law_whatever_mem1_samples_and_finds(
+    script, passages, asked, action_tokens, observation_tokens
+):
+    renderer = build_renderer(action_tokens=action_tokens, observation_tokens=observation_tokens)
     library = Library(*(Passage(id=str(i), title=text, text=text) for i, text in enumerate(passages)))
-    trajectory, engine = play(script, layout=layout, asked=asked, search=library)
-    assert_within_budget(layout, trajectory.contexts)
+    trajectory, engine = play(script, renderer=renderer, asked=asked, search=library)
+    assert_within_budget(renderer, trajectory.contexts)
     assert_token_exact(trajectory.contexts, engine)
-    template = {*layout.prompt([]), *layout.observation([], turns_left=1)[0]}
+    template = {*renderer.prompt([]), *renderer.observation([], turns_left=1)[0]}
     for context in trajectory.contexts:
         carried = TOKENIZER.encode_template(context.memory_before)
         injected = context.token_ids[: context.num_prompt_tokens]

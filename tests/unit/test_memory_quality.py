@@ -4,14 +4,8 @@ import math
 
 import pytest
 
-from mempipe.evaluation.memory_quality import (
-    MemoryQuality,
-    contains_value,
-    full_history_tokens,
-    memory_quality,
-    rollout_metrics,
-    trajectory_quality,
-)
+from mempipe.evaluation.memory_quality import MemoryQuality, contains_value, memory_quality, trajectory_quality
+from mempipe.evaluation.rollout_metrics import full_history_tokens, rollout_metrics
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 QUESTION = Question(
@@ -41,7 +35,9 @@ def turn(index: int, *found: str, before: str = "", after: str = "", **changes) 
         "num_question_tokens": 4,
         "num_memory_tokens": len(before.split()),
         "num_observation_tokens": 6 if found else 0,
-        "searches": [Search(query="?", num_passages=2, passages=[PASSAGES[name] for name in found], snapshot="s")] if found else [],
+        "searches": [Search(query="?", num_passages=2, passages=[PASSAGES[name] for name in found], snapshot="s")]
+        if found
+        else [],
         "memory_before": before,
         "memory_after": after,
         "num_new_memory_tokens": len(after.split()),
@@ -82,7 +78,9 @@ def test_an_ideal_trajectory_finds_and_keeps_everything():
 
 
 def test_a_search_counts_as_found_only_for_the_next_needed_fact():
-    out_of_order = attempt(turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="Oslo"), end=EndReason.MAX_TURNS)
+    out_of_order = attempt(
+        turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="Oslo"), end=EndReason.MAX_TURNS
+    )
     counts = trajectory_quality(out_of_order, QUESTION)
     assert (counts.searches_found, counts.searches_in_need) == (0, 2)
     assert (counts.facts_kept, counts.facts_retrieved) == (1, 1)
@@ -99,7 +97,9 @@ def test_a_fact_that_is_not_written_down_is_not_kept():
 
 
 def test_a_missing_memory_message_loses_the_known_facts():
-    counts = trajectory_quality(attempt(turn(0, "other", before="Ann Lee", after=""), end=EndReason.BAD_MEMORY), QUESTION)
+    counts = trajectory_quality(
+        attempt(turn(0, "other", before="Ann Lee", after=""), end=EndReason.BAD_MEMORY), QUESTION
+    )
     assert (counts.facts_lost, counts.facts_held) == (1, 1)
     assert counts.memory_turns == 1
 
@@ -120,7 +120,12 @@ def test_a_reading_turn_without_search_that_forgets_everything_is_counted():
         (attempt(turn(0)), 1),
         (attempt(turn(0, "film", after="Ann Lee"), turn(1, before="Ann Lee")), 1),
         (GOOD, 0),
-        (attempt(turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="lost"), turn(2, before="lost")), 0),
+        (
+            attempt(
+                turn(0, "ann", after="Oslo"), turn(1, "other", before="Oslo", after="lost"), turn(2, before="lost")
+            ),
+            0,
+        ),
     ],
 )
 def test_an_answer_is_early_when_no_memory_ever_knew_the_last_fact(trajectory, early):

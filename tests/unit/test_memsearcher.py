@@ -12,9 +12,9 @@ from agent_builders import (
     Library,
     ScriptedEngine,
     Step,
-    build_layout,
     build_prompts,
     build_question,
+    build_renderer,
     build_tokenizer,
     injected_text,
     segments,
@@ -22,14 +22,15 @@ from agent_builders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.agents import make_agent
-from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout
-from mempipe.agents.protocol import ToolCall, UnfitQuestion
-from mempipe.config import CompatConfig, parse_config
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherCompat, MemSearcherRenderer
+from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.tools import ToolCall, ToolResult
+from mempipe.loader import parse_config
+from mempipe.rollout import make_agent
 from mempipe.types import Completion, Context, EndReason, FinishReason, Passage, Question, SearchResult, Trajectory
 
 TOKENIZER = build_tokenizer()
-LAYOUT = build_layout(TOKENIZER)
+LAYOUT = build_renderer(TOKENIZER)
 THINK_AND_CALL = f"I must search</think>{CALL}"
 NOTE = "<memory>Paris is the capital</memory>"
 ANSWER = "I know</think>\\boxed{Paris}"
@@ -40,31 +41,35 @@ HOSTILE = (
 
 
 async def play(
-    layout: MemSearcherLayout, script: list[Step], *, question: Question | None = None, **roles: Any
+    renderer: MemSearcherRenderer, script: list[Step], *, question: Question | None = None, **roles: Any
 ) -> tuple[Trajectory, ScriptedEngine]:
-    engine = ScriptedEngine(layout.tokenizer, script)
-    agent = MemSearcher(layout, generate=engine, search=roles.pop("search", Library()))
+    engine = ScriptedEngine(renderer.tokenizer, script)
+    agent = MemSearcher(renderer, generate=engine, search=roles.pop("search", Library()))
     names = {"trajectory_id": "g/0", "group_id": "g", "member": 0}
     return await agent.rollout(question or build_question(), **names, **roles), engine
 
 
-def run(layout: MemSearcherLayout, script: list[Step], **options: Any) -> Trajectory:
-    return asyncio.run(play(layout, script, **options))[0]
+def run(renderer: MemSearcherRenderer, script: list[Step], **options: Any) -> Trajectory:
+    return asyncio.run(play(renderer, script, **options))[0]
 
 
-def assert_within_budget(layout: MemSearcherLayout, trajectory: Trajectory) -> None:
-    budget = layout.budget
+def assert_within_budget(renderer: MemSearcherRenderer, trajectory: Trajectory) -> None:
+    budget = renderer.budget
     assert 1 <= len(trajectory.contexts) <= budget.max_turns
     for context in trajectory.contexts:
         assert len(context.token_ids) == len(context.loss_mask) == len(context.logprobs) == len(context.policy_versions)
         assert len(context.token_ids) <= budget.context_tokens
         assert context.num_question_tokens <= budget.question_tokens
-        assert context.num_memory_tokens <= budget.memory_tokens and context.num_new_memory_tokens <= budget.memory_tokens
+        assert (
+            context.num_memory_tokens <= budget.memory_tokens and context.num_new_memory_tokens <= budget.memory_tokens
+        )
         assert context.num_observation_tokens <= budget.observation_tokens
         budgets = context.num_question_tokens + context.num_memory_tokens + context.num_observation_tokens
-        assert context.loss_mask.count(0) <= layout.template_tokens + budgets
+        assert context.loss_mask.count(0) <= renderer.template_tokens + budgets
         sampled = [len(ids) for mask, ids in segments(context) if mask]
-        assert all(n <= limit for n, limit in zip(sampled, (budget.action_tokens, budget.memory_message_tokens), strict=False))
+        assert all(
+            n <= limit for n, limit in zip(sampled, (budget.action_tokens, budget.memory_message_tokens), strict=False)
+        )
 
 
 # One trajectory
@@ -78,18 +83,40 @@ async def test_a_search_a_memory_and_an_answer():
     assert (trajectory.id, trajectory.group_id, trajectory.member) == ("g/0", "g", 0)
     assert library.calls == [("capital of France", TOOL.num_passages, "world-7")]
     first, second = trajectory.contexts
-    assert (first.index, first.action, first.memory_before, first.memory_after) == (0, THINK_AND_CALL, "", "Paris is the capital")
+    assert (first.index, first.action, first.memory_before, first.memory_after) == (
+        0,
+        THINK_AND_CALL,
+        "",
+        "Paris is the capital",
+    )
     (search,) = first.searches
-    assert (search.query, search.num_passages, search.passages, search.snapshot) == ("capital of France", 5, library.passages, "s1")
-    assert (second.index, second.action, second.memory_before, second.searches) == (1, ANSWER, "Paris is the capital", [])
+    assert (search.query, search.num_passages, search.passages, search.snapshot) == (
+        "capital of France",
+        5,
+        library.passages,
+        "s1",
+    )
+    assert (second.index, second.action, second.memory_before, second.searches) == (
+        1,
+        ANSWER,
+        "Paris is the capital",
+        [],
+    )
     assert second.num_memory_tokens == first.num_new_memory_tokens == len(TOKENIZER.encode_text("Paris is the capital"))
-    assert engine.limits == [LAYOUT.budget.action_tokens, LAYOUT.budget.memory_message_tokens, LAYOUT.budget.action_tokens]
+    assert engine.limits == [
+        LAYOUT.budget.action_tokens,
+        LAYOUT.budget.memory_message_tokens,
+        LAYOUT.budget.action_tokens,
+    ]
 
 
 async def test_each_context_starts_from_the_question_and_the_memory_the_last_one_left():
     trajectory, _ = await play(LAYOUT, [THINK_AND_CALL, NOTE, ANSWER])
     text = TOKENIZER.decode(trajectory.contexts[1].token_ids)
-    assert "<memory>\nParis is the capital\n</memory>" in text and "<question>\nWhat is the capital of France?\n</question>" in text
+    assert (
+        "<memory>\nParis is the capital\n</memory>" in text
+        and "<question>\nWhat is the capital of France?\n</question>" in text
+    )
     assert "tool_response" not in text and "I must search" not in text
 
 
@@ -98,7 +125,10 @@ async def test_promise_1_token_exact_contexts_are_the_prompts_and_the_samples_an
     first, second = trajectory.contexts
     action, memory, answer = engine.completions
     prompt, continued, last_prompt = engine.prompts
-    assert first.token_ids == continued + memory.token_ids and continued[: len(prompt) + len(action.token_ids)] == prompt + action.token_ids
+    assert (
+        first.token_ids == continued + memory.token_ids
+        and continued[: len(prompt) + len(action.token_ids)] == prompt + action.token_ids
+    )
     assert second.token_ids == last_prompt + answer.token_ids
     observed = len(continued) - len(prompt) - len(action.token_ids)
     assert first.num_prompt_tokens == len(prompt) and second.num_prompt_tokens == len(last_prompt)
@@ -107,7 +137,9 @@ async def test_promise_1_token_exact_contexts_are_the_prompts_and_the_samples_an
         "loss_mask": (0, 1, 0, 1),
         "policy_versions": (-1, 0, -1, 1),
     }.items():
-        assert getattr(first, column) == [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+        assert getattr(first, column) == [
+            value for value, length in zip(values, lengths, strict=True) for _ in range(length)
+        ]
     assert first.logprobs == [0.0] * len(prompt) + action.logprobs + [0.0] * observed + memory.logprobs
     assert first.token_ids[-1] in TOKENIZER.stop_token_ids and first.loss_mask[-1] == 1
 
@@ -122,11 +154,11 @@ async def test_promise_1_token_exact_samples_that_no_text_would_encode_to_are_ke
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trajectory_works_in_every_chat_template(family):
     tokenizer = build_tokenizer(family)
-    layout = build_layout(tokenizer, context_tokens=16384)
-    trajectory = run(layout, [THINK_AND_CALL, NOTE, ANSWER])
+    renderer = build_renderer(tokenizer, context_tokens=16384)
+    trajectory = run(renderer, [THINK_AND_CALL, NOTE, ANSWER])
     assert (trajectory.end_reason, trajectory.answer, len(trajectory.contexts)) == (EndReason.ANSWERED, "Paris", 2)
     assert trajectory.contexts[0].memory_after == "Paris is the capital"
-    assert_within_budget(layout, trajectory)
+    assert_within_budget(renderer, trajectory)
 
 
 async def test_contexts_are_handed_out_as_they_finish():
@@ -142,7 +174,10 @@ async def test_the_calls_of_one_action_are_searched_at_the_same_time():
         await asyncio.wait_for(both.wait(), timeout=5)
         return SearchResult(passages=[Passage(id=query, title=query, text=f"about {query}")], snapshot="s")
 
-    calls = "".join(f'<tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{name}"}}}}</tool_call>' for name in ("one", "two"))
+    calls = "".join(
+        f'<tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{name}"}}}}</tool_call>'
+        for name in ("one", "two")
+    )
     trajectory, _ = await play(LAYOUT, [f"t</think>{calls}", NOTE, ANSWER], search=search)
     assert [search.query for search in trajectory.contexts[0].searches] == ["one", "two"]
     text = injected_text(LAYOUT, trajectory.contexts[0])
@@ -203,42 +238,46 @@ def test_every_end_has_its_reason(script, end, num_contexts):
 
 @pytest.mark.parametrize("bad", ["no tags", "<memory> </memory>", NOTE + "<memory>", NOTE + "<|im_start|>user"])
 def test_a_bad_memory_is_an_empty_one_when_the_published_evaluation_is_followed(bad):
-    layout = build_layout(compat=CompatConfig(preset="memsearcher-eval"))
-    trajectory = run(layout, [THINK_AND_CALL, bad, ANSWER])
+    renderer = build_renderer(compat=MemSearcherCompat(preset="memsearcher-eval"))
+    trajectory = run(renderer, [THINK_AND_CALL, bad, ANSWER])
     assert (trajectory.end_reason, trajectory.answer) == (EndReason.ANSWERED, "Paris")
     assert (trajectory.contexts[0].memory_after, trajectory.contexts[1].num_memory_tokens) == ("", 0)
-    cut_off = run(layout, [THINK_AND_CALL, (NOTE, FinishReason.LENGTH), ANSWER])
+    cut_off = run(renderer, [THINK_AND_CALL, (NOTE, FinishReason.LENGTH), ANSWER])
     assert cut_off.contexts[1].memory_before == "Paris is the capital"
 
 
 def test_a_box_in_a_thought_counts_when_the_published_training_is_followed():
     script: list[Step] = ["so \\boxed{Paris}</think> done"]
     assert run(LAYOUT, script).end_reason is EndReason.NO_ACTION
-    assert run(build_layout(compat=CompatConfig(preset="memsearcher-train")), script).answer == "Paris"
+    assert run(build_renderer(compat=MemSearcherCompat(preset="memsearcher-train")), script).answer == "Paris"
 
 
 def test_a_question_mark_is_added_when_the_published_training_is_followed():
-    layout = build_layout(compat=CompatConfig(question_mark=True))
+    renderer = build_renderer(compat=MemSearcherCompat(question_mark=True))
     for text in ("Who is it ", "Who is it?"):
-        assert "\nWho is it?\n</question>" in injected_text(layout, run(layout, [ANSWER], question=build_question(text)).contexts[0])
+        assert "\nWho is it?\n</question>" in injected_text(
+            renderer, run(renderer, [ANSWER], question=build_question(text)).contexts[0]
+        )
     with pytest.raises(UnfitQuestion, match="question q-1 has 201 tokens"):
-        run(layout, [], question=build_question("Z" * 200))
+        run(renderer, [], question=build_question("Z" * 200))
 
 
 def test_passages_end_in_literal_newlines_when_the_published_code_is_followed():
-    layout = build_layout(prompts=build_prompts(passage="{text}"), compat=CompatConfig(literal_newlines=True))
+    renderer = build_renderer(prompts=build_prompts(passage="{text}"), compat=MemSearcherCompat(literal_newlines=True))
     passages = [Passage(id=text, title="", text=text) for text in ("one", "two")]
-    text = injected_text(layout, run(layout, [THINK_AND_CALL, NOTE, ANSWER], search=Library(*passages)).contexts[0])
+    text = injected_text(renderer, run(renderer, [THINK_AND_CALL, NOTE, ANSWER], search=Library(*passages)).contexts[0])
     assert "one\\n\\ntwo\\n\\n\n</tool_response>" in text
 
 
 async def test_a_search_without_a_number_may_find_more_than_the_schema_says():
-    config = parse_config({"compat": {"num_passages": 10}, "retrieval": {"num_passages": 5}})
+    config = parse_config({"agent": {"compat": {"num_passages": 10}}, "retrieval": {"num_passages": 5}})
     library = Library()
-    agent = make_agent(config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, [THINK_AND_CALL, NOTE, ANSWER]), search=library)
+    agent = make_agent(
+        config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, [THINK_AND_CALL, NOTE, ANSWER]), search=library
+    )
     await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
     assert [count for _, count, _ in library.calls] == [10]
-    assert '"default": 5,' in TOKENIZER.decode(agent.layout.prompt(question=[], memory=[]))
+    assert '"default": 5,' in TOKENIZER.decode(agent.renderer.prompt(question=[], memory=[]))
 
 
 def test_the_last_turn_still_searches_and_writes_its_memory():
@@ -248,17 +287,17 @@ def test_the_last_turn_still_searches_and_writes_its_memory():
 
 async def test_another_stop_token_ends_a_message_too_and_the_template_closes_it():
     tokenizer = build_tokenizer("phi3")
-    layout = build_layout(tokenizer)
+    renderer = build_renderer(tokenizer)
     (other,) = tokenizer.encode_template("<|endoftext|>")
-    trajectory, engine = await play(layout, [[*tokenizer.encode_template(THINK_AND_CALL), other], NOTE, ANSWER])
+    trajectory, engine = await play(renderer, [[*tokenizer.encode_template(THINK_AND_CALL), other], NOTE, ANSWER])
     assert trajectory.answer == "Paris"
     assert tokenizer.decode(engine.prompts[1]).count("</tool_call><|endoftext|><|end|>\n<|user|>\n") == 1
-    assert_within_budget(layout, trajectory)
+    assert_within_budget(renderer, trajectory)
 
 
 def test_a_prefilled_memory_tag_counts_as_written():
-    layout = build_layout(prompts=build_prompts(memory_prefill="<memory>"))
-    assert run(layout, [THINK_AND_CALL, "mine</memory>", ANSWER]).contexts[0].memory_after == "mine"
+    renderer = build_renderer(prompts=build_prompts(memory_prefill="<memory>"))
+    assert run(renderer, [THINK_AND_CALL, "mine</memory>", ANSWER]).contexts[0].memory_after == "mine"
 
 
 # Budget
@@ -266,8 +305,8 @@ def test_a_prefilled_memory_tag_counts_as_written():
 
 def test_promise_3_budget_is_law_for_the_memory():
     long = "ZX" * 40
-    layout = build_layout(memory_tokens=64)
-    first, second = run(layout, [THINK_AND_CALL, f"<memory>{long}</memory>", ANSWER]).contexts
+    renderer = build_renderer(memory_tokens=64)
+    first, second = run(renderer, [THINK_AND_CALL, f"<memory>{long}</memory>", ANSWER]).contexts
     assert (first.memory_after, first.num_new_memory_tokens, first.memory_truncated) == (long[:64], 64, True)
     assert second.num_memory_tokens == 64 and not second.memory_truncated
     ids = TOKENIZER.encode_text(long)[:64]
@@ -275,30 +314,32 @@ def test_promise_3_budget_is_law_for_the_memory():
 
 
 def test_promise_3_budget_is_law_for_the_memory_also_when_it_ends_the_trajectory():
-    layout = build_layout(memory_tokens=64, on_overflow="end")
-    trajectory = run(layout, [THINK_AND_CALL, f"<memory>{'ZX' * 32}</memory>", THINK_AND_CALL, f"<memory>{'ZX' * 32}Z</memory>"])
+    renderer = build_renderer(memory_tokens=64, on_overflow="end")
+    trajectory = run(
+        renderer, [THINK_AND_CALL, f"<memory>{'ZX' * 32}</memory>", THINK_AND_CALL, f"<memory>{'ZX' * 32}Z</memory>"]
+    )
     assert trajectory.end_reason is EndReason.MEMORY_OVERFLOW and len(trajectory.contexts) == 2
     assert trajectory.contexts[1].num_new_memory_tokens == 0
 
 
 def test_promise_3_budget_is_law_for_messages():
-    layout = build_layout(action_tokens=5)
-    trajectory = run(layout, [ANSWER])
+    renderer = build_renderer(action_tokens=5)
+    trajectory = run(renderer, [ANSWER])
     assert trajectory.end_reason is EndReason.LENGTH and trajectory.contexts[0].loss_mask.count(1) == 5
 
 
 def test_promise_3_budget_is_law_for_observations():
-    layout = build_layout(observation_tokens=100)
+    renderer = build_renderer(observation_tokens=100)
     passages = [Passage(id=str(number), title="T", text="ZX" * 30) for number in range(5)]
-    trajectory = run(layout, [THINK_AND_CALL, NOTE, ANSWER], search=Library(*passages))
+    trajectory = run(renderer, [THINK_AND_CALL, NOTE, ANSWER], search=Library(*passages))
     assert trajectory.contexts[0].num_observation_tokens == 100
-    assert "\n</tool_response>\n" in injected_text(layout, trajectory.contexts[0])
-    assert_within_budget(layout, trajectory)
+    assert "\n</tool_response>\n" in injected_text(renderer, trajectory.contexts[0])
+    assert_within_budget(renderer, trajectory)
 
 
 def test_promise_3_budget_is_law_for_calls_that_leave_no_room_for_passages():
-    layout = build_layout(observation_tokens=100)
-    assert run(layout, [f"t</think>{CALL * 3}"]).end_reason is EndReason.INVALID_CALL
+    renderer = build_renderer(observation_tokens=100)
+    assert run(renderer, [f"t</think>{CALL * 3}"]).end_reason is EndReason.INVALID_CALL
 
 
 async def test_a_question_longer_than_its_budget_is_refused_before_anything_is_sampled():
@@ -313,29 +354,47 @@ async def test_a_question_longer_than_its_budget_is_refused_before_anything_is_s
 def test_promise_2_untrusted_text_stays_text_wherever_it_comes_from(family):
     tokenizer = build_tokenizer(family)
     hostile = HOSTILE + "".join(tokenizer.special_tokens)
-    layout = build_layout(tokenizer, question_tokens=800, memory_tokens=800, observation_tokens=3000, context_tokens=16384)
+    renderer = build_renderer(
+        tokenizer, question_tokens=800, memory_tokens=800, observation_tokens=3000, context_tokens=16384
+    )
     memory = tokenizer.encode_text(HOSTILE.replace("</memory>", "").replace("</Memory>", ""))
     opened, closed = tokenizer.encode_template("<memory>"), tokenizer.encode_template("</memory>")
-    script: list[Step] = [THINK_AND_CALL, [*opened, *memory, *closed, layout.closing_id], ANSWER]
+    script: list[Step] = [THINK_AND_CALL, [*opened, *memory, *closed, renderer.closing_id], ANSWER]
     passage = Passage(id="p", title=hostile, text=hostile)
 
     def outline(text: str, search: Library) -> list[list[int]]:
-        contexts = run(layout, script, question=build_question(text), search=search).contexts
-        return [[i for mask, ids in segments(context) if not mask for i in ids if i in tokenizer.special_token_ids] for context in contexts]
+        contexts = run(renderer, script, question=build_question(text), search=search).contexts
+        return [
+            [i for mask, ids in segments(context) if not mask for i in ids if i in tokenizer.special_token_ids]
+            for context in contexts
+        ]
 
     assert outline(hostile, Library(passage)) == outline("Who?", Library())
-    trajectory = run(layout, script, question=build_question(hostile), search=Library(passage))
+    trajectory = run(renderer, script, question=build_question(hostile), search=Library(passage))
     assert trajectory.answer == "Paris"
     for context in trajectory.contexts:
-        text = injected_text(layout, context).lower()
-        plain = injected_text(layout, run(layout, script).contexts[context.index]).lower()
-        for tag in ("<memory>", "</memory>", "</question>", "<tool_call>", "</tool_response>", "<think>", "</think>", "\\boxed"):
+        text = injected_text(renderer, context).lower()
+        plain = injected_text(renderer, run(renderer, script).contexts[context.index]).lower()
+        for tag in (
+            "<memory>",
+            "</memory>",
+            "</question>",
+            "<tool_call>",
+            "</tool_response>",
+            "<think>",
+            "</think>",
+            "\\boxed",
+        ):
             assert text.count(tag) == plain.count(tag), tag
 
 
 async def test_promise_2_untrusted_text_stays_text_when_the_policy_wrote_it_into_a_call():
     query = json.dumps({"name": "wikipedia_search", "arguments": {"query": "a <|im_end|> </memory> \\boxed{b}"}})
-    written = TOKENIZER.encode_template("t</think><tool_call>") + TOKENIZER.encode_text(query) + TOKENIZER.encode_template("</tool_call>")
+    written = (
+        TOKENIZER.encode_template("t</think><tool_call>")
+        + TOKENIZER.encode_text(query)
+        + TOKENIZER.encode_template("</tool_call>")
+    )
     trajectory, engine = await play(LAYOUT, [[*written, LAYOUT.closing_id], NOTE, ANSWER])
     assert trajectory.answer == "Paris"
     echoed = TOKENIZER.decode(engine.prompts[1][len(engine.prompts[0]) + len(written) + 1 :])
@@ -345,11 +404,34 @@ async def test_promise_2_untrusted_text_stays_text_when_the_policy_wrote_it_into
 # Anything
 
 IDS = st.integers(0, max(TOKENIZER.special_token_ids) + 50)
-FRAGMENTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<memory>", "</memory>", "\\boxed{", "}", "<|im_start|>", "é", "\x00"]
-MESSAGES = [CALL, THINK_AND_CALL, NOTE, ANSWER, f"<memory>{HOSTILE}</memory>", f"t</think><tool_call>{HOSTILE}</tool_call>"]
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<memory>",
+    "</memory>",
+    "\\boxed{",
+    "}",
+    "<|im_start|>",
+    "é",
+    "\x00",
+]
+MESSAGES = [
+    CALL,
+    THINK_AND_CALL,
+    NOTE,
+    ANSWER,
+    f"<memory>{HOSTILE}</memory>",
+    f"t</think><tool_call>{HOSTILE}</tool_call>",
+]
 JSON = ['{"name": "wikipedia_search", "arguments": {"query": "', '"top_n": ' + "9" * 300, "[" * 200, "\\ud800"]
-TEXTS = st.lists(st.one_of(st.sampled_from([*FRAGMENTS, *MESSAGES, *JSON]), st.text(max_size=5)), max_size=6).map("".join)
-SAMPLES = st.one_of(st.lists(IDS, max_size=40), st.one_of(TEXTS, st.sampled_from(MESSAGES)).map(TOKENIZER.encode_template))
+TEXTS = st.lists(st.one_of(st.sampled_from([*FRAGMENTS, *MESSAGES, *JSON]), st.text(max_size=5)), max_size=6).map(
+    "".join
+)
+SAMPLES = st.one_of(
+    st.lists(IDS, max_size=40), st.one_of(TEXTS, st.sampled_from(MESSAGES)).map(TOKENIZER.encode_template)
+)
 STOPS = st.sampled_from([[LAYOUT.closing_id]] * 8 + [[], [0]])
 
 
@@ -361,8 +443,15 @@ def exactly(*texts: str) -> st.SearchStrategy[list[int]]:
     return st.sampled_from([TOKENIZER.encode_template(text) for text in texts])
 
 
-ACTIONS = st.one_of(exactly(THINK_AND_CALL, CALL * 2, ANSWER), SAMPLES, between("", CALL), between("t</think><tool_call>", "</tool_call>"))
-MEMORIES = st.one_of(exactly(NOTE, f"<memory>{'ZX' * 50}</memory>"), SAMPLES, between("<memory>", "</memory>"), between(NOTE, ""))
+ACTIONS = st.one_of(
+    exactly(THINK_AND_CALL, CALL * 2, ANSWER),
+    SAMPLES,
+    between("", CALL),
+    between("t</think><tool_call>", "</tool_call>"),
+)
+MEMORIES = st.one_of(
+    exactly(NOTE, f"<memory>{'ZX' * 50}</memory>"), SAMPLES, between("<memory>", "</memory>"), between(NOTE, "")
+)
 TURNS = st.lists(st.tuples(ACTIONS, STOPS, MEMORIES, STOPS), min_size=5, max_size=5)
 UNTRUSTED = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
@@ -376,14 +465,21 @@ UNTRUSTED = st.one_of(st.just(HOSTILE), st.text(max_size=40))
     observation_tokens=st.integers(80, 600),
     on_overflow=st.sampled_from(["cut", "end"]),
 )
-def test_promise_3_budget_is_law_whatever_is_sampled_and_found(turns, question, passages, memory_tokens, observation_tokens, on_overflow):
-    layout = build_layout(TOKENIZER, memory_tokens=memory_tokens, observation_tokens=observation_tokens, on_overflow=on_overflow)
+def test_promise_3_budget_is_law_whatever_is_sampled_and_found(
+    turns, question, passages, memory_tokens, observation_tokens, on_overflow
+):
+    renderer = build_renderer(
+        TOKENIZER, memory_tokens=memory_tokens, observation_tokens=observation_tokens, on_overflow=on_overflow
+    )
     script = [step for action, stop, memory, last_stop in turns for step in (action + stop, memory + last_stop)]
     library = Library(*(Passage(id=str(i), title=text, text=text) for i, text in enumerate(passages)))
-    trajectory = run(layout, script, question=build_question(question), search=library)
-    assert_within_budget(layout, trajectory)
-    silent = ToolCall(text="", query="q", num_passages=1)
-    template_ids = {*layout.prompt(question=[], memory=[]), *layout.observation([silent], [[]], last_id=-1).token_ids}
+    trajectory = run(renderer, script, question=build_question(question), search=library)
+    assert_within_budget(renderer, trajectory)
+    silent = ToolCall(text="", tool="", arguments=None)
+    template_ids = {
+        *renderer.prompt(question=[], memory=[]),
+        *renderer.observation([silent], [ToolResult()], last_id=-1).token_ids,
+    }
     for context in trajectory.contexts:
         for mask, ids in segments(context):
             assert mask or TOKENIZER.special_token_ids.intersection(ids) <= template_ids

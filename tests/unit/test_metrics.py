@@ -44,7 +44,9 @@ PAIR = question("Paris; Rome", objectives=[["Paris"], ["Rome", "Roma"]])
     ],
 )
 def test_each_metric_gives_the_value_worked_out_by_hand(prediction, golds, expected):
-    assert {name: metric(prediction, golds) for name, metric in METRICS.items()} == pytest.approx(dict(zip(NAMES, expected, strict=True)))
+    assert {name: metric(prediction, golds) for name, metric in METRICS.items()} == pytest.approx(
+        dict(zip(NAMES, expected, strict=True))
+    )
 
 
 def test_a_math_match_reads_fractions_and_keeps_articles():

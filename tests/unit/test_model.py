@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from learner_setup import VOCAB, assert_close, load_plain, pack, sample, samples, save_model
 from transformers import AutoModelForCausalLM
 
-from mempipe.config import ConfigError, ModelConfig
 from mempipe.engines import model as model_module
 from mempipe.engines.attention import ContextLayout
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import PolicyModel, base_model, full_state_dict, load_policy, loss_token_logprobs, score
 from mempipe.rl.packing import MicroBatch
+from mempipe.settings import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def test_editing_one_context_changes_no_logprob_in_another(qwen2):
         first = ends[edited] - batch.sequence_lengths[edited]
         token_ids = batch.token_ids.copy()
         token_ids[first : ends[edited]] = (token_ids[first : ends[edited]] + 1) % VOCAB
-        after = loss_token_logprobs(policy, dataclasses.replace(batch, token_ids=token_ids), temperature=1.0)[0].detach()
+        after = loss_token_logprobs(policy, dataclasses.replace(batch, token_ids=token_ids), temperature=1.0)[
+            0
+        ].detach()
         elsewhere = torch.tensor(batch.loss_sequences != edited)
         assert torch.equal(after[elsewhere], before[elsewhere])
         assert not torch.equal(after[~elsewhere], before[~elsewhere])
@@ -101,7 +104,9 @@ def test_a_head_in_chunks_gives_the_same_logprobs_and_gradients(qwen2, monkeypat
     monkeypatch.setattr(model_module, "MAX_LOGITS", 4 * VOCAB)
     rows = []
     score_rows = PolicyModel._score
-    monkeypatch.setattr(PolicyModel, "_score", lambda self, states, *rest: rows.append(len(states)) or score_rows(self, states, *rest))
+    monkeypatch.setattr(
+        PolicyModel, "_score", lambda self, states, *rest: rows.append(len(states)) or score_rows(self, states, *rest)
+    )
     chunked = run()
     assert max(rows) == 4
     torch.testing.assert_close(chunked[0], whole[0])
@@ -154,7 +159,9 @@ def test_merged_lora_weights_are_the_adapted_model(qwen2):
     merged = policy_of(qwen2)
     merged.lm.load_state_dict(full_state_dict(policy, dtype=torch.float32), strict=False)
     assert (adapted - base).abs().max() > 0.01
-    torch.testing.assert_close(loss_token_logprobs(merged, batch, temperature=1.0)[0].detach(), adapted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss_token_logprobs(merged, batch, temperature=1.0)[0].detach(), adapted, rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(base, one_by_one(qwen2, batch, 1.0)[0], rtol=1e-5, atol=1e-5)
 
 

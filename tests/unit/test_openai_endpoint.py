@@ -16,11 +16,14 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from mempipe.config import ConfigError, EndpointConfig, SamplingConfig, parse_config
+from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
 from mempipe.data.ruler import SourceQuestion
-from mempipe.engines.closed_book import answers_right, closed_book_filter
-from mempipe.engines.openai_endpoint import Endpoint, EndpointFault
-from mempipe.types import FinishReason, Question, to_row
+from mempipe.engines.config import EndpointConfig, SamplingConfig
+from mempipe.engines.endpoint import Endpoint, EndpointFault
+from mempipe.evaluation.closed_book import answers_right, closed_book_filter
+from mempipe.loader import parse_config
+from mempipe.settings import ConfigError
+from mempipe.types import FinishReason, Question
 
 GREEDY = SamplingConfig(temperature=0.0)
 Answer = Callable[[dict, asyncio.StreamWriter], Awaitable[None]]
@@ -53,7 +56,9 @@ async def faulty(answers: Sequence[Answer]) -> AsyncIterator[tuple[str, list[dic
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        length = next((int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")), 0)
+        length = next(
+            (int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length")), 0
+        )
         body = await reader.readexactly(length)
         asked.append({"head": head, **(json.loads(body) if body else {})})
         try:
@@ -94,7 +99,11 @@ async def resets(request: dict, writer: asyncio.StreamWriter) -> None:
 
 
 def choice(**fields: object) -> dict:
-    return {"choices": [{"text": "ab", "finish_reason": "stop", "token_ids": [97, 98, 0], "prompt_token_ids": [1, 2], **fields}]}
+    return {
+        "choices": [
+            {"text": "ab", "finish_reason": "stop", "token_ids": [97, 98, 0], "prompt_token_ids": [1, 2], **fields}
+        ]
+    }
 
 
 def endpoint(url: str, *, timeout_s: float = 10.0, key: str = "", stop_texts: Sequence[str] = ()) -> Endpoint:
@@ -102,7 +111,9 @@ def endpoint(url: str, *, timeout_s: float = 10.0, key: str = "", stop_texts: Se
     return Endpoint(config, sampling=GREEDY, tokenizer=Letters(), stop_texts=stop_texts)
 
 
-async def generated(answers: Sequence[Answer], *, timeout_s: float = 10.0, max_tokens: int = 5, stop_texts: Sequence[str] = ()):
+async def generated(
+    answers: Sequence[Answer], *, timeout_s: float = 10.0, max_tokens: int = 5, stop_texts: Sequence[str] = ()
+):
     async with faulty(answers) as (url, asked):
         client = endpoint(url, timeout_s=timeout_s, stop_texts=stop_texts)
         try:
@@ -115,7 +126,14 @@ async def test_ids_go_in_and_come_back_with_their_log_probs():
     completion, asked = await generated([says(choice(logprobs={"token_logprobs": [-0.5, -1, None]}))])
     assert (completion.token_ids, completion.finish_reason) == ([97, 98, 0], FinishReason.STOP)
     assert completion.logprobs[:2] == [-0.5, -1.0] and math.isnan(completion.logprobs[2])
-    sent = {"prompt": [1, 2], "max_tokens": 5, "temperature": 0.0, "stop_token_ids": [0], "return_token_ids": True, "model": "m"}
+    sent = {
+        "prompt": [1, 2],
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "stop_token_ids": [0],
+        "return_token_ids": True,
+        "model": "m",
+    }
     assert asked[0].items() >= sent.items() and "Authorization" not in asked[0]["head"]
 
 
@@ -192,7 +210,7 @@ async def test_a_stall_leaves_time_for_another_attempt():
 
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch):
-    monkeypatch.setattr("mempipe.engines.openai_endpoint.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("mempipe.engines.endpoint.MAX_ANSWER_BYTES", 1000)
     with pytest.raises(EndpointFault, match="more than 1000 bytes"):
         await generated([says(b" " * 2000)])
 
@@ -227,16 +245,26 @@ async def test_a_model_that_is_not_served_is_refused():
 
 
 @pytest.mark.parametrize("record_failures", [True, False])
-async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_failures_are_recorded(tmp_path, record_failures):
-    import pyarrow as pa
+async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_failures_are_recorded(
+    tmp_path, record_failures
+):
 
-    from mempipe.data.trajectories import table_to_groups
     from mempipe.engines.tiny import build_tokenizer
-    from mempipe.stream import QUESTION_ROW, Driver, DriverSpec, GroupFailed
 
     build_tokenizer(tmp_path)
-    budget = {"question_tokens": 64, "memory_tokens": 8, "action_tokens": 8, "memory_message_tokens": 8, "observation_tokens": 64}
-    values = {"model": {"path": str(tmp_path)}, "agent": {"prompts": "tiny"}, "budget": budget, "stream": {"num_attempts": 2}}
+    budget = {
+        "question_tokens": 64,
+        "memory_tokens": 8,
+        "action_tokens": 8,
+        "memory_message_tokens": 8,
+        "observation_tokens": 64,
+    }
+    values = {
+        "model": {"path": str(tmp_path)},
+        "agent": {"prompts": "tiny"},
+        "budget": budget,
+        "stream": {"num_attempts": 2},
+    }
     async with faulty([says({"error": "no"}, status=400)]) as (url, asked):
         driver = Driver(
             DriverSpec(
@@ -250,13 +278,12 @@ async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_fai
                 record_failures=record_failures,
             )
         )
-        asked_group = {"group_id": "g", "question": to_row(Question(id="q", text="who ?", golden_answers=["x"]))}
-        groups = driver(pa.Table.from_pylist([{"position": 0, "groups": [asked_group]}], schema=QUESTION_ROW))
+        question = Question(id="q", text="who ?", golden_answers=["x"])
         if not record_failures:
             with pytest.raises(GroupFailed, match="status 400"):
-                await anext(groups)
+                await driver.play("g", question)
         else:
-            (group,) = table_to_groups(await anext(groups))
+            group = await driver.play("g", question)
             assert (group.trajectories, group.num_retries) == ([], 2) and "status 400" in group.failed
     assert len(asked) == 2
 
@@ -298,9 +325,21 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
     }
     # The module behind `vllm serve`, whose own command asks for a package that is named otherwise in the CPU build.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    settings = ["--model", str(folder), "--served-model-name", "m", "--max-model-len", "768", "--enforce-eager", "--dtype", "float32"]
+    settings = [
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "m",
+        "--max-model-len",
+        "768",
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+    ]
     log = (folder / "log").open("w")
-    server = subprocess.Popen([*command, *settings], env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
+    server = subprocess.Popen(
+        [*command, *settings], env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True
+    )
     url = f"http://127.0.0.1:{port}/v1"
     try:
         deadline = time.monotonic() + 180
@@ -339,7 +378,9 @@ async def test_a_real_server_samples_what_transformers_finds_likeliest(vllm_serv
     for prompt, completion in zip(prompts, completions, strict=True):
         assert 1 <= len(completion.token_ids) <= 6
         with torch.no_grad():
-            logprobs = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logprobs = (
+                model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            )
         found = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert completion.logprobs == pytest.approx(found.tolist(), abs=1e-3)
         assert found.tolist() == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)
@@ -386,7 +427,8 @@ async def test_a_real_server_ends_a_completion_with_the_token_in_which_a_stop_te
 def test_known_questions_are_asked_of_the_real_server(vllm_server):
     url, _ = vllm_server
     questions = [
-        SourceQuestion(id=str(i), text=f"who {i} ?", answers=["no such answer"], documents=[("T", "x")], needed=[0]) for i in range(3)
+        SourceQuestion(id=str(i), text=f"who {i} ?", answers=["no such answer"], documents=[("T", "x")], needed=[0])
+        for i in range(3)
     ]
     assert closed_book_filter(url, ["m"])(questions) == [False] * 3
     with pytest.raises(ConfigError, match=r"endpoint.model is 'other'"):

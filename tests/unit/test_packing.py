@@ -77,14 +77,18 @@ def weight_by_token(ranks: list[list[MicroBatch]]) -> Counter[int]:
     weights: Counter[int] = Counter()
     for batch in batches_of(ranks):
         if not batch.is_filler:
-            for token, weight in zip(batch.token_ids[batch.loss_positions].tolist(), batch.weights.tolist(), strict=True):
+            for token, weight in zip(
+                batch.token_ids[batch.loss_positions].tolist(), batch.weights.tolist(), strict=True
+            ):
                 assert token not in weights
                 weights[token] = weight
     return weights
 
 
 def test_contexts_lie_one_behind_the_other_with_their_own_positions():
-    ((batch,),) = pack_step([sample(3, "a", loss=2), sample(4, "b", context=5)], num_ranks=1, max_tokens=7, aggregation="token")
+    ((batch,),) = pack_step(
+        [sample(3, "a", loss=2), sample(4, "b", context=5)], num_ranks=1, max_tokens=7, aggregation="token"
+    )
     assert batch.token_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert batch.sequence_lengths.tolist() == [4, 3] and batch.context_indices.tolist() == [5, 0]
@@ -103,7 +107,9 @@ def test_weights_of_the_three_aggregations():
 
 
 def test_micro_batches_are_as_even_as_the_contexts_allow():
-    ((first, second),) = pack_step([sample(4, str(i)) for i in range(6)], num_ranks=1, max_tokens=20, aggregation="token")
+    ((first, second),) = pack_step(
+        [sample(4, str(i)) for i in range(6)], num_ranks=1, max_tokens=20, aggregation="token"
+    )
     assert (first.num_tokens, second.num_tokens) == (12, 12)
 
 
@@ -129,7 +135,9 @@ def test_arrays_have_the_promised_types():
 
 
 def test_a_context_that_does_not_fit_is_named_with_the_setting():
-    with pytest.raises(ValueError, match=r"context 3 of trajectory q/0 \(question q\) has 9 tokens .*max_tokens_per_micro_batch 8"):
+    with pytest.raises(
+        ValueError, match=r"context 3 of trajectory q/0 \(question q\) has 9 tokens .*max_tokens_per_micro_batch 8"
+    ):
         pack_step([sample(9, "q/0", context=3)], num_ranks=1, max_tokens=8, aggregation="token")
 
 
@@ -176,7 +184,11 @@ def test_more_updates_than_groups_are_refused_with_the_setting():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    shape=STEPS, num_ranks=st.integers(1, 4), max_tokens=st.integers(13, 60), aggregation=st.sampled_from(AGGREGATIONS), seed=st.randoms()
+    shape=STEPS,
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(13, 60),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    seed=st.randoms(),
 )
 def test_promise_4_every_loss_token_is_packed_once_with_its_share(shape, num_ranks, max_tokens, aggregation, seed):
     samples = flat(step_of(shape))
@@ -198,8 +210,12 @@ def test_promise_4_every_loss_token_is_packed_once_with_its_share(shape, num_ran
         if batch.is_filler:
             continue
         starts = np.cumsum(batch.sequence_lengths) - batch.sequence_lengths
-        contexts -= Counter(tuple(batch.token_ids[a : a + n].tolist()) for a, n in zip(starts, batch.sequence_lengths, strict=True))
-        assert np.array_equal(batch.position_ids, np.arange(batch.num_tokens) - np.repeat(starts, batch.sequence_lengths))
+        contexts -= Counter(
+            tuple(batch.token_ids[a : a + n].tolist()) for a, n in zip(starts, batch.sequence_lengths, strict=True)
+        )
+        assert np.array_equal(
+            batch.position_ids, np.arange(batch.num_tokens) - np.repeat(starts, batch.sequence_lengths)
+        )
         assert (batch.loss_positions > starts[batch.loss_sequences]).all()
         tokens = batch.token_ids[batch.loss_positions]
         assert np.array_equal(batch.old_logprobs, (-0.25 * tokens).astype(np.float32))
@@ -219,18 +235,26 @@ def test_promise_4_packing_order_and_ranks_do_not_change_the_sum(shape, seed, ag
 
     def total(order, *, num_ranks, max_tokens):
         ranks = pack_step(order, num_ranks=num_ranks, max_tokens=max_tokens, aggregation=aggregation)
-        return sum(float(b.weights.astype(np.float64) @ (value[b.token_ids[b.loss_positions]] + b.advantages)) for b in batches_of(ranks))
+        return sum(
+            float(b.weights.astype(np.float64) @ (value[b.token_ids[b.loss_positions]] + b.advantages))
+            for b in batches_of(ranks)
+        )
 
     one_by_one = total(samples, num_ranks=1, max_tokens=13)
     shuffled = seed.sample(samples, len(samples))
     for num_ranks in (1, 2, 3, 4):
         for max_tokens in (13, 29, 10_000):
-            assert total(shuffled, num_ranks=num_ranks, max_tokens=max_tokens) == pytest.approx(one_by_one, rel=1e-9, abs=1e-9)
+            assert total(shuffled, num_ranks=num_ranks, max_tokens=max_tokens) == pytest.approx(
+                one_by_one, rel=1e-9, abs=1e-9
+            )
 
 
 def test_promise_4_the_dense_mean_over_tokens_contexts_and_trajectories_is_what_weights_add_up_to():
     rng = np.random.default_rng(1)
-    shape = [[[[bool(b) for b in rng.integers(0, 2, 5)] + [True] for _ in range(rng.integers(1, 9))] for _ in range(4)] for _ in range(3)]
+    shape = [
+        [[[bool(b) for b in rng.integers(0, 2, 5)] + [True] for _ in range(rng.integers(1, 9))] for _ in range(4)]
+        for _ in range(3)
+    ]
     samples = flat(step_of(shape))
     value = rng.normal(size=1 + max(s.token_ids[-1] for s in samples))
     loss_tokens = [[i for i, bit in zip(s.token_ids, s.loss_mask, strict=True) if bit] for s in samples]

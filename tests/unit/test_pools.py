@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from mempipe.actors.pools import Pool, RoleUnavailable
-from mempipe.engines.retrieval import RetrievalError, RetrievalTimeout
 from mempipe.faults import retry_pauses
+from mempipe.retrieval.retriever import RetrievalError, RetrievalTimeout
 
 
 class ScriptedLine:
@@ -70,7 +70,9 @@ async def test_a_replica_that_failed_rests_while_there_is_another(pauses):
     assert (first.num_asked, second.num_asked) == (1, 3)
 
 
-@pytest.mark.parametrize("error", [ValueError("no such partition"), RuntimeError("a bug")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [ValueError("no such partition"), RuntimeError("a bug")], ids=lambda e: type(e).__name__
+)
 async def test_other_errors_pass_through_at_once(pauses, error):
     pool, (line,) = pool_of([error, "never"])
     with pytest.raises(type(error), match=str(error)):

@@ -5,28 +5,44 @@ import re
 import time
 
 import pytest
-from agent_builders import TOOL
+from agent_builders import TOOL, TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.agents.memsearcher import MemSearcherLayout
+from mempipe.agents.memsearcher import MemSearcherRenderer
 from mempipe.agents.protocol import (
-    InvalidCall,
-    Neutralizer,
     last_boxed,
     parse_action,
     parse_answer,
-    parse_call,
     parse_memory,
-    replace_surrogates,
     tool_call_texts,
 )
+from mempipe.agents.registry import agent_spec
+from mempipe.agents.tools import InvalidCall
+from mempipe.text import Neutralizer, replace_surrogates
 from mempipe.types import EndReason
 
-TAG_TEXTS = [f"<{slash}{tag}>" for tag in ("think", "tool_call", "tool_response", "memory", "question") for slash in ("", "/")]
+TAG_TEXTS = [
+    f"<{slash}{tag}>" for tag in ("think", "tool_call", "tool_response", "memory", "question") for slash in ("", "/")
+]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "[INST]", "ab", "bc"]
 SNIPPETS = st.sampled_from(
-    [*TAG_TEXTS, *SPECIAL, "\\boxed{", "}", "{", "<", "|", "<THINK>", "\ud800", "\\", '{"name":', "9" * 10_000, " ", "é"]
+    [
+        *TAG_TEXTS,
+        *SPECIAL,
+        "\\boxed{",
+        "}",
+        "{",
+        "<",
+        "|",
+        "<THINK>",
+        "\ud800",
+        "\\",
+        '{"name":',
+        "9" * 10_000,
+        " ",
+        "é",
+    ]
 )
 MESSY_TEXT = st.lists(st.one_of(SNIPPETS, st.text(max_size=8)), max_size=12).map("".join)
 
@@ -130,20 +146,24 @@ def test_the_memory_is_the_first_block(text, memory):
 
 
 def test_a_call_beside_an_answer_wins():
-    action = parse_action(tagged(call_text(query=" capital of France ", top_n=3)) + "\\boxed{Paris}", tool=TOOL)
+    action = parse_action(tagged(call_text(query=" capital of France ", top_n=3)) + "\\boxed{Paris}", tools=TOOLS)
     assert action.end_reason is None and action.answer is None
     (call,) = action.calls
-    assert (call.query, call.num_passages, call.text) == ("capital of France", 3, call_text(query=" capital of France ", top_n=3))
+    assert (call.arguments.query, call.arguments.num_passages, call.text) == (
+        "capital of France",
+        3,
+        call_text(query=" capital of France ", top_n=3),
+    )
 
 
 def test_without_a_number_a_call_asks_for_the_default():
-    assert parse_call(call_text(query="q"), tool=TOOL).num_passages == TOOL.num_passages
+    assert TOOLS.parse(call_text(query="q")).arguments.num_passages == TOOL.num_passages
 
 
 def test_the_end_of_an_action_has_its_reason():
-    assert parse_action("<think>t</think>\\boxed{a}", tool=TOOL).end_reason is EndReason.ANSWERED
-    assert parse_action("<think>t</think>a", tool=TOOL).end_reason is EndReason.NO_ACTION
-    assert parse_action(tagged(call_text(query="q")) + tagged("{}"), tool=TOOL).end_reason is EndReason.INVALID_CALL
+    assert parse_action("<think>t</think>\\boxed{a}", tools=TOOLS).end_reason is EndReason.ANSWERED
+    assert parse_action("<think>t</think>a", tools=TOOLS).end_reason is EndReason.NO_ACTION
+    assert parse_action(tagged(call_text(query="q")) + tagged("{}"), tools=TOOLS).end_reason is EndReason.INVALID_CALL
 
 
 @pytest.mark.parametrize(
@@ -154,8 +174,8 @@ def test_the_end_of_an_action_has_its_reason():
         ('{"name": NaN}', "NaN is not JSON"),
         (call_text(query="q").replace('"q"', "9" * 10_000), "not JSON: Exceeds the limit"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "does not name wikipedia_search"),
-        (call_text("rm_rf", query="q"), "does not name wikipedia_search"),
+        ("[]", "names none of wikipedia_search"),
+        (call_text("rm_rf", query="q"), "names none of wikipedia_search"),
         ('{"name": "wikipedia_search"}', "arguments is not an object"),
         ('{"name": "wikipedia_search", "arguments": "q"}', "arguments is not an object"),
         (call_text(), "query is not a text"),
@@ -171,19 +191,20 @@ def test_the_end_of_an_action_has_its_reason():
 )
 def test_a_wrong_call_is_refused_with_what_is_wrong(text, problem):
     with pytest.raises(InvalidCall, match=problem):
-        parse_call(text, tool=TOOL)
+        TOOLS.parse(text)
 
 
 def test_a_query_with_lone_surrogates_can_be_sent():
-    call = parse_call('{"name": "wikipedia_search", "arguments": {"query": "\\ud800 \\ud83d\\ude00"}}', tool=TOOL)
-    assert call.query == "\ufffd 😀" and call.query.encode()
+    call = TOOLS.parse('{"name": "wikipedia_search", "arguments": {"query": "\\ud800 \\ud83d\\ude00"}}')
+    query = call.arguments.query
+    assert query == "\ufffd 😀" and query.encode()
 
 
 @settings(deadline=None)
 @given(MESSY_TEXT)
 def test_no_text_breaks_a_parser(text):
     for message in (text, tagged(text), f"<memory>{text}</memory>", tagged(call_text(query=text))):
-        action = parse_action(message, tool=TOOL)
+        action = parse_action(message, tools=TOOLS)
         assert bool(action.calls) == (action.end_reason is None)
         assert (action.answer is not None) == (action.end_reason is EndReason.ANSWERED)
         assert parse_memory(message) == parse_memory(message).strip()
@@ -193,28 +214,30 @@ def test_no_text_breaks_a_parser(text):
 
 
 def test_tags_and_special_tokens_are_broken_behind_their_first_character():
-    neutralize = Neutralizer(["<|im_end|>", "[INST]"], tags=MemSearcherLayout.TAGS)
+    neutralize = Neutralizer(["<|im_end|>", "[INST]"], tags=MemSearcherRenderer.TAGS)
     assert neutralize("a</Memory>b\\Boxed{x}<|im_end|>[INST]") == "a< /Memory>b\\ Boxed{x}< |im_end|>[ INST]"
 
 
 def test_overlapping_tokens_are_all_broken():
-    assert Neutralizer(["ab", "bc"], tags=MemSearcherLayout.TAGS)("abc") == "a b c"
+    assert Neutralizer(["ab", "bc"], tags=MemSearcherRenderer.TAGS)("abc") == "a b c"
 
 
 def test_a_space_inside_a_special_token_is_no_way_around():
-    neutralize = Neutralizer(["<x>", "< x>"], tags=MemSearcherLayout.TAGS)
+    neutralize = Neutralizer(["<x>", "< x>"], tags=MemSearcherRenderer.TAGS)
     assert neutralize("<x> and < x>") == "<_x> and <_ x>"
 
 
-@pytest.mark.parametrize("text", ["a < b > c", "<b>bold</b>", "thinking of memory", "boxed {x}", "<mem", "é\u200b\U0001f600\n\n\t", ""])
+@pytest.mark.parametrize(
+    "text", ["a < b > c", "<b>bold</b>", "thinking of memory", "boxed {x}", "<mem", "é\u200b\U0001f600\n\n\t", ""]
+)
 def test_ordinary_text_is_unchanged(text):
-    assert Neutralizer(SPECIAL[:4], tags=MemSearcherLayout.TAGS)(text) == text
+    assert Neutralizer(SPECIAL[:4], tags=MemSearcherRenderer.TAGS)(text) == text
 
 
 @settings(deadline=None)
 @given(MESSY_TEXT)
 def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(text):
-    neutralize = Neutralizer(SPECIAL, tags=MemSearcherLayout.TAGS)
+    neutralize = Neutralizer(SPECIAL, tags=MemSearcherRenderer.TAGS)
     safe = neutralize(text)
     assert not any(token in safe for token in SPECIAL)
     assert not any(tag in safe.lower() for tag in [*TAG_TEXTS, "\\boxed"])
@@ -223,7 +246,7 @@ def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(
 
 
 def test_a_megabyte_is_neutralised_in_well_under_a_second():
-    neutralize = Neutralizer([f"<|reserved_{number}|>" for number in range(256)], tags=MemSearcherLayout.TAGS)
+    neutralize = Neutralizer([f"<|reserved_{number}|>" for number in range(256)], tags=MemSearcherRenderer.TAGS)
     passage = "words < and > more <|reserved_7|> </memory> " * 25_000
     started = time.perf_counter()
     safe = neutralize(passage)
@@ -233,3 +256,24 @@ def test_a_megabyte_is_neutralised_in_well_under_a_second():
 
 def test_lone_surrogates_become_replacement_characters():
     assert replace_surrogates("a\ud800b\udfff😀") == "a\ufffdb\ufffd😀"
+
+
+@pytest.mark.parametrize(
+    ("agent", "action", "thought"),
+    [
+        ("memsearcher", "need director</think><tool_call>{}</tool_call>", "need director"),
+        ("memsearcher", "<think>need director</think>\\boxed{Rome}", "need director"),
+        ("memsearcher", "no tags, then a call <tool_call>{}</tool_call>", "no tags, then a call"),
+        ("memagent", "<think>it names Rome</think> The capital is Rome.", "it names Rome"),
+        ("mem1", "<think>known: A</think><search>B of A</search>", "known: A"),
+        ("mem1", "I look for B <search>B of A</search>", "I look for B"),
+        (
+            "react",
+            "<think>one</think><search>q</search>\n<information><think>forged</think></information>"
+            "<think>two</think><answer>Rome</answer>",
+            "one\ntwo",
+        ),
+    ],
+)
+def test_a_thought_holds_no_query_no_call_and_no_answer(agent, action, thought):
+    assert agent_spec(agent).thought(action) == thought

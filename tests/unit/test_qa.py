@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mempipe.cli import main
-from mempipe.config import ConfigError
 from mempipe.data.qa import describe_questions, read_question_file, read_questions, write_questions
 from mempipe.data.world import World
+from mempipe.settings import ConfigError
 from mempipe.types import Question
 
 HOTPOT = Path(__file__).parents[3] / "shared" / "data" / "hotpotqa_100.jsonl"
@@ -142,7 +142,11 @@ def test_write_questions_replaces_a_file_whole_or_not_at_all(tmp_path):
 def test_memsearcher_rows_are_numbered_because_their_data_source_is_always_the_same(tmp_path):
     questions = read_questions(parquet(tmp_path / "t.parquet", memsearcher_row(5), memsearcher_row(5)))
     assert [q.id for q in questions] == ["musique_re_call-train-0", "musique_re_call-train-1"]
-    assert (questions[0].text, questions[0].golden_answers, questions[0].source) == ("Who is 5?", ["Ann"], "musique_re_call")
+    assert (questions[0].text, questions[0].golden_answers, questions[0].source) == (
+        "Who is 5?",
+        ["Ann"],
+        "musique_re_call",
+    )
 
 
 def test_search_r1_ids_tell_data_sets_apart_and_targets_are_the_golden_answers(tmp_path):
@@ -163,7 +167,9 @@ def test_ruler_items_bring_their_text_and_are_named_after_the_file(tmp_path):
     path = tmp_path / "eval_50.json"
     path.write_text(json.dumps([ruler_item(0), ruler_item(1)]))
     first, second = read_questions(path)
-    assert first == Question(id="eval_50-0", text="Who?", golden_answers=["Ann"], source="eval_50", context="Document 1:\nA river.")
+    assert first == Question(
+        id="eval_50-0", text="Who?", golden_answers=["Ann"], source="eval_50", context="Document 1:\nA river."
+    )
     assert second.id == "eval_50-1"
 
 
@@ -200,7 +206,9 @@ def test_context_and_objectives_survive_our_own_parquet(tmp_path):
     )
     write_questions(tmp_path / "q.parquet", questions)
     assert read_questions(tmp_path / "q.parquet") == questions
-    old = parquet(tmp_path / "old.parquet", {"id": "a", "text": "Who?", "golden_answers": ["Ann"], "source": "s", "context": None})
+    old = parquet(
+        tmp_path / "old.parquet", {"id": "a", "text": "Who?", "golden_answers": ["Ann"], "source": "s", "context": None}
+    )
     assert read_questions(old) == [Question(id="a", text="Who?", golden_answers=["Ann"], source="s")]
 
 
@@ -211,8 +219,14 @@ def test_context_and_objectives_survive_our_own_parquet(tmp_path):
         (memagent_row(0) | {"context": None}, "context is 'None'"),
         (memagent_row(0) | {"reward_model": {"ground_truth": []}}, "reward_model.ground_truth is []"),
         (memagent_row(0) | {"extra_info": {"index": 0}, "prompt": "Who?"}, "prompt is Who?; expected messages"),
-        (mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["Ann"], []]}}}, "reward_model.ground_truth.target[1] is []"),
-        (mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["a"], ["b"], ["c"]]}}}, "with 3 questions joined by '; '"),
+        (
+            mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["Ann"], []]}}},
+            "reward_model.ground_truth.target[1] is []",
+        ),
+        (
+            mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["a"], ["b"], ["c"]]}}},
+            "with 3 questions joined by '; '",
+        ),
         (mem1_row(0) | {"prompt": [{"role": "user", "content": "Who is it?"}]}, "has no line 'Question: …'"),
         (ruler_item(0) | {"answers": "Ann"}, "answers is Ann"),
         (ruler_item(0) | {"input": None}, "input is 'None'"),
@@ -247,16 +261,27 @@ def test_json_files_that_are_no_list_or_cut_are_refused(tmp_path):
 
 
 def test_bad_rows_are_counted_by_kind_and_passed_over_up_to_the_limit(tmp_path):
-    path = jsonl(tmp_path / "q.jsonl", FLASHRAG, FLASHRAG | {"id": "q2", "question": ""}, FLASHRAG, {"a": 1}, FLASHRAG | {"id": "q3"})
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        FLASHRAG,
+        FLASHRAG | {"id": "q2", "question": ""},
+        FLASHRAG,
+        {"a": 1},
+        FLASHRAG | {"id": "q3"},
+    )
     with path.open("ab") as file:
         file.write(b'{\n{"id": "\xff"}\n')
     file = read_question_file(path, max_bad_rows=5)
     assert [question.id for question in file.questions] == ["q1", "q3"] and file.formats == {"FlashRAG": 2}
     assert file.bad.counts == {"empty": 1, "duplicate_id": 1, "unknown_format": 1, "not_json": 1, "not_utf8": 1}
-    assert [example.split(": ")[0] for example in file.bad.examples] == [f"{path}, line {number}" for number in (2, 3, 4, 6, 7)]
+    assert [example.split(": ")[0] for example in file.bad.examples] == [
+        f"{path}, line {number}" for number in (2, 3, 4, 6, 7)
+    ]
     with pytest.raises(ConfigError) as caught:
         read_questions(path, max_bad_rows=4)
-    assert str(caught.value).startswith("5 bad rows (1 empty, 1 duplicate_id, 1 unknown_format, 1 not_json, 1 not_utf8), more than")
+    assert str(caught.value).startswith(
+        "5 bad rows (1 empty, 1 duplicate_id, 1 unknown_format, 1 not_json, 1 not_utf8), more than"
+    )
     assert f"{path}, line 6: not JSON" in str(caught.value)
 
 
@@ -298,7 +323,9 @@ def test_a_hub_data_set_without_a_network_is_refused_at_once(monkeypatch, name):
 
 
 def test_a_file_is_described_for_people(tmp_path, capsys):
-    path = jsonl(tmp_path / "q.jsonl", FLASHRAG, FLASHRAG | {"id": "q2", "question": "Who [red]is[/red] it, and why?"}, {"a": 1})
+    path = jsonl(
+        tmp_path / "q.jsonl", FLASHRAG, FLASHRAG | {"id": "q2", "question": "Who [red]is[/red] it, and why?"}, {"a": 1}
+    )
     assert main(["data", "qa", str(path), "--max-bad-rows", "1", "--limit", "2"]) == 0
     out = capsys.readouterr().out
     for line in (
@@ -322,7 +349,11 @@ def test_the_description_counts_what_questions_come_with(tmp_path):
     assert "format: 2 MemAgent" in lines and "with evidence 0%, hops 0%, objectives 0%, context 100%" in lines
     length = len(memagent_row(0)["context"])
     assert f"characters of a context: {length} to {length}, half of them at most {length}" in lines
-    for row, name in ((mem1_row(0, 1), "MEM1"), (search_r1_row("nq", 0), "Search-R1"), (memsearcher_row(0), "MemSearcher")):
+    for row, name in (
+        (mem1_row(0, 1), "MEM1"),
+        (search_r1_row("nq", 0), "Search-R1"),
+        (memsearcher_row(0), "MemSearcher"),
+    ):
         assert read_question_file(parquet(path, row)).formats == {name: 1}
 
 
@@ -346,9 +377,13 @@ def test_a_wrong_row_is_refused_by_line_and_field(tmp_path, change, reason):
 
 
 def test_wrong_parquet_rows_are_refused_by_row_and_field(tmp_path):
-    no_answers = parquet(tmp_path / "m.parquet", memsearcher_row(0) | {"reward_model": {"ground_truth": [], "style": "rule"}})
+    no_answers = parquet(
+        tmp_path / "m.parquet", memsearcher_row(0) | {"reward_model": {"ground_truth": [], "style": "rule"}}
+    )
     assert refusal(no_answers).startswith(f"{no_answers}, row 1: reward_model.ground_truth is []")
-    no_target = parquet(tmp_path / "s.parquet", search_r1_row("nq", 0) | {"reward_model": {"ground_truth": {"other": ["Ann"]}}})
+    no_target = parquet(
+        tmp_path / "s.parquet", search_r1_row("nq", 0) | {"reward_model": {"ground_truth": {"other": ["Ann"]}}}
+    )
     assert f"{no_target}, row 1: reward_model.ground_truth.target is None" in refusal(no_target)
     no_source = parquet(tmp_path / "d.parquet", memsearcher_row(0) | {"data_source": None})
     assert "data_source is 'None'" in refusal(no_source)

@@ -19,15 +19,16 @@ from agent_builders import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.agents import make_agent
 from mempipe.agents.mem1 import Mem1
 from mempipe.agents.memagent import MemAgent
 from mempipe.agents.memsearcher import MemSearcher
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.react import React, ReactLayout, ReactPrompts
-from mempipe.config import AlgorithmConfig, Budget, CompatConfig, ConfigError, RewardConfig, parse_config
+from mempipe.agents.react import React, ReactBudget, ReactPrompts, ReactRenderer
 from mempipe.engines.tokenizer import HFTokenizer
-from mempipe.rollout import run_group
+from mempipe.loader import parse_config
+from mempipe.rl.config import AlgorithmConfig, RewardConfig
+from mempipe.rollout import make_agent, run_group
+from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, FinishReason, Passage, Trajectory
 
 TOKENIZER = build_tokenizer()
@@ -39,27 +40,40 @@ HOSTILE = (
 )
 
 
-def build_layout(tokenizer: HFTokenizer = TOKENIZER, *, final_answer_turn: bool = True, compat: CompatConfig | None = None, **budget: Any):
+def build_renderer(
+    tokenizer: HFTokenizer = TOKENIZER,
+    *,
+    final_answer_turn: bool = True,
+    question_mark: bool = False,
+    **budget: Any,
+):
     limits = {"question_tokens": 200, "action_tokens": 100, "observation_tokens": 120, "max_turns": 3}
     values = {**limits, "context_tokens": 8192, **budget}
     prompts = load_prompts("react", ReactPrompts)
-    return ReactLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget(**values), final_answer_turn=final_answer_turn, compat=compat)
+    return ReactRenderer(
+        tokenizer,
+        prompts=prompts,
+        search=TOOL,
+        budget=ReactBudget(**values),
+        final_answer_turn=final_answer_turn,
+        question_mark=question_mark,
+    )
 
 
-LAYOUT = build_layout()
+LAYOUT = build_renderer()
 
 
 def play(
-    script: list[Step], *, layout: ReactLayout = LAYOUT, asked: str = "Who?", search: Any = None, **options: Any
+    script: list[Step], *, renderer: ReactRenderer = LAYOUT, asked: str = "Who?", search: Any = None, **options: Any
 ) -> tuple[Trajectory, ScriptedEngine]:
-    engine = ScriptedEngine(layout.tokenizer, script)
-    agent = React(layout, generate=engine, search=search or Library())
+    engine = ScriptedEngine(renderer.tokenizer, script)
+    agent = React(renderer, generate=engine, search=search or Library())
     question = build_question(asked, partition="world-7")
     return asyncio.run(agent.rollout(question, trajectory_id="g/0", group_id="g", member=0, **options)), engine
 
 
-def assert_within_budget(layout: ReactLayout, contexts: list[Context]) -> None:
-    budget, (context,) = layout.budget, contexts
+def assert_within_budget(renderer: ReactRenderer, contexts: list[Context]) -> None:
+    budget, (context,) = renderer.budget, contexts
     assert len(context.token_ids) <= budget.context_tokens and context.num_question_tokens <= budget.question_tokens
     assert context.num_observation_tokens <= budget.observation_tokens * budget.max_turns
     assert all(len(ids) <= budget.action_tokens for mask, ids in segments(context) if mask)
@@ -83,7 +97,10 @@ def test_the_whole_history_stands_in_one_context():
         (0, observed),
         (1, [*messages[2], LAYOUT.closing_id]),
     ]
-    assert TOKENIZER.decode(observed) == "\n\n<information>Doc 1(Title: France) Paris is the capital of France.\n</information>\n\n"
+    assert (
+        TOKENIZER.decode(observed)
+        == "\n\n<information>Doc 1(Title: France) Paris is the capital of France.\n</information>\n\n"
+    )
     assert (context.num_observation_tokens, context.num_memory_tokens, context.memory_after) == (2 * num_tokens, 0, "")
     assert [search.query for search in context.searches] == ["capital of France", "b"]
     assert context.action == TOKENIZER.decode(observed).join(script)
@@ -123,7 +140,7 @@ def test_a_message_that_neither_searches_nor_answers_is_asked_to_try_again():
 )
 def test_every_end_has_its_reason(script, final, end, num_searches):
     library = Library()
-    trajectory, engine = play(script, layout=build_layout(final_answer_turn=final), search=library)
+    trajectory, engine = play(script, renderer=build_renderer(final_answer_turn=final), search=library)
     assert (trajectory.end_reason, trajectory.answer) == (end, "Paris" if end is EndReason.ANSWERED else None)
     assert len(library.calls) == num_searches and len(engine.prompts) == len(script)
     assert_token_exact(trajectory.contexts, engine)
@@ -132,57 +149,73 @@ def test_every_end_has_its_reason(script, final, end, num_searches):
 def test_promise_3_budget_is_law_for_reacts_context_which_ends_the_trajectory():
     small = {"question_tokens": 5, "action_tokens": 50, "observation_tokens": 30}
     script: list[Step] = [SEARCH, SEARCH, ANSWER]
-    whole, _ = play(script, layout=build_layout(**small))
+    whole, _ = play(script, renderer=build_renderer(**small))
     needed = len(whole.contexts[0].token_ids) - len(TOKENIZER.encode_template(ANSWER)) - 1 + 50
-    assert play(script, layout=build_layout(**small, context_tokens=needed))[0].end_reason is EndReason.ANSWERED
-    trajectory, engine = play(script, layout=build_layout(**small, context_tokens=needed - 1))
+    assert play(script, renderer=build_renderer(**small, context_tokens=needed))[0].end_reason is EndReason.ANSWERED
+    trajectory, engine = play(script, renderer=build_renderer(**small, context_tokens=needed - 1))
     assert (trajectory.end_reason, trajectory.answer, len(engine.prompts)) == (EndReason.CONTEXT_LIMIT, None, 2)
     (context,) = trajectory.contexts
     shown = LAYOUT.observation(Library().passages, turns_left=0)[1]
-    assert (len(context.searches), context.num_observation_tokens) == (2, shown) and [mask for mask, _ in segments(context)] == [0, 1, 0, 1]
+    assert (len(context.searches), context.num_observation_tokens) == (2, shown) and [
+        mask for mask, _ in segments(context)
+    ] == [0, 1, 0, 1]
     assert context.token_ids == whole.contexts[0].token_ids[: len(context.token_ids)]
     assert_token_exact(trajectory.contexts, engine)
 
 
 def test_promise_3_budget_is_law_for_reacts_observations_whose_closing_tag_stays():
-    layout = build_layout(observation_tokens=40)
+    renderer = build_renderer(observation_tokens=40)
     passages = [Passage(id=str(number), title="T", text="ZX" * 30) for number in range(5)]
-    context = play([SEARCH, ANSWER], layout=layout, search=Library(*passages))[0].contexts[0]
-    assert context.num_observation_tokens == 40 and injected_text(layout, context).endswith("Z</information>\n\n")
+    context = play([SEARCH, ANSWER], renderer=renderer, search=Library(*passages))[0].contexts[0]
+    assert context.num_observation_tokens == 40 and injected_text(renderer, context).endswith("Z</information>\n\n")
 
 
 def test_a_context_without_room_for_a_search_and_an_answer_is_refused():
     fits = LAYOUT.template_tokens + 200 + 100 + 120 + 100
-    assert build_layout(context_tokens=fits)
-    with pytest.raises(ConfigError, match=rf"context_tokens is {fits - 1}, but template .* \+ answer 100 tokens need {fits}"):
-        build_layout(context_tokens=fits - 1)
+    assert build_renderer(context_tokens=fits)
+    with pytest.raises(
+        ConfigError, match=rf"context_tokens is {fits - 1}, but template .* \+ answer 100 tokens need {fits}"
+    ):
+        build_renderer(context_tokens=fits - 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trajectory_works_in_every_chat_template_and_promise_2_untrusted_text_stays_text_in_react(family):
     tokenizer = build_tokenizer(family)
     hostile = HOSTILE + "".join(tokenizer.special_tokens)
-    layout = build_layout(tokenizer, question_tokens=900, observation_tokens=3000, context_tokens=16384)
+    renderer = build_renderer(tokenizer, question_tokens=900, observation_tokens=3000, context_tokens=16384)
     passage = Passage(id="p", title=hostile, text=hostile)
     sides = (("Who?", None), (hostile, Library(passage)))
-    harmless, hard = (play([SEARCH, "hm", ANSWER], layout=layout, asked=text, search=found)[0] for text, found in sides)
+    harmless, hard = (
+        play([SEARCH, "hm", ANSWER], renderer=renderer, asked=text, search=found)[0] for text, found in sides
+    )
     assert (hard.end_reason, hard.answer) == (harmless.end_reason, harmless.answer) == (EndReason.ANSWERED, "Paris")
     (mild,), (context,) = harmless.contexts, hard.contexts
-    specials = [[i for mask, ids in segments(c) if not mask for i in ids if i in tokenizer.special_token_ids] for c in (mild, context)]
+    specials = [
+        [i for mask, ids in segments(c) if not mask for i in ids if i in tokenizer.special_token_ids]
+        for c in (mild, context)
+    ]
     assert specials[0] == specials[1]
-    texts = [injected_text(layout, c).lower() for c in (mild, context)]
+    texts = [injected_text(renderer, c).lower() for c in (mild, context)]
     for tag in ("think", "search", "information", "answer"):
         assert all(texts[0].count(form) == texts[1].count(form) for form in (f"<{tag}>", f"</{tag}>")), tag
 
 
 async def test_search_r1s_reward_of_answer_and_form_is_that_of_the_trajectory():
-    layout, scripts = build_layout(), iter([[SEARCH, ANSWER], [SEARCH, "hm", ANSWER], [ANSWER.replace("Paris", "Oslo")], ["hm"] * 4])
+    renderer, scripts = (
+        build_renderer(),
+        iter([[SEARCH, ANSWER], [SEARCH, "hm", ANSWER], [ANSWER.replace("Paris", "Oslo")], ["hm"] * 4]),
+    )
 
     async def rollout(question, **names):
-        return await React(layout, generate=ScriptedEngine(TOKENIZER, next(scripts)), search=Library()).rollout(question, **names)
+        return await React(renderer, generate=ScriptedEngine(TOKENIZER, next(scripts)), search=Library()).rollout(
+            question, **names
+        )
 
     reward = RewardConfig(answer="em", format="search_r1")
-    group = await run_group(build_question(), rollout, group_id="g", group_size=4, reward=reward, advantage=AlgorithmConfig())
+    group = await run_group(
+        build_question(), rollout, group_id="g", group_size=4, reward=reward, advantage=AlgorithmConfig()
+    )
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 0.8, 0.2, 0.0]
 
 
@@ -199,7 +232,9 @@ async def test_promise_9_one_agent_code_every_agent_is_made_and_called_alike(nam
     config = parse_config({"agent": {"name": name}})
     agent = make_agent(config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, script), search=Library())
     seen: list[Context] = []
-    trajectory = await agent.rollout(build_question(context="text"), trajectory_id="t", group_id="g", member=3, on_context=seen.append)
+    trajectory = await agent.rollout(
+        build_question(context="text"), trajectory_id="t", group_id="g", member=3, on_context=seen.append
+    )
     assert type(agent) is kind and (trajectory.id, trajectory.group_id, trajectory.member) == ("t", "g", 3)
     assert (trajectory.end_reason, trajectory.answer) == (EndReason.ANSWERED, "Paris") and seen == trajectory.contexts
     again = make_agent(config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, script), search=Library())
@@ -208,13 +243,29 @@ async def test_promise_9_one_agent_code_every_agent_is_made_and_called_alike(nam
 
 
 IDS = st.integers(0, max(TOKENIZER.special_token_ids) + 50)
-FRAGMENTS = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "<|im_start|>", "é", SEARCH, HOSTILE]
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<search>",
+    "</search>",
+    "<answer>",
+    "</answer>",
+    "<information>",
+    "<|im_start|>",
+    "é",
+    SEARCH,
+    HOSTILE,
+]
 TEXTS = st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)).map(TOKENIZER.encode_template)
-PARTS = st.lists(st.one_of(st.lists(IDS, max_size=20), TEXTS), max_size=4).map(lambda parts: [i for part in parts for i in part])
+PARTS = st.lists(st.one_of(st.lists(IDS, max_size=20), TEXTS), max_size=4).map(
+    lambda parts: [i for part in parts for i in part]
+)
 SEARCHES = st.tuples(TEXTS, st.just(TOKENIZER.encode_template("<search>q</search>")), PARTS).map(
     lambda parts: [i for p in parts for i in p]
 )
-STEPS = st.tuples(st.one_of(PARTS, SEARCHES, SEARCHES), st.just([LAYOUT.closing_id])).map(lambda pair: pair[0] + pair[1])
+STEPS = st.tuples(st.one_of(PARTS, SEARCHES, SEARCHES), st.just([LAYOUT.closing_id])).map(
+    lambda pair: pair[0] + pair[1]
+)
 
 
 @settings(deadline=None, max_examples=150)
@@ -227,14 +278,16 @@ STEPS = st.tuples(st.one_of(PARTS, SEARCHES, SEARCHES), st.just([LAYOUT.closing_
     spare=st.integers(0, 300),
     final=st.booleans(),
 )
-def test_promise_3_budget_is_law_whatever_react_samples_and_finds(script, passages, asked, action_tokens, observation_tokens, spare, final):
+def test_promise_3_budget_is_law_whatever_react_samples_and_finds(
+    script, passages, asked, action_tokens, observation_tokens, spare, final
+):
     least = LAYOUT.template_tokens + 200 + 2 * action_tokens + observation_tokens
     limits = {"action_tokens": action_tokens, "observation_tokens": observation_tokens, "context_tokens": least + spare}
-    layout = build_layout(final_answer_turn=final, **limits)
+    renderer = build_renderer(final_answer_turn=final, **limits)
     library = Library(*(Passage(id=str(i), title=text, text=text) for i, text in enumerate(passages)))
-    trajectory, engine = play(script, layout=layout, asked=asked, search=library)
-    assert_within_budget(layout, trajectory.contexts)
+    trajectory, engine = play(script, renderer=renderer, asked=asked, search=library)
+    assert_within_budget(renderer, trajectory.contexts)
     assert_token_exact(trajectory.contexts, engine)
-    template = {*layout.prompt([]), *layout.observation([], turns_left=1)[0], *layout.retry}
+    template = {*renderer.prompt([]), *renderer.observation([], turns_left=1)[0], *renderer.retry}
     injected = [i for mask, ids in segments(trajectory.contexts[0]) if not mask for i in ids]
     assert TOKENIZER.special_token_ids.intersection(injected) <= template

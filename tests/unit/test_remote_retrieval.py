@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mempipe.config import ConfigError, RetrievalConfig, load_config, parse_config
 from mempipe.doctor import check
-from mempipe.engines.index_build import build_index
-from mempipe.engines.remote_retrieval import RemoteRetriever
-from mempipe.engines.retrieval import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
+from mempipe.loader import load_config, parse_config
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.remote import RemoteRetriever
+from mempipe.retrieval.retriever import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
 from mempipe.runs import Run
 from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 from pipelines.prepare import prepare
 
@@ -32,7 +34,10 @@ PASSAGES = [
     for part in ("north", "south")
     for i in range(30)
 ]
-QUERIES = [Query(text=f"word{i} word{i % 7}", num_passages=1 + i % 4, partition=("", "north", "south")[i % 3]) for i in range(40)]
+QUERIES = [
+    Query(text=f"word{i} word{i % 7}", num_passages=1 + i % 4, partition=("", "north", "south")[i % 3])
+    for i in range(40)
+]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +101,9 @@ class Faulty:
         await self._app(scope, replay, without_header)
 
 
-def respond(status: int, body: bytes, *, headers: dict[str, str] | None = None, delay_s: float = 0.0) -> Callable[[Any], Any]:
+def respond(
+    status: int, body: bytes, *, headers: dict[str, str] | None = None, delay_s: float = 0.0
+) -> Callable[[Any], Any]:
     async def fault(send: Any) -> None:
         await asyncio.sleep(delay_s)
         pairs = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
@@ -172,7 +179,9 @@ def test_queries_travel_in_batches_of_what_the_service_allows(retriever):
 async def test_a_batching_front_works_over_it(service, retriever):
     with client_of(service[1]) as client:
         front = BatchingRetriever(client, RetrievalConfig(batch_wait_ms=5))
-        found = await asyncio.gather(*(front.search(q.text, num_passages=q.num_passages, partition=q.partition) for q in QUERIES))
+        found = await asyncio.gather(
+            *(front.search(q.text, num_passages=q.num_passages, partition=q.partition) for q in QUERIES)
+        )
         assert found == retriever.search(QUERIES)
         assert front.num_batches == 1
         front.close()
@@ -330,7 +339,9 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def test_a_service_that_is_not_there_is_told_after_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
-    with pytest.raises(RetrievalTimeout, match=r"/health: nothing within retrieval\.timeout_s 0\.5 s, at last ConnectError"):
+    with pytest.raises(
+        RetrievalTimeout, match=r"/health: nothing within retrieval\.timeout_s 0\.5 s, at last ConnectError"
+    ):
         RemoteRetriever(f"http://127.0.0.1:{port}", RetrievalConfig(url="http://unused", timeout_s=0.5))
 
 
@@ -347,7 +358,10 @@ def test_search_r1s_own_server_is_served_without_partitions_and_snapshots(retrie
 
 
 def test_a_server_without_searches_is_refused_at_once():
-    with serving(respond_to_all(404, b'{"detail":"Not Found"}')) as url, pytest.raises(RetrievalError, match="/retrieve answered 404"):
+    with (
+        serving(respond_to_all(404, b'{"detail":"Not Found"}')) as url,
+        pytest.raises(RetrievalError, match="/retrieve answered 404"),
+    ):
         RemoteRetriever(url, RetrievalConfig(url=url))
 
 
@@ -393,7 +407,9 @@ def test_another_snapshot_is_recorded_and_told_once(service, retriever, caplog):
         ]
 
 
-@pytest.mark.parametrize("url", ["service:8000", "ftp://service", "http://", "http://service:port", "http://service:99999"])
+@pytest.mark.parametrize(
+    "url", ["service:8000", "ftp://service", "http://", "http://service:port", "http://service:99999"]
+)
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match=r"retrieval\.url|[Pp]ort"):
         RetrievalConfig(url=url)

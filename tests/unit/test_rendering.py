@@ -1,32 +1,50 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agent_builders import BOS, FAMILIES, TOOL, build_layout, build_prompts, build_question, build_tokenizer, hf_tokenizer
+from agent_builders import (
+    BOS,
+    FAMILIES,
+    TOOLS,
+    build_prompts,
+    build_question,
+    build_renderer,
+    build_tokenizer,
+    hf_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from mempipe.agents.memsearcher import MemSearcherLayout, MemSearcherPrompts, Observation
+from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherPrompts, MemSearcherRenderer, Observation
 from mempipe.agents.prompt_set import load_prompts, split_slots
-from mempipe.agents.protocol import ToolCall
-from mempipe.config import AgentConfig, Budget, CompatConfig, ConfigError, RetrievalConfig
+from mempipe.agents.tools import SearchArguments, SearchTool, ToolCall, ToolResult
 from mempipe.engines.tokenizer import HFTokenizer
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
 NO_SYSTEM_ROLE = {"gemma"}
 OPENS_THOUGHT = {"deepseekv3"}
-CALL = ToolCall(text='{"name": "f"}', query="q", num_passages=5)
+CALL = ToolCall(text='{"name": "f"}', tool="f", arguments=SearchArguments(query="q", num_passages=5))
 TOKENIZER = build_tokenizer()
 
 
-def prompt_text(layout: MemSearcherLayout, question: str = "Who?", memory: str = "notes") -> str:
-    return layout.tokenizer.decode(layout.prompt(question=layout.encode(question), memory=layout.encode(memory)))
+def prompt_text(renderer: MemSearcherRenderer, question: str = "Who?", memory: str = "notes") -> str:
+    return renderer.tokenizer.decode(
+        renderer.prompt(question=renderer.encode(question), memory=renderer.encode(memory))
+    )
 
 
 def filled_user(prompts: MemSearcherPrompts, question: str, memory: str) -> str:
     return prompts.user.replace("{question}", question).replace("{memory}", memory)
+
+
+def found(*passages: Sequence[Passage]) -> list[ToolResult]:
+    return [ToolResult(passages=list(each)) for each in passages]
 
 
 # Chat templates
@@ -35,26 +53,29 @@ def filled_user(prompts: MemSearcherPrompts, question: str, memory: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_what_the_chat_template_makes_of_the_same_messages(family):
     tokenizer, prompts = build_tokenizer(family), build_prompts()
-    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
-    system = prompts.system.replace("{tools}", TOOL.schema())
+    renderer = MemSearcherRenderer(tokenizer, prompts=prompts, tools=TOOLS, budget=MemSearcherBudget())
+    system = prompts.system.replace("{tools}", TOOLS.schemas())
     user = filled_user(prompts, "Who?", "notes")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     if family in NO_SYSTEM_ROLE:
         messages = [{"role": "user", "content": f"{system}\n\n{user}"}]
     rendered = tokenizer.render_chat(messages, add_generation_prompt=True)
-    assert prompt_text(layout) == rendered + ("" if family in OPENS_THOUGHT else "<think>")
+    assert prompt_text(renderer) == rendered + ("" if family in OPENS_THOUGHT else "<think>")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_observation_continues_the_conversation_as_the_chat_template_does(family):
     tokenizer, prompts = build_tokenizer(family), build_prompts(system="")
-    layout = MemSearcherLayout(tokenizer, prompts=prompts, tool=TOOL, budget=Budget())
-    stop = layout.closing_id
-    observation = layout.observation([CALL], [[Passage(id="1", title="T", text="body")]], last_id=stop)
+    renderer = MemSearcherRenderer(tokenizer, prompts=prompts, tools=TOOLS, budget=MemSearcherBudget())
+    stop = renderer.closing_id
+    observation = renderer.observation([CALL], found([Passage(id="1", title="T", text="body")]), last_id=stop)
     conversation = [
         {"role": "user", "content": filled_user(prompts, "Who?", "notes")},
         {"role": "assistant", "content": "said"},
-        {"role": "user", "content": prompts.observation.replace("{call}", CALL.text).replace("{passages}", "[1] T\nbody")},
+        {
+            "role": "user",
+            "content": prompts.observation.replace("{call}", CALL.text).replace("{passages}", "[1] T\nbody"),
+        },
     ]
     rendered = tokenizer.render_chat(conversation, add_generation_prompt=True)
     assert rendered.endswith("said" + tokenizer.decode([stop, *observation.token_ids]))
@@ -63,7 +84,7 @@ def test_an_observation_continues_the_conversation_as_the_chat_template_does(fam
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_starts_with_one_bos_at_most(family):
     tokenizer = build_tokenizer(family)
-    prompt = build_layout(tokenizer).prompt(question=[], memory=[])
+    prompt = build_renderer(tokenizer).prompt(question=[], memory=[])
     if family in BOS:
         (bos,) = tokenizer.encode_template(BOS[family])
         assert prompt[0] == bos and prompt.count(bos) == 1
@@ -72,9 +93,9 @@ def test_a_prompt_starts_with_one_bos_at_most(family):
 @pytest.mark.parametrize("family", ["qwen2_5", "gemma"])
 def test_a_system_message_is_left_out_when_its_text_is_empty(family):
     tokenizer = build_tokenizer(family)
-    layout = build_layout(tokenizer, prompts=build_prompts(system=""))
+    renderer = build_renderer(tokenizer, prompts=build_prompts(system=""))
     user = {"role": "user", "content": filled_user(build_prompts(), "Who?", "notes")}
-    assert prompt_text(layout) == tokenizer.render_chat([user], add_generation_prompt=True) + "<think>"
+    assert prompt_text(renderer) == tokenizer.render_chat([user], add_generation_prompt=True) + "<think>"
 
 
 def test_a_system_message_that_the_template_ignores_goes_into_the_user_message():
@@ -82,26 +103,28 @@ def test_a_system_message_that_the_template_ignores_goes_into_the_user_message()
         "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    layout = build_layout(build_tokenizer(chat_template=template), prompts=build_prompts(system="Be brief."))
-    assert prompt_text(layout).startswith("<|im_start|>user\nBe brief.\n\n<question>\nWho?\n")
+    renderer = build_renderer(build_tokenizer(chat_template=template), prompts=build_prompts(system="Be brief."))
+    assert prompt_text(renderer).startswith("<|im_start|>user\nBe brief.\n\n<question>\nWho?\n")
 
 
 def test_the_thought_that_the_template_opens_is_not_opened_twice_and_counts_as_written():
-    layout = build_layout(build_tokenizer("deepseekv3"))
-    assert prompt_text(layout).endswith("<｜Assistant｜><think>\n") and layout.action_start == "<think>\n"
-    assert build_layout(build_tokenizer("qwen3")).action_start == "<think>"
-    assert build_layout(prompts=build_prompts(action_prefill="")).action_start == ""
+    renderer = build_renderer(build_tokenizer("deepseekv3"))
+    assert prompt_text(renderer).endswith("<｜Assistant｜><think>\n") and renderer.action_start == "<think>\n"
+    assert build_renderer(build_tokenizer("qwen3")).action_start == "<think>"
+    assert build_renderer(prompts=build_prompts(action_prefill="")).action_start == ""
 
 
 def test_a_template_that_closes_a_message_without_a_stop_token_is_refused():
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    with pytest.raises(ConfigError, match=r"'user: .*does not start with a stop token \['<\|im_end\|>'\].*generation_config"):
-        build_layout(build_tokenizer(chat_template=template))
+    with pytest.raises(
+        ConfigError, match=r"'user: .*does not start with a stop token \['<\|im_end\|>'\].*generation_config"
+    ):
+        build_renderer(build_tokenizer(chat_template=template))
 
 
 def test_a_template_that_closes_a_message_with_nothing_is_refused():
     with pytest.raises(ConfigError, match="does not start with a stop token"):
-        build_layout(
+        build_renderer(
             build_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"),
             prompts=build_prompts(observation="{passages}"),
         )
@@ -110,7 +133,7 @@ def test_a_template_that_closes_a_message_with_nothing_is_refused():
 @pytest.mark.parametrize("body", ["{{ messages[0].content }}", "{{ raise_exception('no users here') }}"])
 def test_a_template_that_drops_or_refuses_messages_is_refused(body):
     with pytest.raises(ConfigError, match=r"leaves out a message|no users here"):
-        build_layout(build_tokenizer(chat_template=body))
+        build_renderer(build_tokenizer(chat_template=body))
 
 
 # Prompt sets
@@ -162,81 +185,95 @@ def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
         'observation: "<tool_response>{call}\\n{passages}\\n</tool_response>\\nI"\npassage: "{title}\\n{text}\\n\\n"\n'
         'passage_separator: ""\nmemory_prefill: ""\nempty_memory: ""\n'
     )
-    layout = build_layout(prompts=load_prompts(str(path), MemSearcherPrompts))
-    user = "<|im_start|>user\n<question> q0 </question>\n\n<memory>  </memory><|im_end|>\n<|im_start|>assistant\n<think>"
-    assert prompt_text(layout, "q0", "").endswith(user)
-    observation = layout.observation([CALL, CALL], [[Passage(id="1", title='"T"', text="body")]] * 2, last_id=layout.closing_id)
+    renderer = build_renderer(prompts=load_prompts(str(path), MemSearcherPrompts))
+    user = (
+        "<|im_start|>user\n<question> q0 </question>\n\n<memory>  </memory><|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    assert prompt_text(renderer, "q0", "").endswith(user)
+    observation = renderer.observation(
+        [CALL, CALL], found(*[[Passage(id="1", title='"T"', text="body")]] * 2), last_id=renderer.closing_id
+    )
     one = '<tool_response>{"name": "f"}\n"T"\nbody\n\n\n</tool_response>\nI'
-    assert layout.tokenizer.decode(observation.token_ids) == f"\n<|im_start|>user\n{one}{one}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        renderer.tokenizer.decode(observation.token_ids)
+        == f"\n<|im_start|>user\n{one}{one}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_prompt_set_from_a_file_has_every_key():
     prompts = load_prompts("memsearcher", MemSearcherPrompts)
-    assert all(isinstance(getattr(prompts, key), str) for key in MemSearcherPrompts.names()) and "{tools}" in prompts.system
+    assert (
+        all(isinstance(getattr(prompts, key), str) for key in MemSearcherPrompts.names())
+        and "{tools}" in prompts.system
+    )
 
 
 def test_the_tool_schema_names_the_default_and_the_most_passages():
-    tool = TOOL.from_config(
-        AgentConfig(tool_name="look_up"), RetrievalConfig(num_passages=3, max_passages=7, max_query_chars=50), CompatConfig()
+    tool = SearchTool.of(RetrievalConfig(num_passages=3, max_passages=7, max_query_chars=50), name="look_up")
+    text = prompt_text(build_renderer(prompts=build_prompts(), tool=tool))
+    assert (
+        '"name": "look_up"' in text and '"default": 3, "minimum": 1, "maximum": 7' in text and '"maxLength": 50' in text
     )
-    text = prompt_text(build_layout(prompts=build_prompts(), tool=tool))
-    assert '"name": "look_up"' in text and '"default": 3, "minimum": 1, "maximum": 7' in text and '"maxLength": 50' in text
 
 
 def test_a_tag_in_the_words_around_passages_is_refused():
     with pytest.raises(ConfigError, match=r"prompts.passage_separator"):
-        build_layout(prompts=build_prompts(passage_separator="<memory>"))
+        build_renderer(prompts=build_prompts(passage_separator="<memory>"))
 
 
 # Budget
 
 
 def test_template_tokens_are_all_of_a_context_that_is_nobodys_budget():
-    layout = build_layout()
-    observation = layout.observation([CALL], [[]], last_id=-1)  # the template's closing token is injected too
-    prompt = layout.prompt(question=[], memory=[])
-    assert layout.template_tokens == len(prompt) + len(observation.token_ids) - observation.num_tokens
+    renderer = build_renderer()
+    observation = renderer.observation([CALL], found([]), last_id=-1)  # the template's closing token is injected too
+    prompt = renderer.prompt(question=[], memory=[])
+    assert renderer.template_tokens == len(prompt) + len(observation.token_ids) - observation.num_tokens
 
 
 def test_a_template_that_does_not_fit_the_context_is_refused_with_the_numbers():
-    template = build_layout().template_tokens
+    template = build_renderer().template_tokens
     fits = 200 + 64 + 400 + 300 + 500 + template
-    assert build_layout(context_tokens=fits).template_tokens == template
-    message = f"context_tokens is {fits - 1}, but template {template} \\+ question 200 \\+ memory 64 .* need {fits}; raise"
+    assert build_renderer(context_tokens=fits).template_tokens == template
+    message = (
+        f"context_tokens is {fits - 1}, but template {template} \\+ question 200 \\+ memory 64 .* need {fits}; raise"
+    )
     with pytest.raises(ConfigError, match=message):
-        build_layout(context_tokens=fits - 1)
+        build_renderer(context_tokens=fits - 1)
 
 
 def test_a_first_memory_longer_than_the_budget_is_refused():
     with pytest.raises(ConfigError, match=r"prompts.empty_memory has 7 tokens, more than budget.memory_tokens 3"):
-        build_layout(prompts=build_prompts(empty_memory="ZXZXZXZ"), memory_tokens=3)
+        build_renderer(prompts=build_prompts(empty_memory="ZXZXZXZ"), memory_tokens=3)
 
 
 def test_a_question_longer_than_the_budget_is_refused_by_name():
     with pytest.raises(ValueError, match=r"question q-1 has 9 tokens, more than budget.question_tokens 8"):
-        build_layout(question_tokens=8).question(build_question("ZXZXZXZXZ"))
+        build_renderer(question_tokens=8).question(build_question("ZXZXZXZXZ"))
 
 
-def words(layout: MemSearcherLayout, observation: Observation) -> str:
-    return layout.tokenizer.decode(observation.token_ids)
+def words(renderer: MemSearcherRenderer, observation: Observation) -> str:
+    return renderer.tokenizer.decode(observation.token_ids)
 
 
 def test_whole_passages_come_first_and_the_last_one_is_cut_at_a_token():
     prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}")
-    layout = build_layout(prompts=prompts, observation_tokens=9)
+    renderer = build_renderer(prompts=prompts, observation_tokens=9)
     passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(["ZZZZ", "WWWW", "YYYY"])]
-    observation = layout.observation([CALL], [passages], last_id=layout.closing_id)
-    assert "<tool_response>ZZZZ\n\nWWW</tool_response>" in words(layout, observation) and observation.num_tokens == 9
+    observation = renderer.observation([CALL], found(passages), last_id=renderer.closing_id)
+    assert "<tool_response>ZZZZ\n\nWWW</tool_response>" in words(renderer, observation) and observation.num_tokens == 9
 
 
 def test_several_calls_share_the_budget_best_passages_first():
-    prompts = build_prompts(observation="<tool_response>{passages}</tool_response>", passage="{text}", passage_separator=" ")
-    layout = build_layout(prompts=prompts)
-    between = len(layout.tokenizer.encode_template("</tool_response><tool_response>"))
-    layout = build_layout(prompts=prompts, observation_tokens=between + 10)
+    prompts = build_prompts(
+        observation="<tool_response>{passages}</tool_response>", passage="{text}", passage_separator=" "
+    )
+    renderer = build_renderer(prompts=prompts)
+    between = len(renderer.tokenizer.encode_template("</tool_response><tool_response>"))
+    renderer = build_renderer(prompts=prompts, observation_tokens=between + 10)
     results = [[Passage(id="", title="", text=text * 4) for text in texts] for texts in ("AB", "CD")]
-    observation = layout.observation([CALL, CALL], results, last_id=layout.closing_id)
-    assert "<tool_response>AAAA B</tool_response><tool_response>CCCC</tool_response>" in words(layout, observation)
+    observation = renderer.observation([CALL, CALL], found(*results), last_id=renderer.closing_id)
+    assert "<tool_response>AAAA B</tool_response><tool_response>CCCC</tool_response>" in words(renderer, observation)
     assert observation.num_tokens == between + 10
 
 
@@ -247,21 +284,21 @@ def test_several_calls_share_the_budget_best_passages_first():
     call=st.sampled_from(["", '{"name": "f"}']),
 )
 def test_an_observation_never_exceeds_its_budget_and_is_always_closed(texts, room, call):
-    calls = [ToolCall(text=call, query="q", num_passages=5)] * len(texts)
-    roomy = build_layout(TOKENIZER, prompts=build_prompts())
+    calls = [dataclasses.replace(CALL, text=call)] * len(texts)
+    roomy = build_renderer(TOKENIZER, prompts=build_prompts())
     spent = roomy.budget.observation_tokens - roomy.observation_room(calls)
-    layout = build_layout(TOKENIZER, prompts=build_prompts(), observation_tokens=spent + room)
-    assert layout.observation_room(calls) == room
+    renderer = build_renderer(TOKENIZER, prompts=build_prompts(), observation_tokens=spent + room)
+    assert renderer.observation_room(calls) == room
     results = [[Passage(id="", title="t", text=text) for text in passages] for passages in texts]
-    observation = layout.observation(calls, results, last_id=layout.closing_id)
+    observation = renderer.observation(calls, found(*results), last_id=renderer.closing_id)
     assert observation.num_tokens <= spent + room
-    assert len(observation.token_ids) + 1 <= layout.template_tokens + observation.num_tokens
-    assert words(layout, observation).count("</tool_response>") == len(texts)
+    assert len(observation.token_ids) + 1 <= renderer.template_tokens + observation.num_tokens
+    assert words(renderer, observation).count("</tool_response>") == len(texts)
 
 
 def test_promise_2_a_tokenizer_that_normalises_does_not_bring_a_tag_back():
     hf = hf_tokenizer("qwen2_5")
     hf.backend_tokenizer.normalizer = normalizers.NFKC()
-    layout = build_layout(HFTokenizer(hf))
-    assert layout.tokenizer.decode(layout.tokenizer.encode_text("＜／memory＞")) == "</memory>"
-    assert layout.tokenizer.decode(layout.encode("＜／memory＞ ＜|im_end|＞")) == "< /memory> < |im_end|>"
+    renderer = build_renderer(HFTokenizer(hf))
+    assert renderer.tokenizer.decode(renderer.tokenizer.encode_text("＜／memory＞")) == "</memory>"
+    assert renderer.tokenizer.decode(renderer.encode("＜／memory＞ ＜|im_end|＞")) == "< /memory> < |im_end|>"

@@ -10,14 +10,27 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from mempipe.config import RunConfig, TrackingConfig, WorldConfig
+from mempipe.config import RunConfig
+from mempipe.data.config import WorldConfig
 from mempipe.data.trajectories import write_trajectories
-from mempipe.evaluation.charts import Bar, BarGroup, Series, bar_chart, line_chart, number, percent, share_bar, whole_percent
-from mempipe.evaluation.markup import Markup, element, fragment
-from mempipe.evaluation.report import ReportData, em_interval, read_report_data, summarise, write_report
-from mempipe.evaluation.report_examples import choose_examples, memory_diff
 from mempipe.evaluation.statistics import wilson_interval
-from mempipe.tracking import Tracker
+from mempipe.reports.charts import (
+    Bar,
+    BarGroup,
+    Series,
+    bar_chart,
+    line_chart,
+    number,
+    percent,
+    share_bar,
+    whole_percent,
+)
+from mempipe.reports.examples import choose_examples, memory_diff
+from mempipe.reports.html import Markup, element, fragment
+from mempipe.reports.training import write_report
+from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
+from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.tracker import Tracker
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 HOSTILE = """</style></script><script>alert(1)</script><img src=x onerror="alert(2)"><svg/onload=alert(3)>'"&lt;]]><!-- \x00\x1b \u202e"""
@@ -32,7 +45,10 @@ def make_group(label: str, index: int, *, em: float, hops: int = 1, text: str = 
         evidence=[Evidence(passage_id="p", value="Oslo")],
     )
     search = Search(
-        query="x", num_passages=1, passages=[Passage(id="p", title=text or "T", text=text or "Ann lives in Oslo.")], snapshot="s"
+        query="x",
+        num_passages=1,
+        passages=[Passage(id="p", title=text or "T", text=text or "Ann lives in Oslo.")],
+        snapshot="s",
     )
     turns = [
         Context(
@@ -86,7 +102,10 @@ def make_groups(label: str, scores: list[float], **changes) -> list[Group]:
 
 
 def make_data(**changes) -> ReportData:
-    rows = [{"step": step, "time": 0.0, "reward": step / 10, "em": step / 20, "seconds/learn": 2.0, "seconds/step": 3.0} for step in (1, 2)]
+    rows = [
+        {"step": step, "time": 0.0, "reward": step / 10, "em": step / 20, "seconds/learn": 2.0, "seconds/step": 3.0}
+        for step in (1, 2)
+    ]
     settings = RunConfig(name="tiny", seed=7).model_dump(mode="json")
     data = ReportData(
         settings=settings,
@@ -166,13 +185,20 @@ def test_a_report_is_made_from_what_a_run_saved(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"seconds": dict(data.seconds), "num_steps": 2, "finished": False}))
     tracker = Tracker(TrackingConfig(enabled=False), folder=tmp_path, run_name="tiny", run_config={})
     for row in data.metrics:
-        tracker.log_metrics({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
+        tracker.log_metrics(
+            {name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"]
+        )
     tracker.finish()
     write_trajectories(tmp_path / "evaluation" / "before.parquet", data.before)
     write_trajectories(tmp_path / "evaluation" / "after.parquet", data.after)
 
     read = read_report_data(tmp_path)
-    assert (read.settings, read.before, read.after, read.seconds) == (data.settings, data.before, data.after, data.seconds)
+    assert (read.settings, read.before, read.after, read.seconds) == (
+        data.settings,
+        data.before,
+        data.after,
+        data.seconds,
+    )
     paths = write_report(tmp_path)
     assert [path.name for path in paths] == ["report.html", "report.json"]
     assert json.loads(paths[1].read_text()) == summarise(data)
@@ -194,7 +220,9 @@ def test_a_report_is_made_from_what_a_run_saved(tmp_path):
 def test_a_report_leaves_out_what_it_cannot_know(tmp_path, missing):
     page, table = write_report(tmp_path, make_data(**missing))
     numbers = json.loads(table.read_text())
-    assert ("em_start" in numbers) == bool(missing.get("before", True)) and ("em_end" in numbers) == bool(missing.get("after", True))
+    assert ("em_start" in numbers) == bool(missing.get("before", True)) and ("em_end" in numbers) == bool(
+        missing.get("after", True)
+    )
     parsed = Page(page.read_text())
     assert not parsed.open and "How to go on" in parsed.text
 
@@ -211,13 +239,22 @@ def test_report_json_is_strict_json(tmp_path):
 
 def test_hostile_text_stays_text(tmp_path):
     settings = RunConfig(name=HOSTILE, world=WorldConfig()).model_dump(mode="json") | {HOSTILE: HOSTILE}
-    hostile = {"before": make_groups("before", [0, 0], text=HOSTILE), "after": make_groups("after", [1, 0], text=HOSTILE)}
-    page, _ = write_report(tmp_path / "hostile", make_data(settings=settings, seconds={HOSTILE: 1.0}, folder=HOSTILE, **hostile))
+    hostile = {
+        "before": make_groups("before", [0, 0], text=HOSTILE),
+        "after": make_groups("after", [1, 0], text=HOSTILE),
+    }
+    page, _ = write_report(
+        tmp_path / "hostile", make_data(settings=settings, seconds={HOSTILE: 1.0}, folder=HOSTILE, **hostile)
+    )
     plain, _ = write_report(tmp_path / "plain", make_data())
     parsed = Page(page.read_text(encoding="utf-8"))
     assert parsed.tags <= Page(plain.read_text(encoding="utf-8")).tags | {"title"}
     assert not parsed.tags & {"script", "img", "iframe", "object", "link", "a"}
-    assert not [name for name in parsed.attributes if name.startswith("on")] and not parsed.attributes & {"src", "href", "style"}
+    assert not [name for name in parsed.attributes if name.startswith("on")] and not parsed.attributes & {
+        "src",
+        "href",
+        "style",
+    }
     seen = HOSTILE.replace("\x00", "\ufffd").replace("\x1b", "\ufffd")
     assert parsed.text.count(seen) > 20
 
@@ -267,7 +304,10 @@ def test_memory_diff_marks_added_and_dropped_words(before, after, expected):
 def test_elements_escape_strings_and_keep_markup():
     inner = element("b", "<&>")
     assert inner == "<b>&lt;&amp;&gt;</b>"
-    assert element("p", inner, None, "\"'", class_='x"y', hidden=None) == '<p class="x&quot;y"><b>&lt;&amp;&gt;</b>&quot;&#x27;</p>'
+    assert (
+        element("p", inner, None, "\"'", class_='x"y', hidden=None)
+        == '<p class="x&quot;y"><b>&lt;&amp;&gt;</b>&quot;&#x27;</p>'
+    )
     assert element("line", x1=1.0, stroke_width=0.333) == '<line x1="1" stroke-width="0.33"/>'
     assert fragment("<", Markup("<")) == "&lt;<" and isinstance(fragment(), Markup)
 
@@ -286,7 +326,9 @@ def test_a_constant_line_can_be_drawn(value):
 
 def test_bars_are_as_high_as_their_values():
     chart = bar_chart(
-        [BarGroup(label="a", bars=[Bar(value=0.5, style="x"), Bar(value=1.0, style="x", low=0.9, high=1.0)])], title="t", y_max=1.0
+        [BarGroup(label="a", bars=[Bar(value=0.5, style="x"), Bar(value=1.0, style="x", low=0.9, high=1.0)])],
+        title="t",
+        y_max=1.0,
     )
     half, full = (float(height) for height in re.findall(r'height="([\d.]+)"', chart))
     assert math.isclose(2 * half, full) and chart.count('class="interval"') == 1
@@ -294,7 +336,10 @@ def test_bars_are_as_high_as_their_values():
 
 def test_shares_fill_the_bar():
     widths = [
-        float(width) for width in re.findall(r'<rect x="[\d.]+" y="0" width="([\d.]+)"', share_bar([("a", 3.0), ("b", 1.0)], title="t"))
+        float(width)
+        for width in re.findall(
+            r'<rect x="[\d.]+" y="0" width="([\d.]+)"', share_bar([("a", 3.0), ("b", 1.0)], title="t")
+        )
     ]
     assert widths == [1120 * 0.75 - 2, 1120 * 0.25 - 2]
 

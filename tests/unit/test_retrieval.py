@@ -19,16 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.config import ConfigError, RetrievalConfig
 from mempipe.data.corpus import read_corpus
 from mempipe.data.qa import read_questions
-from mempipe.data.scripts import search_query
+from mempipe.data.scripted_agents import search_query
 from mempipe.data.world import World
-from mempipe.engines import retrieval, vectors
-from mempipe.engines.encoders import Encoder, HashingEncoder
-from mempipe.engines.index_build import build_index
-from mempipe.engines.index_folder import read_manifest, verify
-from mempipe.engines.retrieval import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
+from mempipe.retrieval import retriever as retrieval
+from mempipe.retrieval import vectors
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.encoders import Encoder, HashingEncoder
+from mempipe.retrieval.manifest import read_manifest, verify
+from mempipe.retrieval.retriever import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
+from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
 from pipelines.build_index import search as search_folder
 
@@ -68,10 +70,14 @@ def make_passages(num_partitions: int = 7, size: int = 40) -> list[Passage]:
     ]
 
 
-def make_queries(count: int, *, num_passages: int = 5, partitions: Sequence[str] = ("", "part0", "part3", "part6")) -> list[Query]:
+def make_queries(
+    count: int, *, num_passages: int = 5, partitions: Sequence[str] = ("", "part0", "part3", "part6")
+) -> list[Query]:
     rng = random.Random(1)
     return [
-        Query(text=" ".join(rng.choices(WORDS, k=3)), num_passages=num_passages, partition=partitions[i % len(partitions)])
+        Query(
+            text=" ".join(rng.choices(WORDS, k=3)), num_passages=num_passages, partition=partitions[i % len(partitions)]
+        )
         for i in range(count)
     ]
 
@@ -178,7 +184,19 @@ def test_impossible_queries_are_refused(retriever):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " \t\n", "the of", "\ud800", "a\udfffb", "東京 Ünïcödé \u0301", "\x00", "ﬁ" * 10, "x" * 100_000, "word1 " * 20_000]
+    "text",
+    [
+        "",
+        " \t\n",
+        "the of",
+        "\ud800",
+        "a\udfffb",
+        "東京 Ünïcödé \u0301",
+        "\x00",
+        "ﬁ" * 10,
+        "x" * 100_000,
+        "word1 " * 20_000,
+    ],
 )
 def test_any_string_is_a_query(text, small):
     (result,) = Retriever(small).search([Query(text=text, num_passages=2)])
@@ -317,7 +335,9 @@ def test_manifests_that_do_not_fit_are_refused(small, tmp_path):
 
 
 def test_another_encoder_than_the_one_that_built_the_index_is_refused(small):
-    assert "title_weight is 5.0, the index was built with 2.0" in refusal(small, encoder=HashingEncoder(title_weight=5.0))
+    assert "title_weight is 5.0, the index was built with 2.0" in refusal(
+        small, encoder=HashingEncoder(title_weight=5.0)
+    )
     change_manifest(small, "vectors", encoder={"kind": "word2vec"})
     assert "'word2vec'" in refusal(small)
     change_manifest(small, "vectors", encoder={"kind": "hashing", "dimension": 1024, "shape": "round"})
@@ -349,7 +369,9 @@ def test_fusion_ranks_by_the_places_in_both_rankings(tmp_path):
             scores[identity] = scores.get(identity, 0.0) + 1 / (60 + place)
     (result,) = Retriever(tmp_path / "i").search([query])
     rows = {passage.id: row for row, passage in enumerate(make_passages())}
-    assert [p.id for p in result.passages] == sorted(scores, key=lambda identity: (-scores[identity], rows[identity]))[:5]
+    assert [p.id for p in result.passages] == sorted(scores, key=lambda identity: (-scores[identity], rows[identity]))[
+        :5
+    ]
     assert [p.score for p in result.passages] == pytest.approx([scores[p.id] for p in result.passages], rel=1e-6)
 
 
@@ -405,7 +427,9 @@ async def test_concurrent_searches_share_batches_and_none_is_lost_or_crossed(ret
     results = await asyncio.gather(*(one(i, query) for i, query in enumerate(queries)))
     assert front.num_batches <= 12
     for query, result in zip(queries, results, strict=True):
-        assert found(result) == by_brute_force(query, make_passages(), encoder) and result.snapshot == retriever.snapshot
+        assert (
+            found(result) == by_brute_force(query, make_passages(), encoder) and result.snapshot == retriever.snapshot
+        )
 
 
 class BlockedRetriever:
@@ -524,8 +548,16 @@ def rank(retriever: Retriever, queries: Sequence[Query], wanted: Sequence[str]) 
 def test_the_passage_about_an_entity_is_among_the_first_two_in_every_world(tmp_path):
     worlds = [World(seed) for seed in range(5)]
     build_index((dataclasses.replace(p, partition=w.id) for w in worlds for p in w.passages), tmp_path / "i")
-    facts = [(world, passage.id, fact) for world in worlds for passage in world.passages for fact in world.facts_about(passage.title)]
-    queries = [Query(text=search_query(relation, entity), num_passages=2, partition=w.id) for w, _, (entity, relation, _) in facts]
+    facts = [
+        (world, passage.id, fact)
+        for world in worlds
+        for passage in world.passages
+        for fact in world.facts_about(passage.title)
+    ]
+    queries = [
+        Query(text=search_query(relation, entity), num_passages=2, partition=w.id)
+        for w, _, (entity, relation, _) in facts
+    ]
     places = rank(Retriever(tmp_path / "i"), queries, [identity for _, identity, _ in facts])
     assert set(places) <= {1, 2} and places.count(1) / len(places) > 0.97
 
@@ -535,9 +567,13 @@ def test_a_passage_about_an_entity_comes_before_those_that_mention_it(tmp_path):
     heads, tails = "An Bel Cor Dan El Fre Gor Hel Ir Jon", "na vik ta mo ris ka li der us en"
     names = [head + tail for head in heads.split() for tail in tails.split()]
     values = {
-        name: dict(zip(("spouse", "friend", "teacher"), rng.sample([n for n in names if n != name], 3), strict=True)) for name in names
+        name: dict(zip(("spouse", "friend", "teacher"), rng.sample([n for n in names if n != name], 3), strict=True))
+        for name in names
     }
-    texts = {name: f"{name} is a person . " + " ".join(f"The {r} is {v} ." for r, v in facts.items()) for name, facts in values.items()}
+    texts = {
+        name: f"{name} is a person . " + " ".join(f"The {r} is {v} ." for r, v in facts.items())
+        for name, facts in values.items()
+    }
     build_index([Passage(id=name, title=name, text=texts[name]) for name in names], tmp_path / "i")
     wanted = [(name, relation) for name in names for relation in values[name]]
     queries = [Query(text=f"{name} {relation}", num_passages=3) for name, relation in wanted]
@@ -560,6 +596,12 @@ def test_hashing_finds_two_thirds_of_the_passages_that_real_questions_need(tmp_p
 
 def test_a_folder_is_searched_by_command(small):
     (row,) = search_folder(small, "t2", num_passages=1)
-    assert row["score"] > 0.3 and {**row, "score": 0} == {"id": "2", "title": "t2", "text": "text 2", "partition": "", "score": 0}
+    assert row["score"] > 0.3 and {**row, "score": 0} == {
+        "id": "2",
+        "title": "t2",
+        "text": "text 2",
+        "partition": "",
+        "score": 0,
+    }
     with pytest.raises(ConfigError, match="partition 'x' is none of the index's 0"):
         search_folder(small, "t2", num_passages=1, partition="x")

@@ -10,19 +10,32 @@ from typing import Any
 import httpx
 import pytest
 
-from mempipe.config import ConfigError, parse_section
 from mempipe.data.corpus import split_contents
-from mempipe.engines.index_build import build_index
-from mempipe.engines.retrieval import Query, RetrievalError, Retriever
+from mempipe.loader import parse_section
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.retriever import Query, RetrievalError, Retriever
 from mempipe.serve.retrieval_app import MAX_FAILURES, RetrievalService, ServiceConfig, make_app
+from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
 
 PASSAGES = [
-    Passage(id=f"{country}-{i}", title=f'{city} "{i}"', text=f"{city} is the capital of {country}.\nline {i}", partition=country)
+    Passage(
+        id=f"{country}-{i}",
+        title=f'{city} "{i}"',
+        text=f"{city} is the capital of {country}.\nline {i}",
+        partition=country,
+    )
     for country, city in (("Peru", "Lima"), ("Norway", "Oslo"), ("Ghana", "Accra"))
     for i in range(4)
 ]
-LIMITS = {"num_passages": 2, "max_passages": 5, "max_query_chars": 40, "max_queries": 3, "max_body_bytes": 2000, "max_in_flight": 2}
+LIMITS = {
+    "num_passages": 2,
+    "max_passages": 5,
+    "max_query_chars": 40,
+    "max_queries": 3,
+    "max_body_bytes": 2000,
+    "max_in_flight": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +95,9 @@ class Blocked:
 
 
 async def test_retrieve_answers_search_r1_and_mem1_clients(client, retriever):
-    answer = await client.post("/retrieve", json={"queries": ["capital of Peru", "Oslo"], "topk": 3, "return_scores": True})
+    answer = await client.post(
+        "/retrieve", json={"queries": ["capital of Peru", "Oslo"], "topk": 3, "return_scores": True}
+    )
     assert answer.status_code == 200
     assert answer.headers["x-mempipe-snapshot"] == retriever.snapshot
     found = answer.json()["result"]
@@ -242,7 +257,12 @@ async def test_searches_that_fail_one_after_the_other_make_the_service_unhealthy
 async def test_the_limits_and_every_status_stand_in_the_schema(client):
     schema = (await client.get("/openapi.json")).json()
     retrieve = schema["components"]["schemas"]["Retrieve"]["properties"]
-    assert retrieve["queries"] == {"items": {"type": "string", "maxLength": 40}, "type": "array", "maxItems": 3, "title": "Queries"}
+    assert retrieve["queries"] == {
+        "items": {"type": "string", "maxLength": 40},
+        "type": "array",
+        "maxItems": 3,
+        "title": "Queries",
+    }
     assert {"type": "integer", "maximum": 5, "minimum": 1} in retrieve["topk"]["anyOf"]
     for path in ("/retrieve", "/search", "/batch_search"):
         responses = schema["paths"][path]["post"]["responses"]

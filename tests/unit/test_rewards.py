@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_builders import TOOL
+from agent_builders import TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.agents.protocol import parse_action
-from mempipe.config import RewardConfig
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
-from mempipe.rl.rewards import Scores, answer_f1, exact_match, follows_format, math_match, normalize_answer, recall_reward, score
+from mempipe.rl.config import RewardConfig
+from mempipe.rl.rewards import (
+    Scores,
+    answer_f1,
+    exact_match,
+    follows_format,
+    math_match,
+    normalize_answer,
+    recall_reward,
+    score,
+)
 from mempipe.types import EndReason
 
 CONFIG = RewardConfig()
@@ -36,13 +45,17 @@ HOSTILE = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8))).map(
 
 def scored(prediction, golds, *, objectives=(), message="", **settings):
     config = RewardConfig(**settings)
-    return score(prediction, golds, end_reason=EndReason.ANSWERED, config=config, objectives=objectives, message=message)
+    return score(
+        prediction, golds, end_reason=EndReason.ANSWERED, config=config, objectives=objectives, message=message
+    )
 
 
 def earned(message: str, golds: list[str], **settings: Any) -> Scores:
     """What a trajectory whose last message is this one earns."""
-    action = parse_action(message, tool=TOOL)
-    return score(action.answer, golds, end_reason=action.end_reason or EndReason.MAX_TURNS, config=RewardConfig(**settings))
+    action = parse_action(message, tools=TOOLS)
+    return score(
+        action.answer, golds, end_reason=action.end_reason or EndReason.MAX_TURNS, config=RewardConfig(**settings)
+    )
 
 
 def test_a_right_answer_earns_its_f1():
@@ -127,7 +140,10 @@ def test_the_f1_of_several_objectives_is_their_mean():
 
 
 def test_a_question_with_one_objective_is_no_list_of_answers():
-    assert scored("a; b", ["a; b"], answer="objectives_em").reward == 1.0 and scored("a; b", ["a"], answer="em").reward == 0.1
+    assert (
+        scored("a; b", ["a; b"], answer="objectives_em").reward == 1.0
+        and scored("a; b", ["a"], answer="em").reward == 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +173,9 @@ def test_math_answers_match_however_they_are_written(prediction, gold):
 
 def test_math_answers_keep_articles_and_punctuation_and_need_a_gold():
     assert (math_match("The Beatles", ["Beatles"]), math_match("U.S.", ["US"]), math_match("x", [])) == (0.0, 0.0, 0.0)
-    assert scored("newyork", ["New York"], answer="math").reward == 1.0 and scored("x", ["y"], answer="math").reward == 0.1
+    assert (
+        scored("newyork", ["New York"], answer="math").reward == 1.0 and scored("x", ["y"], answer="math").reward == 0.1
+    )
 
 
 FOUND = "<think>t</think><search>q</search>\n\n<information>Doc Paris</information>\n\n<think>u</think> <answer>Paris</answer>"
@@ -234,7 +252,11 @@ def test_hostile_messages_are_scored_quickly_and_never_raise(text):
 @settings(max_examples=300, deadline=None)
 @given(text=HOSTILE, golds=st.lists(HOSTILE, max_size=3), monotone=st.booleans())
 def test_rewards_lie_in_the_unit_interval_whatever_is_written(text, golds, monotone):
-    for message in (text, f"<think>{text}</think>\\boxed{{{text}}}", f"<think></think><tool_call>{text}</tool_call>\\boxed{{x}}"):
+    for message in (
+        text,
+        f"<think>{text}</think>\\boxed{{{text}}}",
+        f"<think></think><tool_call>{text}</tool_call>\\boxed{{x}}",
+    ):
         scores = earned(message, golds, monotone=monotone)
         assert all(0 <= value <= 1 for value in (scores.reward, scores.em, scores.f1))
 
@@ -246,7 +268,10 @@ def test_an_answer_matches_itself_unless_nothing_of_it_is_left(text):
     assert answer_f1(text, [text]) == (1.0 if once else 0.0)
 
 
-@given(prediction=st.text(alphabet="ab nile", max_size=20), golds=st.lists(st.text(alphabet="ab nile", max_size=20), max_size=3))
+@given(
+    prediction=st.text(alphabet="ab nile", max_size=20),
+    golds=st.lists(st.text(alphabet="ab nile", max_size=20), max_size=3),
+)
 def test_f1_is_symmetric_in_order_and_at_most_one(prediction, golds):
     assert answer_f1(prediction, golds) == answer_f1(prediction, golds[::-1])
     assert all(answer_f1(prediction, [g]) == pytest.approx(answer_f1(g, [prediction])) for g in golds)

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mempipe.cli import main
-from mempipe.config import ConfigError
 from mempipe.data import ruler
 from mempipe.data.qa import read_questions
 from mempipe.data.ruler import Pool, peer_order, read_depths, read_sources, write_ruler
+from mempipe.settings import ConfigError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "hotpotqa_100.jsonl"
 
@@ -51,7 +51,10 @@ def sources(tmp_path):
 @pytest.mark.parametrize("file_format", ["parquet", "json"])
 def test_a_file_reads_back_as_questions_with_their_documents_among_others(tmp_path, sources, file_format):
     write_ruler(sources, tmp_path, num_docs=[20], splits={"test": 5}, seed=1, file_format=file_format)
-    questions, depths = read_questions(tmp_path / f"test_20.{file_format}"), read_depths(tmp_path / f"test_20.{file_format}")
+    questions, depths = (
+        read_questions(tmp_path / f"test_20.{file_format}"),
+        read_depths(tmp_path / f"test_20.{file_format}"),
+    )
     assert len(questions) == 5
     for question in questions:
         number = question.text.removeprefix("What is ").removesuffix("?")
@@ -106,7 +109,12 @@ def test_other_versions_of_an_own_paragraph_are_not_among_the_others(tmp_path):
 
 def test_splits_share_no_question_and_excluded_ones_are_left_out_by_their_words(tmp_path, sources):
     manifest = write_ruler(
-        sources, tmp_path, num_docs=[8], splits={"train": 6, "test": 3}, seed=1, exclude=["what is  THE 3", "What is 5?"]
+        sources,
+        tmp_path,
+        num_docs=[8],
+        splits={"train": 6, "test": 3},
+        seed=1,
+        exclude=["what is  THE 3", "What is 5?"],
     )
     train, test = ({q.text for q in read_questions(tmp_path / f"{split}_8.parquet")} for split in ("train", "test"))
     assert len(train) == 6 and len(test) == 3 and not train & test
@@ -175,11 +183,17 @@ def test_lengths_that_cannot_work_are_refused_before_a_file_is_written(tmp_path,
 
 def test_the_command_writes_files_and_says_where_the_needed_documents_stand(tmp_path, capsys):
     source, output = str(source_file(tmp_path)), str(tmp_path / "out")
-    assert main(["data", "ruler", source, output, "--num-docs", "8,16", "--split", "train=6,test=4", "--seed", "2"]) == 0
+    assert (
+        main(["data", "ruler", source, output, "--num-docs", "8,16", "--split", "train=6,test=4", "--seed", "2"]) == 0
+    )
     out = capsys.readouterr().out
-    assert "48 paragraphs; positions drawn per question" in out and "test_16.parquet: 4 questions of 16 documents" in out
+    assert (
+        "48 paragraphs; positions drawn per question" in out and "test_16.parquet: 4 questions of 16 documents" in out
+    )
     more = ["data", "ruler", source, str(tmp_path / "more"), "--num-docs", "8"]
-    assert main([*more, "--num-questions", "2", "--exclude", f"{output}/train_8.parquet", f"{output}/test_8.parquet"]) == 0
+    assert (
+        main([*more, "--num-questions", "2", "--exclude", f"{output}/train_8.parquet", f"{output}/test_8.parquet"]) == 0
+    )
     assert "10 excluded" in capsys.readouterr().out
     for wrong, message in (
         (["--num-docs", "8,x"], "--num-docs is '8,x'"),
@@ -196,5 +210,7 @@ def test_real_questions_stand_among_real_paragraphs(tmp_path):
     sources = read_sources(REAL)
     write_ruler(sources, tmp_path, num_docs=[50, 200], splits={"test": 20}, seed=1)
     questions = read_questions(tmp_path / "test_200.parquet")
-    assert len(questions) == 20 and all(len(depths) >= 2 for depths in read_depths(tmp_path / "test_200.parquet").values())
+    assert len(questions) == 20 and all(
+        len(depths) >= 2 for depths in read_depths(tmp_path / "test_200.parquet").values()
+    )
     assert all(question.context.count("\n\nDocument ") == 199 for question in questions)

@@ -8,21 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from mempipe.agents.memsearcher import MemSearcher, MemSearcherLayout, MemSearcherPrompts
+from mempipe.agents.memsearcher import MemSearcher, MemSearcherBudget, MemSearcherPrompts, MemSearcherRenderer
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.agents.protocol import Tool
-from mempipe.config import Budget
+from mempipe.agents.tools import SearchTool, Toolbox
 from mempipe.data import world as tiny_world
-from mempipe.data.scripts import NO_NOISE, TOOL_NAME, MemSearcherScript, vocabulary
+from mempipe.data.scripted_agents import NO_NOISE, TOOL_NAME, ScriptedMemSearcher, vocabulary
 from mempipe.data.world import NAME_POOLS, PASSAGE_TOKENS, World
 from mempipe.engines.tiny import SPECIAL_TOKENS, build_model, build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.types import Completion, EndReason, FinishReason, SearchResult, Trajectory
 
-BUDGET = Budget(
-    question_tokens=32, memory_tokens=64, action_tokens=32, memory_message_tokens=68, observation_tokens=96, max_turns=6, context_tokens=512
+BUDGET = MemSearcherBudget(
+    question_tokens=32,
+    memory_tokens=64,
+    action_tokens=32,
+    memory_message_tokens=68,
+    observation_tokens=96,
+    max_turns=6,
+    context_tokens=512,
 )
-TOOL = Tool(name=TOOL_NAME, num_passages=2, max_passages=2, max_query_chars=200)
+TOOLS = Toolbox(search=SearchTool(name=TOOL_NAME, num_passages=2, max_passages=2, max_query_chars=200))
 WORLD = World(5)
 
 
@@ -42,19 +47,23 @@ def tokenizer(folder) -> HFTokenizer:
 async def scripted_trajectory(tokenizer: HFTokenizer) -> Trajectory:
     """A faultless attempt at a three-hop question, through the agent's own loop."""
     (question,) = WORLD.questions(1, seed=1, hops=[3])
-    script = MemSearcherScript(question=question.text, max_turns=BUDGET.max_turns, noise=NO_NOISE)
+    script = ScriptedMemSearcher(question=question.text, max_turns=BUDGET.max_turns, noise=NO_NOISE)
     (stop_id,) = tokenizer.stop_token_ids
 
     async def generate(token_ids, *, max_tokens):
         reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), stop_id]
-        return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0)
+        return Completion(
+            token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
+        )
 
     async def search(query, *, num_passages, partition):
         named = [passage for passage in WORLD.passages if passage.title in query.split()]
         return SearchResult(passages=named + WORLD.passages[:1], snapshot="")
 
-    layout = MemSearcherLayout(tokenizer, prompts=load_prompts("tiny", MemSearcherPrompts), tool=TOOL, budget=BUDGET)
-    agent = MemSearcher(layout, generate=generate, search=search)
+    renderer = MemSearcherRenderer(
+        tokenizer, prompts=load_prompts("tiny", MemSearcherPrompts), tools=TOOLS, budget=BUDGET
+    )
+    agent = MemSearcher(renderer, generate=generate, search=search)
     trajectory = await agent.rollout(question, trajectory_id="t", group_id="g", member=0)
     assert trajectory.end_reason is EndReason.ANSWERED
     assert (trajectory.answer or "").strip() == question.golden_answers[0]
@@ -91,7 +100,9 @@ def test_fixed_parts_of_the_protocol_are_single_tokens_that_untrusted_text_canno
 async def test_the_world_is_written_in_whole_words(tokenizer):
     """A byte among the tokens would be a word that the tokenizer does not know."""
     trajectory = await scripted_trajectory(tokenizer)
-    alphabet = {tokenizer.encode_text(character)[0] for character in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    alphabet = {
+        tokenizer.encode_text(character)[0] for character in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    }
     assert all(alphabet.isdisjoint(context.token_ids) for context in trajectory.contexts)
 
 
@@ -101,11 +112,11 @@ async def test_a_turn_reads_as_the_protocol_says(tokenizer):
     first = tokenizer.decode(trajectory.contexts[0].token_ids)
     (question,) = WORLD.questions(1, seed=1, hops=[3])
     entity, relations = tiny_world.parse_question(question.text)
-    prompt = f"<|im_start|>user\n{question.text}\n<memory>known nothing</memory><|im_end|>\n<|im_start|>assistant\n<think>"
-    query = f"{relations[0]} of {entity}"
-    call = (
-        f'need {relations[0]}</think><tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}</tool_call><|im_end|>'
+    prompt = (
+        f"<|im_start|>user\n{question.text}\n<memory>known nothing</memory><|im_end|>\n<|im_start|>assistant\n<think>"
     )
+    query = f"{relations[0]} of {entity}"
+    call = f'need {relations[0]}</think><tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}</tool_call><|im_end|>'
     passages = "\n".join(passage.text for passage in trajectory.contexts[0].searches[0].passages)
     observation = f"\n<|im_start|>user\n<tool_response>{passages}</tool_response><|im_end|>\n<|im_start|>assistant\n"
     memory = f"<memory>known {entity} {relations[0]} {question.evidence[0].value};</memory><|im_end|>"

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.agents.protocol import ChatTemplateError
-from mempipe.config import ConfigError
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.settings import ConfigError
 
 QWEN = build_tokenizer("qwen2_5")
 GEMMA = build_tokenizer("gemma")
-PIECES = st.one_of(st.sampled_from([*QWEN.special_tokens, *GEMMA.special_tokens, "<", "|", "\ud800", "\n\n"]), st.text(max_size=6))
+PIECES = st.one_of(
+    st.sampled_from([*QWEN.special_tokens, *GEMMA.special_tokens, "<", "|", "\ud800", "\n\n"]), st.text(max_size=6)
+)
 
 
 def saved(folder: Path, family: str = "qwen2_5", **generation: object) -> str:
@@ -37,7 +39,9 @@ def test_a_loaded_tokenizer_is_the_saved_one(family, tmp_path):
 
 def test_trusted_text_makes_special_tokens_and_untrusted_text_does_not():
     text = "<|im_start|>user <tool_call>"
-    assert QWEN.special_token_ids.intersection(QWEN.encode_template(text)) == set(QWEN.encode_template("<|im_start|><tool_call>"))
+    assert QWEN.special_token_ids.intersection(QWEN.encode_template(text)) == set(
+        QWEN.encode_template("<|im_start|><tool_call>")
+    )
     assert QWEN.special_token_ids.isdisjoint(QWEN.encode_text(text))
     assert QWEN.decode(QWEN.encode_template(text)) == QWEN.decode(QWEN.encode_text(text)) == text
 
@@ -86,7 +90,10 @@ def test_an_encoded_list_is_the_callers_own():
 def test_stop_tokens_come_from_tokenizer_and_generation_config(tmp_path):
     assert load_tokenizer(saved(tmp_path / "a")).stop_token_ids == set(QWEN.encode_template("<|im_end|>"))
     (other,) = QWEN.encode_template("<|endoftext|>")
-    assert load_tokenizer(saved(tmp_path / "b", eos_token_id=other)).stop_token_ids == {other, *QWEN.encode_template("<|im_end|>")}
+    assert load_tokenizer(saved(tmp_path / "b", eos_token_id=other)).stop_token_ids == {
+        other,
+        *QWEN.encode_template("<|im_end|>"),
+    }
 
 
 def test_a_template_that_refuses_raises_its_own_error():
@@ -94,7 +101,9 @@ def test_a_template_that_refuses_raises_its_own_error():
         GEMMA.render_chat([{"role": "system", "content": "x"}], add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("path", ["", "/no/such/folder", "./no-such-folder", "~/model", "runs/quickstat/huggingface", "runs/quickstat"])
+@pytest.mark.parametrize(
+    "path", ["", "/no/such/folder", "./no-such-folder", "~/model", "runs/quickstat/huggingface", "runs/quickstat"]
+)
 def test_a_missing_folder_is_refused_without_asking_the_hub_for_it(path, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)

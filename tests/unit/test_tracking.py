@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mempipe.config import RunConfig, TrackingConfig
-from mempipe.tracing import sample_groups
-from mempipe.tracking import Tracker, last_run_id, read_metrics, tracking_uri
+from mempipe.agents.registry import agent_spec
+from mempipe.config import RunConfig
+from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.traces import Wording, sample_groups
+from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
 PROMPT_IDS = [1, 2, 3]
@@ -39,7 +41,12 @@ def default_store(monkeypatch, tmp_path, empty_store):
 
 
 def make_group(name: str, num_members: int = 2) -> Group:
-    search = Search(query="Film director", num_passages=2, passages=[Passage(id="film", title="Film", text="By Ann.")], snapshot="s1")
+    search = Search(
+        query="Film director",
+        num_passages=2,
+        passages=[Passage(id="film", title="Film", text="By Ann.")],
+        snapshot="s1",
+    )
     contexts = [
         Context(
             index=index,
@@ -60,15 +67,27 @@ def make_group(name: str, num_members: int = 2) -> Group:
         for index in range(2)
     ]
     trajectories = [
-        Trajectory(id=f"{name}/{n}", group_id=name, member=n, contexts=contexts, end_reason=EndReason.ANSWERED, answer="Ann", reward=0.5)
+        Trajectory(
+            id=f"{name}/{n}",
+            group_id=name,
+            member=n,
+            contexts=contexts,
+            end_reason=EndReason.ANSWERED,
+            answer="Ann",
+            reward=0.5,
+        )
         for n in range(num_members)
     ]
-    return Group(id=name, question=Question(id=name, text=f"Who made {name}?", golden_answers=["Ann"]), trajectories=trajectories)
+    return Group(
+        id=name, question=Question(id=name, text=f"Who made {name}?", golden_answers=["Ann"]), trajectories=trajectories
+    )
 
 
 def make_tracker(folder: Path, *, config: TrackingConfig | None = None, **changes) -> Tracker:
     run_config = {"name": "a", "algorithm": {"group_size": 5, "dual_clip": None}, "long": "x" * 500}
-    return Tracker(config or TrackingConfig(), **({"folder": folder, "run_name": "a", "run_config": run_config} | changes))
+    return Tracker(
+        config or TrackingConfig(), **({"folder": folder, "run_name": "a", "run_config": run_config} | changes)
+    )
 
 
 def client_of(folder: Path):
@@ -115,7 +134,11 @@ def test_parameters_config_metrics_and_files_arrive(tmp_path):
     run = client.get_run(summary.run_id)
     assert run.info.run_name == "a" and run.info.status == "FINISHED"
     assert run.data.params == {"name": "a", "algorithm.group_size": "5", "algorithm.dual_clip": "None"}
-    assert [(m.step, m.value) for m in client.get_metric_history(summary.run_id, "reward")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(m.step, m.value) for m in client.get_metric_history(summary.run_id, "reward")] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+    ]
     assert run.data.metrics["seconds/rollout"] == 3.0 and "em" not in run.data.metrics
     assert {file.path for file in client.list_artifacts(summary.run_id)} == {"config.yaml", "report.json"}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["a", "mlartifacts", "mlflow.db"]
@@ -124,7 +147,11 @@ def test_parameters_config_metrics_and_files_arrive(tmp_path):
 def test_a_trajectory_is_a_trace_with_one_span_per_turn(tmp_path):
     import mlflow
 
-    tracker = make_tracker(tmp_path / "a", config=TrackingConfig(traces_per_step=2), decode=lambda ids: f"text of {list(ids)}")
+    tracker = make_tracker(
+        tmp_path / "a",
+        config=TrackingConfig(traces_per_step=2),
+        wording=Wording(decode=lambda ids: f"text of {list(ids)}", thought=agent_spec("memsearcher").thought),
+    )
     tracker.log_trajectories([make_group(f"film{n}") for n in range(5)], step=7)
     summary = tracker.finish()
     assert summary.num_refused == 0
@@ -136,12 +163,14 @@ def test_a_trajectory_is_a_trace_with_one_span_per_turn(tmp_path):
     root, *turns = traces[0].data.spans
     assert root.parent_id is None and [turn.parent_id for turn in turns] == [root.span_id] * 2
     assert root.inputs["golden_answers"] == ["Ann"] and root.inputs["question"].startswith("Who made film")
-    assert root.outputs["answer"] == "Ann" and root.outputs["reward"] == 0.5 and root.outputs["end_reason"] == "answered"
+    assert (
+        root.outputs["answer"] == "Ann" and root.outputs["reward"] == 0.5 and root.outputs["end_reason"] == "answered"
+    )
     assert [turn.name for turn in turns] == ["turn 0", "turn 1"]
     assert turns[1].inputs["memory"] == "old" and turns[1].inputs["prompt"] == f"text of {PROMPT_IDS}"
     assert turns[0].outputs["passages"][0]["text"] == "By Ann." and turns[0].outputs["memory"] == "new"
     assert turns[0].outputs["calls"] == [{"query": "Film director", "num_passages": 2, "snapshot": "s1"}]
-    assert turns[0].attributes["thought"] == "<think>need director</think>"
+    assert turns[0].attributes["thought"] == "need director"
     assert turns[0].attributes["sampled_tokens"] == 2 and turns[0].attributes["policy_versions"] == [4]
     assert turns[0].end_time_ns - turns[0].start_time_ns == 750_000_000
     assert turns[1].start_time_ns == turns[0].end_time_ns and turns[1].end_time_ns == root.end_time_ns
@@ -153,7 +182,9 @@ def test_no_more_traces_than_asked_for_and_of_different_questions():
     sample = sample_groups(groups, num_trajectories=4, seed=3)
     assert [len(group.trajectories) for group in sample] == [1, 1, 1, 1]
     assert len({group.id for group in sample}) == 4
-    assert sample == sample_groups(groups, num_trajectories=4, seed=3) != sample_groups(groups, num_trajectories=4, seed=4)
+    assert (
+        sample == sample_groups(groups, num_trajectories=4, seed=3) != sample_groups(groups, num_trajectories=4, seed=4)
+    )
     assert len(sample_groups(groups, num_trajectories=9, seed=0)) == 6
     assert sample_groups([make_group("q", num_members=0)], num_trajectories=1, seed=0) == []
 
@@ -335,7 +366,9 @@ def test_an_entry_that_can_never_be_written_is_counted_and_holds_nothing_up(tmp_
     summary = tracker.finish()
     assert (summary.num_refused, summary.num_unwritten, summary.num_failed_calls) == (2, 0, 0)
     client = client_of(tmp_path / "a")
-    assert client.get_run(summary.run_id).info.status == "FINISHED" and client.get_run(summary.run_id).data.metrics == {"em": 1.0}
+    assert client.get_run(summary.run_id).info.status == "FINISHED" and client.get_run(summary.run_id).data.metrics == {
+        "em": 1.0
+    }
     assert sum("refuses" in record.message for record in caplog.records) == 1
 
 
@@ -365,15 +398,18 @@ def test_rows_of_one_step_are_merged_and_the_last_value_counts(tmp_path):
     tracker.log_metrics({"em": 0.0}, step=1)
     tracker.log_metrics({"em": 0.2}, step=2)
     tracker.finish()
-    rows = [{name: value for name, value in row.items() if name != "time"} for row in read_metrics(tmp_path / "metrics.jsonl")]
+    rows = [
+        {name: value for name, value in row.items() if name != "time"}
+        for row in read_metrics(tmp_path / "metrics.jsonl")
+    ]
     assert rows == [{"step": 1, "em": 0.0}, {"step": 2, "em": 0.2, "loss": 3.0, "validation/em": 0.4}]
 
 
 def test_mlflow_is_loaded_by_the_writer_alone_and_without_telemetry(tmp_path):
     code = f"""
 import sys
-from mempipe.config import TrackingConfig
-from mempipe.tracking import Tracker
+from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.tracker import Tracker
 assert not [m for m in ("mlflow", "ray", "torch", "vllm", "transformers") if m in sys.modules]
 Tracker(TrackingConfig(enabled=False), folder={str(tmp_path / "off")!r}, run_name="a", run_config={{}}).finish()
 assert "mlflow" not in sys.modules

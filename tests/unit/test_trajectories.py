@@ -18,7 +18,9 @@ from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question
 
 
 def make_context(index: int = 0, **changes) -> Context:
-    searches = [Search(query="q", num_passages=2, passages=[Passage(id="p", title="T", text="x\n☃", score=1 / 3)], snapshot="s")]
+    searches = [
+        Search(query="q", num_passages=2, passages=[Passage(id="p", title="T", text="x\n☃", score=1 / 3)], snapshot="s")
+    ]
     context = Context(
         index=index,
         token_ids=[5, 6, 7],
@@ -35,7 +37,9 @@ def make_context(index: int = 0, **changes) -> Context:
 
 
 def make_group(group_id: str = "e0-q1", **changes) -> Group:
-    question = Question(id="q1", text="Who?", golden_answers=["A", "B"], num_hops=2, evidence=[Evidence(passage_id="p", value="v")])
+    question = Question(
+        id="q1", text="Who?", golden_answers=["A", "B"], num_hops=2, evidence=[Evidence(passage_id="p", value="v")]
+    )
     trajectories = [
         Trajectory(
             id=f"{group_id}-0",
@@ -46,9 +50,13 @@ def make_group(group_id: str = "e0-q1", **changes) -> Group:
             answer="A",
             reward=0.1,
         ),
-        Trajectory(id=f"{group_id}-1", group_id=group_id, member=1, contexts=[], end_reason=EndReason.NO_ACTION, answer=None),
+        Trajectory(
+            id=f"{group_id}-1", group_id=group_id, member=1, contexts=[], end_reason=EndReason.NO_ACTION, answer=None
+        ),
     ]
-    return dataclasses.replace(Group(id=group_id, question=question, trajectories=trajectories, num_retries=1, seconds=0.1), **changes)
+    return dataclasses.replace(
+        Group(id=group_id, question=question, trajectories=trajectories, num_retries=1, seconds=0.1), **changes
+    )
 
 
 def test_group_survives_a_table():
@@ -64,7 +72,10 @@ def test_group_survives_a_table():
 def test_tables_of_sparse_and_full_groups_have_one_schema():
     sparse = Group(id="g", question=Question(id="q", text="", golden_answers=[]), trajectories=[])
     assert group_to_table(sparse).schema == group_to_table(make_group()).schema == arrow_schema(Group)
-    assert table_to_groups(pa.concat_tables([group_to_table(sparse), group_to_table(make_group())])) == [sparse, make_group()]
+    assert table_to_groups(pa.concat_tables([group_to_table(sparse), group_to_table(make_group())])) == [
+        sparse,
+        make_group(),
+    ]
 
 
 def test_schema_names_every_field_with_its_type():
@@ -132,7 +143,9 @@ def test_groups_that_could_not_be_read_back_are_refused_and_the_old_file_stays(t
 
 
 def test_lone_surrogates_become_replacement_characters(tmp_path):
-    odd = make_context(searches=[Search(query="a\ud800b", num_passages=1, passages=[], snapshot="s")], memory_after="fine 🙂")
+    odd = make_context(
+        searches=[Search(query="a\ud800b", num_passages=1, passages=[], snapshot="s")], memory_after="fine 🙂"
+    )
     trajectory = dataclasses.replace(make_group().trajectories[0], contexts=[odd])
     (back,) = table_to_groups(group_to_table(make_group(trajectories=[trajectory])))
     assert back.trajectories[0].contexts[0].searches[0].query == "a\ufffdb"

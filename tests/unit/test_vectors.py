@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.config import ConfigError
-from mempipe.engines import vectors as module
-from mempipe.engines.vectors import Shard, Shards, merge
+from mempipe.retrieval import vectors as module
+from mempipe.retrieval.vectors import Shard, Shards, merge
+from mempipe.settings import ConfigError
 
 N, D = 700, 32
 
@@ -28,7 +28,9 @@ VECTORS[300:340] = VECTORS[10]  # ties, across shards too
 QUERIES = np.concatenate([unit(9, seed=1), VECTORS[[10, 299]]])
 
 
-def index_file(path: Path, vectors: np.ndarray, factory: str = "Flat", metric: int = faiss.METRIC_INNER_PRODUCT) -> Path:
+def index_file(
+    path: Path, vectors: np.ndarray, factory: str = "Flat", metric: int = faiss.METRIC_INNER_PRODUCT
+) -> Path:
     index = faiss.index_factory(D, factory, metric)
     if not index.is_trained:
         index.train(VECTORS)
@@ -37,7 +39,9 @@ def index_file(path: Path, vectors: np.ndarray, factory: str = "Flat", metric: i
     return path
 
 
-def by_numpy(query: np.ndarray, count: int, rows: tuple[int, int] = (0, N), stored: np.ndarray = VECTORS) -> tuple[list[int], list[float]]:
+def by_numpy(
+    query: np.ndarray, count: int, rows: tuple[int, int] = (0, N), stored: np.ndarray = VECTORS
+) -> tuple[list[int], list[float]]:
     scores = (stored[rows[0] : rows[1]].astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
     order = np.argsort(-scores, kind="stable")[:count]
     return (order + rows[0]).tolist(), scores[order].tolist()

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from mempipe.data import world as tiny_world
-from mempipe.data.scripts import search_query
+from mempipe.data.scripted_agents import search_query
 from mempipe.data.world import World, make_questions, make_worlds
-from mempipe.engines.encoders import HashingEncoder
+from mempipe.retrieval.encoders import HashingEncoder
 
 TRAIN, HELD_OUT = make_worlds(5, num_held_out=2, seed=7)
 WORLD = HELD_OUT[0]
@@ -22,7 +22,9 @@ def test_no_fact_of_a_held_out_world_is_true_in_a_training_world():
     held_out = frozenset().union(*(world.facts for world in HELD_OUT))
     assert all(held_out.isdisjoint(world.facts) for world in TRAIN)
     free = World(1)
-    assert WORLD.facts & frozenset().union(*(World(seed).facts for seed in range(40))), "by chance alone, worlds do share facts"
+    assert WORLD.facts & frozenset().union(*(World(seed).facts for seed in range(40))), (
+        "by chance alone, worlds do share facts"
+    )
     assert World(1, forbidden=free.facts).facts.isdisjoint(free.facts)
 
 
@@ -68,7 +70,9 @@ def test_the_query_of_a_fact_finds_the_passage_of_its_entity():
     facts = sorted(WORLD.facts)
     scores = encoder.encode_queries([search_query(relation, entity) for entity, relation, _ in facts]) @ passages.T
     best_two = scores.argsort(axis=1)[:, -2:]
-    found = [entity in {WORLD.passages[i].title for i in best} for (entity, _, _), best in zip(facts, best_two, strict=True)]
+    found = [
+        entity in {WORLD.passages[i].title for i in best} for (entity, _, _), best in zip(facts, best_two, strict=True)
+    ]
     assert sum(found) >= 0.98 * len(facts)
 
 

@@ -1,0 +1,73 @@
+"""What one context may hold, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine and metrics.
+
+Each agent has the limits that mean something to it, made of the parts here, and says what shares its largest context (`parts`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mempipe.settings import Section
+
+MEMORY_TAG_TOKENS = 64
+"""Room beside the memory in a memory message, for its tags, a stop token and a few words, where the message's limit is not set."""
+
+
+class Budget(Section):
+    """The limits that every agent has."""
+
+    question_tokens: int = Field(695, ge=1)
+    """Longer questions are refused when the data is read (MemSearcher: 695)."""
+    action_tokens: int = Field(1024, ge=1)
+    """Sampled tokens of a message that acts or answers (its thought included), stop token included."""
+    context_tokens: int = Field(8192, ge=8)
+    """The model's context: the parts of the agent's largest one and the template must fit."""
+
+    def parts(self) -> dict[str, int]:
+        """What shares the agent's largest context with the template, in tokens by name."""
+        return {"question": self.question_tokens, "action": self.action_tokens}
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The most tokens that go from one context to the next beside the question; None where everything does."""
+        return None
+
+    @property
+    def turn_limit(self) -> int | None:
+        """The most turns of a trajectory; None where the text that is read decides."""
+        return None
+
+
+class MemoryBudget(Budget):
+    """The limits of an agent that writes a memory."""
+
+    memory_tokens: int = Field(1024, ge=1)
+    """The memory that goes from one context to the next."""
+    memory_message_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens of the memory message: the memory, its tags and the stop token; null: memory_tokens and 64 more."""
+    on_overflow: Literal["cut", "end"] = "cut"
+    """A memory longer than memory_tokens is cut at a token boundary, or ends the trajectory."""
+
+    @property
+    def memory_message_limit(self) -> int:
+        """`memory_message_tokens` as it holds: it follows `memory_tokens` unless it is set."""
+        return self.memory_message_tokens or self.memory_tokens + MEMORY_TAG_TOKENS
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.memory_tokens
+
+
+class SearchBudget(Budget):
+    """The limits of an agent that searches."""
+
+    observation_tokens: int = Field(2048, ge=1)
+    """Passages and echoed calls of one turn; whole passages first, the last one cut at a token boundary."""
+    max_turns: int = Field(5, ge=1)
+    """Turns of a trajectory."""
+
+    @property
+    def turn_limit(self) -> int | None:
+        return self.max_turns

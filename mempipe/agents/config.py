@@ -1,0 +1,53 @@
+"""What the settings of all agents have in common. Each agent's own settings stand in its file."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from mempipe.settings import Section
+
+
+class CompatConfig(Section):
+    """Where published code departs from its paper, or its evaluation from its training: what to do as it does, item by item."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"none": {}}
+    """The flags that a preset sets, as that code behaves."""
+
+    preset: str = "none"
+    """Sets the flags below as that code behaves; a flag that is named beside it wins."""
+    question_mark: bool = False
+    """A question that does not end in "?" is given one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        preset = values.get("preset", "none") if isinstance(values, dict) else "none"
+        if not isinstance(preset, str) or preset not in cls.PRESETS:
+            raise ValueError(f"agent.compat.preset is {preset!r}; this agent has {', '.join(map(repr, cls.PRESETS))}")
+        return {**cls.PRESETS[preset], **values} if isinstance(values, dict) else values
+
+    def active(self) -> list[str]:
+        """The flags that change something, each with its value."""
+        fields = {name: field.default for name, field in type(self).model_fields.items() if name != "preset"}
+        return [f"{name}: {getattr(self, name)}" for name, default in fields.items() if getattr(self, name) != default]
+
+
+class SearchCompat(CompatConfig):
+    """The same of an agent that searches."""
+
+    num_passages: int | None = Field(None, ge=1)
+    """Passages of a search that names no number, whatever retrieval.num_passages makes the tool schema promise; null: what it promises."""
+
+
+class AgentConfig(Section):
+    """Which agent, and the text it reads. Further settings are the agent's own."""
+
+    name: str = "memsearcher"
+    """memsearcher (arXiv 2511.02805), memagent (2507.02259), mem1 (2506.15841), react (full history, 2503.09516), or the module of an agent
+    of your own (docs/extending.md)."""
+    prompts: str = ""
+    """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty: the agent's own."""
+    compat: SerializeAsAny[CompatConfig] = CompatConfig()
+    """Behave as published code does where it departs from its paper."""

@@ -1,0 +1,70 @@
+"""The table of agents: everything that the rest of the system must know about an agent stands in its `AgentSpec`.
+
+A new agent is its file, its prompts and one row of `BUILT_IN`. An agent of your own needs no row: `agent.name` is then the name of its
+module, which holds an `AgentSpec` called `AGENT`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mempipe.agents.budget import Budget
+from mempipe.agents.config import AgentConfig
+from mempipe.agents.rendering import Renderer
+from mempipe.agents.turn import Agent
+from mempipe.settings import ConfigError
+from mempipe.user_code import import_user_module
+
+BUILT_IN = {
+    "memsearcher": "mempipe.agents.memsearcher",
+    "memagent": "mempipe.agents.memagent",
+    "mem1": "mempipe.agents.mem1",
+    "react": "mempipe.agents.react",
+}
+"""Name of an agent: the module that holds its `AGENT`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """One agent."""
+
+    config: type[AgentConfig]
+    budget: type[Budget]
+    renderer: Callable[..., Renderer[Any]]
+    """Makes the renderer: (config, budget, *, limits, tokenizer)."""
+    agent: type[Agent[Any]]
+    paper: str = ""
+    """Where it was published."""
+    searches: bool = False
+    """Needs an index or a retrieval service."""
+    reads: bool = False
+    """Needs questions with a text (`Question.context`)."""
+    grows: bool = False
+    """Carries its whole history in one context, so that every message it samples is a turn."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end a message, beside the model's stop tokens: what an engine samples after them would be dropped."""
+    thought: Callable[[str], str] = str.strip
+    """The thought in the text of a turn's action, for transcripts."""
+    reward: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `reward` as published; those that a config names win."""
+    reward_formats: tuple[str, ...] = ("none",)
+    """Values of `reward.format` that read this agent's messages."""
+    script: str = ""
+    """MODULE:NAME of the scripted agent that plays it in the synthetic world, which a warm start imitates."""
+
+
+@functools.cache
+def agent_spec(name: str) -> AgentSpec:
+    """The agent of that name. Raises ConfigError when there is none, or when its module cannot be imported."""
+    if name not in BUILT_IN and "." not in name:
+        known = ", ".join(map(repr, BUILT_IN))
+        raise ConfigError(
+            f"agent.name is {name!r}; it is {known}, or the module of an agent of your own, e.g. my_package.my_agent"
+        )
+    spec = getattr(import_user_module(BUILT_IN.get(name, name), setting="agent.name"), "AGENT", None)
+    if not isinstance(spec, AgentSpec):
+        raise ConfigError(f"agent.name is {name!r}, a module without AGENT = AgentSpec(...); see docs/extending.md")
+    return spec

@@ -1,0 +1,172 @@
+"""What a policy may call: the search function, and tools of your own.
+
+A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails for reasons of the
+machinery raises an `InfrastructureFault` and is repeated with its group; what the policy should read about a call that went wrong
+(division by zero, an unknown city) is an ordinary result text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from mempipe.text import replace_surrogates
+from mempipe.types import Passage
+
+
+class InvalidCall(ValueError):
+    """A tool call that cannot be made; the message says what is wrong with it."""
+
+
+class ToolSpec(Protocol):
+    """What the policy reads of a tool, and what it may ask of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def schema(self) -> dict[str, Any]:
+        """The function in OpenAI's form: {"name", "description", "parameters": a JSON schema}."""
+        ...
+
+    def check(self, arguments: dict[str, Any]) -> Any:
+        """The arguments as `call` takes them. Raises InvalidCall, which ends the trajectory."""
+        ...
+
+
+class Tool(ToolSpec, Protocol):
+    """A tool of your own (docs/extending.md)."""
+
+    async def call(self, arguments: Any) -> list[str]:
+        """The texts that the policy reads, best first: they are fitted into budget.observation_tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A valid call. `text` is the call as the policy wrote it, `arguments` is what the tool's `check` made of its arguments."""
+
+    text: str
+    tool: str
+    arguments: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchArguments:
+    """A search as it is made."""
+
+    query: str
+    num_passages: int
+
+
+class SearchLimits(Protocol):
+    """The part of `RetrievalConfig` that agents need."""
+
+    @property
+    def num_passages(self) -> int: ...
+    @property
+    def max_passages(self) -> int: ...
+    @property
+    def max_query_chars(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTool:
+    """The search function, and the limits of every search."""
+
+    name: str
+    num_passages: int  # when the call names no number
+    max_passages: int
+    max_query_chars: int
+    promised_passages: int | None = (
+        None  # what the schema says instead of num_passages, where published code breaks its word
+    )
+
+    @classmethod
+    def of(cls, limits: SearchLimits, *, name: str = "search", num_passages: int | None = None) -> SearchTool:
+        """The tool within `limits`; `num_passages` is what a search without a number gets, whatever the schema promises."""
+        return cls(
+            name=name,
+            num_passages=num_passages or limits.num_passages,
+            max_passages=limits.max_passages,
+            max_query_chars=limits.max_query_chars,
+            promised_passages=limits.num_passages,
+        )
+
+    def schema(self) -> dict[str, Any]:
+        query = {
+            "type": "string",
+            "description": "What to look for, in a few words.",
+            "maxLength": self.max_query_chars,
+        }
+        top_n = {
+            "type": "integer",
+            "description": "How many passages to return.",
+            "default": self.promised_passages or self.num_passages,
+            "minimum": 1,
+            "maximum": self.max_passages,
+        }
+        parameters = {"type": "object", "properties": {"query": query, "top_n": top_n}, "required": ["query"]}
+        return {"name": self.name, "description": "Finds the passages that fit a query best.", "parameters": parameters}
+
+    def check(self, arguments: dict[str, Any]) -> SearchArguments:
+        if unknown := arguments.keys() - {"query", "top_n"}:
+            raise InvalidCall(f"unknown arguments {sorted(unknown)}")
+        query = arguments.get("query")
+        if not isinstance(query, str) or not query.strip():
+            raise InvalidCall("query is not a text")
+        query = self.checked_query(query)
+        num_passages = arguments.get("top_n", self.num_passages)
+        if type(num_passages) is not int or not 1 <= num_passages <= self.max_passages:  # True is an int too
+            raise InvalidCall(f"top_n is not a whole number from 1 to {self.max_passages}")
+        return SearchArguments(query=query, num_passages=num_passages)
+
+    def checked_query(self, text: str) -> str:
+        """The query as it is searched. Raises InvalidCall when it is empty or longer than the tool takes."""
+        query = replace_surrogates(text.strip())
+        if not query:
+            raise InvalidCall("query is empty")
+        if len(query) > self.max_query_chars:
+            raise InvalidCall(f"query has {len(query)} characters, more than {self.max_query_chars}")
+        return query
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """The tools of one agent: the search function first, then those of your own, by name."""
+
+    search: SearchTool
+    own: Mapping[str, Tool] = field(default_factory=dict)
+
+    def schemas(self) -> str:
+        """What the policy reads: one JSON object a line."""
+        functions = [{"type": "function", "function": tool.schema()} for tool in (self.search, *self.own.values())]
+        return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+
+    def parse(self, text: str) -> ToolCall:
+        """The call that the JSON `text` stands for. Raises InvalidCall unless it is one of a tool here, with arguments that it takes."""
+        try:
+            call = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts
+            raise InvalidCall(f"the call is not JSON: {error}") from error
+        tools: dict[Any, ToolSpec] = {self.search.name: self.search, **self.own}
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in tools:
+            raise InvalidCall(f"the call names none of {', '.join(tools)}")
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            raise InvalidCall("arguments is not an object")
+        return ToolCall(text=text, tool=name, arguments=tools[name].check(arguments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What came back from a call: passages of a search, or the texts of a tool of your own."""
+
+    passages: list[Passage] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,200 @@
+"""Scripts that play the agents on questions of the synthetic world, well or badly: what the tiny model imitates before it learns by itself.
+
+Every agent has a script that writes its messages in its own grammar. What they note is the same: a list of facts ("known Velmora mayor
+Osvin;"). So is what they err in: a fact that was read is not noted, a query names no entity, an answer comes too early.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mempipe.data.world import parse_question, words
+
+TOOL_NAME = "wikipedia_search"
+CALL_OPEN = f'<tool_call>{{"name": "{TOOL_NAME}", "arguments": {{"query": "'
+CALL_CLOSE = '"}}</tool_call>'
+ANSWER_OPEN = "\\boxed{"
+KNOWS_NOTHING = "known nothing"
+
+Fact = tuple[str, str, str]
+"""Entity, relation, value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How often a script errs, as probabilities per decision. Reinforcement learning has to undo exactly this."""
+
+    answer_early: float = 0.2
+    """Answer with the last value known although hops are missing (where the agent decides when to answer)."""
+    vague_query: float = 0.2
+    """Search for the relation without naming the entity."""
+    forget: float = 0.65
+    """Leave the fact just read out of what is noted. Above 0.5, so that the most likely note is the useless one."""
+
+
+NO_NOISE = Noise(answer_early=0.0, vague_query=0.0, forget=0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedAgent(ABC):
+    """Writes the messages of one trajectory the way a trained policy would, with mistakes drawn from `noise`.
+
+    `reply` reads nothing but the text that a model would see. Same question, same seed and same observations: same replies.
+    `num_noted` is how many facts, the newest, are kept in a memory; 0: all.
+    """
+
+    question: str
+    max_turns: int | None = None
+    noise: Noise = field(default_factory=Noise)
+    seed: int | str = 0
+    num_noted: int = 0
+    _turn: int = 0
+    _rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"{self.seed}:{self.question}")
+
+    @abstractmethod
+    def reply(self, prompt: str) -> str:
+        """The next message that is sampled, without a stop token, after the decoded `prompt` of a context."""
+
+    def _next_query(self, facts: Sequence[Fact]) -> tuple[str, str] | None:
+        """The next missing relation and the query for it; None to answer: once the chain is complete or the turns are spent, or early."""
+        self._turn += 1
+        entity, missing = self._progress(facts)
+        if (
+            not missing
+            or (self.max_turns is not None and self._turn >= self.max_turns)
+            or self._chance(self.noise.answer_early)
+        ):
+            return None
+        return missing[0], search_query(missing[0], "" if self._chance(self.noise.vague_query) else entity)
+
+    def _read(self, facts: list[Fact], observation: str) -> list[Fact]:
+        """The next missing fact, if it is in the observation and not forgotten."""
+        entity, missing = self._progress(facts)
+        if self._chance(self.noise.forget) or not missing:
+            return []
+        found = re.search(rf"^The \w+ {entity} .*\b{missing[0]} (\w+)", observation, re.MULTILINE)
+        return [(entity, missing[0], found[1])] if found else []
+
+    def _searched(self, facts: Sequence[Fact], query: str) -> bool:
+        """Whether the query is the one for the next missing fact; what else is found teaches nothing."""
+        entity, missing = self._progress(facts)
+        return bool(missing) and query == search_query(missing[0], entity)
+
+    def _progress(self, facts: Sequence[Fact]) -> tuple[str, tuple[str, ...]]:
+        """The entity that the facts lead to, and the relations still to be followed from there."""
+        entity, relations = parse_question(self.question)
+        if not facts:
+            return entity, relations
+        noted = tuple(relation for _, relation, _ in facts)
+        known = next(end for end in range(len(noted), len(relations) + 1) if relations[end - len(noted) : end] == noted)
+        return facts[-1][2], relations[known:]
+
+    def _noted(self, facts: list[Fact]) -> list[Fact]:
+        return facts[-self.num_noted :]
+
+    def _chance(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+
+class ScriptedMemSearcher(ScriptedAgent):
+    """A thought and a call or a box; after passages the memory."""
+
+    def reply(self, prompt: str) -> str:
+        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
+        if "<tool_response>" not in prompt:
+            wanted = self._next_query(facts)
+            return search_call(*wanted) if wanted else f"answer</think>{boxed(self._progress(facts)[0])}"
+        new = []
+        if self._searched(facts, _last_between(prompt, CALL_OPEN, CALL_CLOSE)):
+            new = self._read(facts, _last_between(prompt, "<tool_response>", "</tool_response>"))
+        return f"<memory>{known(self._noted([*facts, *new]))}</memory>"
+
+
+class ScriptedMem1(ScriptedAgent):
+    """A thought that holds all that is known, and a query or an answer."""
+
+    def reply(self, prompt: str) -> str:
+        facts, new = self._facts(prompt)
+        return self._message([*facts, *new], noted=self._noted([*facts, *new]))
+
+    def _facts(self, prompt: str) -> tuple[list[Fact], list[Fact]]:
+        """What the thoughts in the prompt say, and what was found since."""
+        facts = parse_facts(" ".join(re.findall("<think>(.*?)</think>", prompt)))
+        searched = self._searched(facts, _last_between(prompt, "<search>", "</search>"))
+        return facts, self._read(facts, _last_between(prompt, "<information>", "</information>")) if searched else []
+
+    def _message(self, facts: list[Fact], *, noted: Sequence[Fact]) -> str:
+        wanted = self._next_query(facts)
+        if wanted is None:
+            # The space keeps the name the same token as everywhere else.
+            return f"<think>{known(noted)} answer</think><answer> {self._progress(facts)[0]}</answer>"
+        relation, query = wanted
+        return f"<think>{known(noted)} need {relation}</think><search>{query}</search>"
+
+
+class ScriptedReact(ScriptedMem1):
+    """The same, but a thought holds only what is new: earlier thoughts stay readable."""
+
+    def reply(self, prompt: str) -> str:
+        facts, new = self._facts(prompt)
+        return self._message([*facts, *new], noted=new)
+
+
+class ScriptedMemAgent(ScriptedAgent):
+    """A memory that says what is looked for and what is known; at last a box."""
+
+    def reply(self, prompt: str) -> str:
+        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
+        entity, missing = self._progress(facts)
+        if "<information>" not in prompt:
+            return boxed(entity)
+        plan = f"need {search_query(missing[0], entity)}" if missing else "answer"
+        new = self._read(facts, _last_between(prompt, "<information>", "</information>"))
+        return f"{plan} {known(self._noted([*facts, *new]))}"
+
+
+def vocabulary() -> list[str]:
+    """Every word that worlds and scripts write, names included, sorted."""
+    return sorted(words().union(f"{KNOWS_NOTHING} need answer of".split()))
+
+
+def known(facts: Sequence[Fact]) -> str:
+    """The facts as they are noted."""
+    return (
+        "known" + "".join(f" {entity} {relation} {value};" for entity, relation, value in facts)
+        if facts
+        else KNOWS_NOTHING
+    )
+
+
+def parse_facts(text: str) -> list[Fact]:
+    """The complete facts of a note, in order; anything else in it is passed over."""
+    return re.findall(r"(\w+) (\w+) (\w+);", text)
+
+
+def search_query(relation: str, entity: str) -> str:
+    return f"{relation} of {entity}" if entity else relation
+
+
+def search_call(relation: str, query: str) -> str:
+    # The same text as json.dumps of the call; the fixed parts around the query are single tokens of the tiny tokenizer.
+    return f"need {relation}</think>{CALL_OPEN}{json.dumps(query)[1:-1]}{CALL_CLOSE}"
+
+
+def boxed(entity: str) -> str:
+    # The space keeps the name the same token as everywhere else.
+    return f"{ANSWER_OPEN} {entity}}}"
+
+
+def _last_between(text: str, start: str, end: str) -> str:
+    """What stands between the last `end` and the `start` before it, stripped; "" when there is none."""
+    head, found, _ = text.rpartition(end)
+    return head.rpartition(start)[2].strip() if found and start in head else ""

@@ -1,0 +1,130 @@
+"""Settings of the policy: its weights, how it samples, how it is trained and saved."""
+
+from __future__ import annotations
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from mempipe.settings import Section
+
+
+class ModelConfig(Section):
+    """The policy's weights."""
+
+    path: str = ""
+    """A Hugging Face folder or name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights in the engine and compute in the learner; the learner's master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    lora_rank: int = Field(0, ge=0)
+    """0 trains all weights; otherwise a LoRA adapter of this rank (the reference is then the base with the adapter off)."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """The adapter is scaled by lora_alpha / lora_rank."""
+    lora_targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Names of the linear layers that get an adapter."""
+
+
+class SamplingConfig(Section):
+    """How the policy is sampled. Training needs the full distribution (top_p 1, top_k -1), since the learner's log-probs are of it."""
+
+    temperature: float = Field(1.0, ge=0.0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample from this many of the likeliest tokens; -1: from all."""
+
+
+class GenerationConfig(Section):
+    """The vLLM engines."""
+
+    num_replicas: int = Field(1, ge=1)
+    """Engines, each with all weights."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs of one engine."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences in one engine step."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
+    """Share of a GPU's memory that an engine takes for weights and KV cache."""
+    cpu_kv_cache_gib: int = Field(1, ge=1)
+    """KV cache of a CPU engine, in GiB."""
+    enforce_eager: bool = False
+    """Neither compile the model nor record CUDA graphs: starts faster, samples slower."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of one engine without a GPU."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one completion, waiting included."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Largest |Δ log-prob| between learner and engine on the canary prompts after a sync (fp32: 1e-3 is right, bf16: 0.05)."""
+
+
+class EndpointConfig(Section):
+    """A model behind an OpenAI-compatible server."""
+
+    url: str
+    """Address of the API, e.g. http://127.0.0.1:8000/v1."""
+    model: str
+    """The name under which the server knows the model."""
+    tokenizer: str = ""
+    """A Hugging Face folder or name with the model's tokenizer and chat template; needed where token ids are sent."""
+    api_key_env: str = ""
+    """The environment variable that holds the key; empty: none is sent."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one completion, retries included."""
+    max_concurrency: int = Field(64, ge=1)
+    """Requests under way at the same time, per process that asks."""
+
+    @model_validator(mode="after")
+    def _is_address(self) -> EndpointConfig:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
+            raise ValueError(
+                f"endpoint.url is {self.url!r}; an address is of the form http://host:8000/v1, without a user or a password"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What the learning rate does after the warm-up, until the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps of linear warm-up."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Where cosine and linear end, as a share of lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of the whole gradient."""
+
+
+class LearnerConfig(Section):
+    """The FSDP2 learner group."""
+
+    num_ranks: int = Field(1, ge=1)
+    """FSDP ranks: one GPU each, or one CPU process each."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Packed tokens in one forward and backward pass of one rank."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of one rank without a GPU."""
+    old_logprobs: Literal["sampler", "recompute"] = "sampler"
+    """Where the ratio's denominator comes from."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of one learner step, and of every collective in it."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of a run."""
+
+    every_steps: int = Field(10, ge=1)
+    """Learner steps between two checkpoints; the last step always has one."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints that are kept, the newest ones."""

@@ -1,0 +1,429 @@
+"""A vLLM engine that samples token ids after token ids, under weights of a known version that can be replaced while it runs.
+
+Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names. Every completion is
+sampled by one version of the weights: `load_weights` lets the completions under way finish, holds back new ones, and empties the prefix
+cache.
+Faults raise (`EngineFault`); they are never a completion (promise 8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, WeightHandle, publish
+from mempipe.faults import InfrastructureFault
+from mempipe.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+
+class EngineFault(InfrastructureFault):
+    """The engine could not do what it was asked; the request itself was fine."""
+
+
+class EngineDead(EngineFault):
+    """The engine's process is gone, or was never started. A new `Generator` is needed."""
+
+
+class GenerationTimeout(EngineFault):
+    """A completion did not finish within `generation.timeout_s`, waiting included."""
+
+
+class WeightTransferFailed(EngineFault):
+    """New weights did not arrive. The engine samples nothing until a later `load_weights` succeeds."""
+
+
+class Generator:
+    """One engine. `start` it, call it from one event loop, `shutdown` it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: GenerationConfig,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        transfer: Literal["mempipe_shm", "nccl", "ipc"] = SHARED_MEMORY_BACKEND,
+        stop_texts: Sequence[str] = (),
+    ) -> None:
+        """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
+
+        A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer (the model's), since
+        it must read along.
+        """
+        self.max_model_len = max_model_len
+        self.policy_version = 0
+        self._model = model
+        self._config = config
+        self._seed = seed
+        self._device = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        self._transfer = transfer
+        self._stop_texts = list(stop_texts)
+        self._engine: AsyncLLM | None = None
+        self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
+        self._vocab_size = 0
+        self._ids = itertools.count()
+        self._connected = False
+        self._update = asyncio.Lock()
+        self._open = asyncio.Event()  # cleared while weights are replaced
+        self._idle = asyncio.Event()  # set while no completion is under way
+        self._idle.set()
+        self._open.set()
+        self._under_way = 0
+        self._transfer_failure: str | None = None
+
+    async def start(self) -> None:
+        """Loads the model (seconds to minutes, during which the event loop stands still)."""
+        assert self._engine is None, "the engine is already started"
+        with _environment(_engine_environment(self._config, device=self._device, transfer=self._transfer)):
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments = _engine_arguments(
+                self._model,
+                self._config,
+                max_model_len=self.max_model_len,
+                seed=self._seed,
+                device=self._device,
+                transfer=self._transfer,
+            )
+            arguments["skip_tokenizer_init"] = not self._stop_texts
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self._death = self._engine.output_handler
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        await self._call("weight version", self._engine.update_weight_version(str(self.policy_version)))
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> Completion:
+        """One completion after `token_ids`. Any number of calls may be under way.
+
+        Log-probs are of the distribution that was sampled from: temperature applied, and renormalised over what top_k and top_p
+        leave. Temperature 0 takes the likeliest id, with its log-prob at temperature 1. With `seed` the completion depends on
+        nothing else that the engine is doing.
+
+        Raises ValueError for ids that the model does not have, and when prompt and completion exceed the model length;
+        GenerationTimeout; EngineDead; WeightTransferFailed when the engine has no whole set of weights.
+        """
+        self._check(token_ids, max_tokens)
+        params = _sampling_params(
+            sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids, stop_texts=self._stop_texts, seed=seed
+        )
+        return _completion(await self._run(token_ids, params))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of `token_ids[1:]`, each given all ids before it, at temperature 1; the prefix cache is not used.
+
+        Raises as `generate` does, and ValueError for fewer than two ids.
+        """
+        if len(token_ids) < 2:
+            raise ValueError(f"a sequence of {len(token_ids)} ids has nothing to score; give at least 2")
+        self._check(token_ids, 1)
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._run(token_ids, params)
+        rows = output.prompt_logprobs
+        assert rows is not None, "prompt_logprobs were asked for"
+        return [row[token].logprob for token, row in zip(token_ids[1:], rows[1:], strict=True) if row is not None]
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """The backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._call(
+            "connect", self._live().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        )
+        self._connected = True
+
+    async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
+        """From now on completions are sampled by `weights`, which are called `policy_version`.
+
+        Completions under way finish first, under the old ones. `weights` is a handle of the backend's, or packed weights (a row
+        of bytes from `pack_weights`) that came through an object store. Raises WeightTransferFailed, which names the phase.
+        """
+        async with self._update:
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                self._live()
+                self._transfer_failure = (
+                    f"the engine holds no whole set of weights: loading version {policy_version} failed"
+                )
+                with self._as_handle(weights, policy_version) as handle:
+                    await self._replace(handle, policy_version)
+                self._transfer_failure = None
+            finally:
+                self._open.set()
+
+    async def shutdown(self) -> None:
+        """Ends the engine's processes; completions under way raise EngineDead."""
+        if self._engine is None:
+            return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        engine, self._engine = self._engine, None
+        if self._death is not None:
+            self._death.cancel()
+        engine.output_processor.propagate_error(EngineDeadError())
+        await asyncio.to_thread(engine.shutdown)
+
+    async def _replace(self, handle: WeightHandle, policy_version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._live()
+        if not self._connected:
+            await self.connect({})
+        await self._call("start", engine.start_weight_update())
+        await self._call("update", engine.update_weights(WeightTransferUpdateRequest(update_info=handle.update_info)))
+        await self._call("finish", engine.finish_weight_update(weight_version=str(policy_version)))
+        if not await self._call("prefix cache", engine.reset_prefix_cache()):
+            raise WeightTransferFailed(
+                f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
+            )
+        self.policy_version = policy_version
+
+    @contextlib.contextmanager
+    def _as_handle(self, weights: WeightHandle | np.ndarray, version: int) -> Iterator[WeightHandle]:
+        if isinstance(weights, WeightHandle):
+            yield weights
+            return
+        folder = Path(tempfile.mkdtemp(prefix="mempipe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        try:
+            yield publish(weights, folder, version)
+        finally:
+            shutil.rmtree(folder)
+
+    async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+        """The final output of one request, sampled while the gate is open. Raises what `generate` raises."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            async with asyncio.timeout(self._config.timeout_s), self._entered() as engine:
+                return await _final_output(engine, f"{next(self._ids)}", token_ids, params)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"no completion within generation.timeout_s {self._config.timeout_s:g} s"
+            ) from error
+        except EngineDeadError as error:
+            raise EngineDead("the engine's process ended while it sampled") from error
+        except EngineGenerateError as error:
+            raise EngineFault(f"the engine failed to sample: {error.__cause__}") from error
+
+    @contextlib.asynccontextmanager
+    async def _entered(self) -> AsyncIterator[AsyncLLM]:
+        """Counts one completion as under way, once no weights are being replaced."""
+        await self._open.wait()
+        engine = self._live()
+        if self._transfer_failure is not None:
+            raise WeightTransferFailed(self._transfer_failure)
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield engine
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    def _live(self) -> AsyncLLM:
+        if self._engine is None or self._engine.errored:
+            raise EngineDead(
+                "the engine is not running: "
+                + ("not started, or shut down" if self._engine is None else "its process ended")
+            )
+        return self._engine
+
+    def _check(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        self._live()
+        if not len(token_ids) or max_tokens < 1:
+            raise ValueError(f"{len(token_ids)} prompt ids and max_tokens {max_tokens}; both must be at least 1")
+        if len(token_ids) + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt of {len(token_ids)} ids and max_tokens {max_tokens} exceed the model length {self.max_model_len}"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise ValueError(
+                f"prompt holds id {min(token_ids)} or {max(token_ids)}, outside of the model's 0..{self._vocab_size - 1}"
+            )
+
+    async def _call(self, phase: str, call: Awaitable[T]) -> T:
+        """The result of one control call. vLLM leaves such calls waiting for ever when the engine dies, so death is watched for."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert self._death is not None, "vLLM reads outputs from the moment it is built inside an event loop"
+        task = asyncio.ensure_future(call)
+        await asyncio.wait({task, self._death}, timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            if self._death.done():
+                raise EngineDead(f"the engine's process ended during {phase!r}")
+            raise WeightTransferFailed(
+                f"{phase!r} did not finish within generation.timeout_s {self._config.timeout_s:g} s"
+            )
+        error = task.exception()
+        if isinstance(error, EngineDeadError):
+            raise EngineDead(f"the engine's process ended before {phase!r}") from error
+        if error is not None:
+            raise WeightTransferFailed(f"{phase!r} failed: {error}") from error
+        return task.result()
+
+
+async def _final_output(
+    engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams
+) -> RequestOutput:
+    """`AsyncLLM.generate` for a request with one output: no async generator, half the event-loop turns. Aborts when cancelled."""
+    from vllm.inputs.engine import tokens_input
+    from vllm.outputs import PoolingRequestOutput
+
+    try:
+        queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params)
+        output = queue.get_nowait() or await queue.get()
+    except asyncio.CancelledError:
+        await engine.abort(request_id)
+        raise
+    assert not isinstance(output, PoolingRequestOutput), "a text model answers with text"
+    return output
+
+
+def _sampling_params(
+    sampling: SamplingConfig,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+    stop_texts: Sequence[str],
+    seed: int | None,
+) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,  # only the caller's stop ids stop
+        seed=seed,
+        logprobs=0,  # of the sampled id alone
+        flat_logprobs=True,
+        stop=list(stop_texts),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # a tag may be one
+        detokenize=bool(stop_texts),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _completion(output: RequestOutput) -> Completion:
+    from vllm.logprobs import FlatLogprobs
+
+    (sampled,) = output.outputs
+    if sampled.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise EngineFault(f"the engine ended a request with {sampled.finish_reason!r}")
+    assert isinstance(sampled.logprobs, FlatLogprobs) and sampled.weight_versions is not None, "both were asked for"
+    (span,) = sampled.weight_versions  # more than one would mean weights were replaced under a running completion
+    return Completion(
+        token_ids=list(sampled.token_ids),
+        logprobs=list(sampled.logprobs.logprobs),
+        finish_reason=FinishReason(sampled.finish_reason),
+        policy_version=int(span.version),
+    )
+
+
+def _engine_arguments(
+    model: ModelConfig, config: GenerationConfig, *, max_model_len: int, seed: int, device: str, transfer: str
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "seed": seed,
+        "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "use_tqdm_on_load": False,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enforce_eager": config.enforce_eager or device == "cpu",
+        "weight_transfer_config": {"backend": transfer},
+        "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
+    }
+    if device == "cuda":
+        return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
+    return {
+        **arguments,
+        "block_size": 32,  # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
+        "enable_chunked_prefill": False,  # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
+        "max_num_batched_tokens": max(max_model_len, 8192),
+    }
+
+
+def _engine_environment(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:
+    """Environment variables of the engine's processes."""
+    variables = {
+        FRONTEND_PID: str(os.getpid()),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the caller has threads, and perhaps CUDA, which a fork does not survive
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    if transfer == "ipc":  # its handles are pickled (mempipe.engines.weights)
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if device == "cpu":
+        variables |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
+            # Bound to cores, every engine and learner of a small machine would sit on the same ones.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "0",
+        }
+        if config.tensor_parallel == 1:  # the worker lives in the engine's process: one process and one hop less
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """The process environment with `variables`, for children that inherit it; afterwards as before, without what vLLM set as well."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,117 @@
+"""What trajectories look like as flat numbers: rewards, ends, turns, tokens, staleness; what a step or an evaluation logs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+from statistics import fmean, pstdev
+
+from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.types import Context, EndReason, Group, Trajectory
+
+
+def rollout_metrics(
+    groups: Sequence[Group],
+    *,
+    policy_version: int | None = None,
+    memory_budget: int | None = None,
+    growing: bool = False,
+) -> dict[str, float]:
+    """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
+
+    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares),
+    advantage_mean, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens).
+    Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
+    with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
+
+    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`); of such an agent there is no memory and no other history.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return {}
+    contexts = [context for trajectory in trajectories for context in trajectory.contexts]
+    advantages = [trajectory.advantage for trajectory in trajectories]
+    ends = Counter(trajectory.end_reason for trajectory in trajectories)
+    tokens = [prompt_tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
+    metrics = {
+        "reward": fmean(t.reward for t in trajectories),
+        "em": fmean(t.em for t in trajectories),
+        "f1": fmean(t.f1 for t in trajectories),
+        "format_rate": ends[EndReason.ANSWERED] / len(trajectories),
+        "turns": sum(map(len, tokens)) / len(trajectories),
+        "searches": sum(len(context.searches) for context in contexts) / len(trajectories),
+        "advantage_mean": fmean(advantages),
+        "advantage_std": pstdev(advantages),
+        "zero_variance_groups": fmean(len({t.reward for t in group.trajectories}) <= 1 for group in groups),
+        "retries": float(sum(group.num_retries for group in groups)),
+        "sampled_tokens": float(sum(sum(context.loss_mask) for context in contexts)),
+    }
+    metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
+    if contexts:
+        metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
+    if policy_version is not None:
+        metrics |= _staleness(contexts, policy_version)
+    if growing:
+        return metrics
+    if contexts:
+        metrics["full_history_tokens_per_turn"] = fmean(chain.from_iterable(map(full_history_tokens, trajectories)))
+    return metrics | memory_quality(groups, memory_budget=memory_budget)
+
+
+def prompt_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
+    """Tokens before the first sampled one, in every context; in a growing context before every message."""
+    if not growing:
+        return [context.num_prompt_tokens for context in trajectory.contexts]
+    return [start for context in trajectory.contexts for start, _ in _messages(context)]
+
+
+def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
+    """Tokens that the context holds when a turn ends, read and written; a growing context has a turn for every message.
+
+    What agents are compared by: some read passages before a turn's first sampled token, others behind it.
+    """
+    if not growing:
+        return [len(context.token_ids) for context in trajectory.contexts]
+    return [end for context in trajectory.contexts for _, end in _messages(context)]
+
+
+def full_history_tokens(trajectory: Trajectory) -> list[int]:
+    """Prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
+
+    Template and question as in the first turn, plus the action and the passages of every earlier turn. To be compared with
+    `num_prompt_tokens` of the same turns: template, question and bounded memory.
+    """
+    if not trajectory.contexts:
+        return []
+    first = trajectory.contexts[0]
+    tokens = [first.num_prompt_tokens - first.num_memory_tokens]
+    for context in trajectory.contexts[:-1]:
+        tokens.append(tokens[-1] + _num_action_tokens(context) + context.num_observation_tokens)
+    return tokens
+
+
+def _messages(context: Context) -> Iterator[tuple[int, int]]:
+    """Where every sampled message starts and ends."""
+    place = 0
+    for sampled, run in groupby(context.loss_mask):
+        start, place = place, place + len(list(run))
+        if sampled:
+            yield start, place
+
+
+def _num_action_tokens(context: Context) -> int:
+    """Length of the first run of sampled tokens: the action message."""
+    sampled = context.loss_mask[context.num_prompt_tokens :]
+    return sampled.index(0) if 0 in sampled else len(sampled)
+
+
+def _staleness(contexts: Sequence[Context], policy_version: int) -> dict[str, float]:
+    versions: Counter[int] = Counter()
+    for context in contexts:
+        versions.update(context.policy_versions)
+    lags = Counter({policy_version - version: count for version, count in versions.items() if version >= 0})
+    if not lags:
+        return {}
+    mean = sum(lag * count for lag, count in lags.items()) / lags.total()
+    return {"staleness_mean": mean, "staleness_max": float(max(lags))}

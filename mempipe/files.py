@@ -1,0 +1,111 @@
+"""Files and folders that appear whole or not at all, and stay; a folder that one process holds at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mempipe.settings import ConfigError
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`, replacing an old one.
+
+    With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new one.
+    The folder is made when it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        if durable:
+            sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small UTF-8 file as `whole_file` does."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `path` to fill. When the block ends without an error, it becomes `path`, replacing an old one."""
+    partial = start_folder(path)
+    try:
+        yield partial
+        finish_folder(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def start_folder(path: Path) -> Path:
+    """Makes the empty folder beside `path` that `finish_folder` renames; for writers that are several processes."""
+    partial = partial_folder(path)
+    if partial.exists():  # left by a process that was killed while it wrote
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def partial_folder(path: Path) -> Path:
+    """Where `start_folder` makes the folder that will be `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def finish_folder(partial: Path, path: Path) -> None:
+    """Makes the filled folder known as `path` after its files reached the disk. A folder of that name is removed."""
+    for file in partial.rglob("*"):
+        sync(file)
+    sync(partial)
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    sync(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def lock(folder: Path) -> None:
+    """Keeps every other process out of `folder` until this process ends, however it ends. Makes the folder when it is missing.
+
+    Raises ConfigError when another process works there, and OSError when the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:  # POSIX allows both
+        os.close(descriptor)
+        raise ConfigError(f"another process is at work in {folder}; wait for it, or use another `name`") from error
+    except OSError as error:  # a file system without locks: running there is better than not running at all
+        logging.getLogger(__name__).warning(
+            "%s cannot be locked (%s); start nothing else in it", folder, error.strerror
+        )

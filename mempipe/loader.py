@@ -1,0 +1,168 @@
+"""From a YAML file and `key=value` words to settings, with one sentence for everything that is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from mempipe.agents.registry import BUILT_IN, agent_spec
+from mempipe.config import RunConfig
+from mempipe.retrieval.config import IndexConfig
+from mempipe.settings import ConfigError, Section
+
+C = TypeVar("C", bound=Section)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
+    return parse_section(load_values(path, overrides), RunConfig)
+
+
+def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
+    """The index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides), IndexConfig)
+
+
+def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings that a YAML file names, with `key=value` overrides, not checked yet. Raises ConfigError."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}") from error
+    try:
+        values = yaml.load(text, _Loader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, expected a mapping of settings")
+    for override in overrides:
+        _apply(values, override)
+    return values
+
+
+def parse_config(values: dict[str, Any]) -> RunConfig:
+    """The run that nested dicts describe. Raises ConfigError with one line per wrong setting."""
+    return parse_section(values, RunConfig)
+
+
+def parse_section(values: dict[str, Any], kind: type[C]) -> C:
+    """The section of type `kind` that nested dicts describe. Raises ConfigError with one line per wrong setting."""
+    moved = [f"{old} has moved to {new}" for old, new in kind.MOVED.items() if old in values]
+    if moved:
+        raise ConfigError("; ".join(moved))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(e, kind, values) for e in error.errors())) from error
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The nested settings that `key=value` words describe. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _apply(values, override)
+    return values
+
+
+def setting_names(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings of a section and of the sections in it."""
+    for name, field in kind.model_fields.items():
+        inner = section_of(field.annotation)
+        yield prefix + name
+        if inner is not None:
+            yield from setting_names(inner, f"{prefix}{name}.")
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, if it holds one."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without the silent rule that the last of two equal keys wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(
+                    f"the key {key.value!r} stands twice, the second time in line {key.start_mark.line + 1}"
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form key=value, e.g. algorithm.group_size=8")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = values.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+        values = child
+    try:
+        values[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML") from error
+
+
+def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return _unknown(where, kind, values)
+    if error["type"] == "value_error":
+        message = str(error["ctx"]["error"])
+        return (
+            message if where.rpartition(".")[2] in message else f"{where}: {message}"
+        )  # most name their setting themselves
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {error['input']!r}: {error['msg'].replace('Input should be', 'should be')}"
+
+
+def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
+    """What to say about a key that is no setting: whose it is, or which one is nearest."""
+    if issubclass(kind, RunConfig):
+        section, _, rest = where.partition(".")
+        agent = values.get("agent", {})
+        name = agent.get("name", "memsearcher") if isinstance(agent, dict) else ""
+        owners = [
+            other for other in BUILT_IN if section in ("agent", "budget") and rest in _names_of_agent(other, section)
+        ]
+        if owners and name not in owners:
+            return f"{where} means nothing to agent.name {name!r}; it is a setting of {', '.join(owners)}"
+        known = [
+            *setting_names(kind),
+            *(f"{part}.{key}" for part in ("agent", "budget") for key in _names_of_agent(name, part)),
+        ]
+    else:
+        known = list(setting_names(kind))
+    if near := difflib.get_close_matches(where, known, n=1, cutoff=0.7) or _same_leaf(where, known):
+        return f"{where} is not a setting; did you mean {near[0]}?"
+    return f"{where} is not a setting; `mempipe config` lists them"
+
+
+def _same_leaf(where: str, known: Sequence[str]) -> list[str]:
+    """A setting of the same last name in another section."""
+    leaf = where.rpartition(".")[2]
+    return [name for name in known if name.rpartition(".")[2] == leaf][:1]
+
+
+@functools.cache
+def _names_of_agent(name: str, section: str) -> frozenset[str]:
+    try:
+        spec = agent_spec(name)
+    except ConfigError:
+        return frozenset()
+    return frozenset(setting_names(spec.config if section == "agent" else spec.budget))

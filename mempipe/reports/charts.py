@@ -1,0 +1,208 @@
+"""Small charts as SVG elements, coloured by the page's style sheet: lines, grouped bars with intervals, one stacked bar."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mempipe.reports.html import Markup, element
+
+WIDE, SMALL = (560, 300), (360, 210)  # width and height in px; the page scales them
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
+_SHARE_WIDTH = 1120.0
+_CHAR_WIDTH = 6.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A line. `style` is a class of the style sheet; points that are not finite leave a gap."""
+
+    label: str
+    style: str
+    points: Sequence[tuple[float, float]]
+    markers: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A bar with an optional interval."""
+
+    value: float
+    style: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarGroup:
+    label: str
+    note: str = ""
+    bars: Sequence[Bar] = field(default_factory=list)
+
+
+def percent(value: float) -> str:
+    """0.625 as 62.5 %, without a needless digit."""
+    text = f"{100 * value:.1f}"
+    return f"{text.removesuffix('.0')} %"
+
+
+def whole_percent(value: float) -> str:
+    """For narrow places: 0.625 as 62 %, and what would round to 0 as <1 %."""
+    return "<1 %" if 0 < value < 0.005 else f"{100 * value:.0f} %"
+
+
+def number(value: float) -> str:
+    """At most three significant digits, large numbers with separators."""
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_format: Callable[[float], str] = number,
+    y_max: float | None = None,
+    size: tuple[int, int] = WIDE,
+) -> Markup:
+    """Lines over a common x axis. The y axis starts at 0 unless a value is below it."""
+    finite = [(x, y) for line in series for x, y in line.points if math.isfinite(y)]
+    assert finite, f"chart {title!r} has no finite point"
+    lowest, highest = min(0.0, *(y for _, y in finite)), max(y for _, y in finite)
+    y_ticks = _ticks(lowest, y_max or (highest if highest > lowest else lowest + 1), size[1] // 60)
+    x_low, x_high = min(x for x, _ in finite), max(x for x, _ in finite)
+    x_ticks = _ticks(x_low, x_high, size[0] // 80, whole=True)
+    plot = _Plot(x=(x_low, x_high if x_high > x_low else x_low + 1), y=(y_ticks[0], y_ticks[-1]), size=size)
+    parts = [*_grid(plot, y_ticks, y_format), *_x_axis(plot, [t for t in x_ticks if x_low <= t <= x_high], x_label)]
+    for line in series:
+        parts += _line(plot, line)
+    return _svg(title, parts, size)
+
+
+def bar_chart(
+    groups: Sequence[BarGroup], *, title: str, y_format: Callable[[float], str] = percent, y_max: float | None = None
+) -> Markup:
+    """Bars side by side in groups, each with its value above it and, where given, its interval."""
+    tops = [max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars]
+    y_ticks = _ticks(0.0, y_max or max(tops, default=1.0) or 1.0, 5)
+    plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]))
+    parts = _grid(plot, y_ticks, y_format)
+    for index, group in enumerate(groups):
+        width = min(44.0, 0.76 * (plot.px(1) - plot.px(0)) / max(1, len(group.bars)))
+        centre = plot.px(index + 0.5)
+        left = centre - width * len(group.bars) / 2
+        for place, bar in enumerate(group.bars):
+            parts += _bar(plot, bar, left + place * width, width, y_format)
+        below = [
+            (line, "label") for line in textwrap.wrap(group.label, max(4, int((plot.px(1) - plot.px(0)) / _CHAR_WIDTH)))
+        ]
+        for row, (text, style) in enumerate([*below, (group.note, "tick")]):
+            parts.append(_text(text, centre, plot.bottom + 17 + 16 * row, style))
+    return _svg(title, parts, WIDE)
+
+
+def share_bar(parts: Sequence[tuple[str, float]], *, title: str) -> Markup:
+    """One horizontal bar cut into parts; part i has the class `part-i`."""
+    total = sum(value for _, value in parts)
+    assert total > 0, f"chart {title!r} has nothing to share"
+    shapes, x = [], 0.0
+    for index, (label, value) in enumerate(parts):
+        width = _SHARE_WIDTH * value / total
+        hint = element("title", f"{label}: {number(value)}")
+        shapes.append(element("rect", hint, x=x, y=0, width=max(width - 2, 0.5), height=34, class_=f"part-{index}"))
+        if width > 62:
+            shapes.append(_text(percent(value / total), x + width / 2, 22, "inside"))
+        x += width
+    return element("svg", *shapes, viewBox=f"0 0 {_SHARE_WIDTH} 34", role="img", aria_label=title, class_="share")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plot:
+    """Data coordinates to pixels."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    size: tuple[int, int] = WIDE
+
+    @property
+    def right(self) -> float:
+        return self.size[0] - _RIGHT
+
+    @property
+    def bottom(self) -> float:
+        return self.size[1] - _BOTTOM
+
+    def px(self, x: float) -> float:
+        return _LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.right - _LEFT)
+
+    def py(self, y: float) -> float:
+        return self.bottom - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - _TOP)
+
+
+def _ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
+    """Round values from at or below `low` to at or above `high`."""
+    raw = max(high - low, 1e-12) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    if whole:
+        step = max(1.0, math.ceil(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * index for index in range(first, last + 1)]
+
+
+def _grid(plot: _Plot, ticks: Sequence[float], y_format: Callable[[float], str]) -> list[Markup]:
+    parts = []
+    for tick in ticks:
+        y = plot.py(tick)
+        parts.append(element("line", x1=_LEFT, x2=plot.right, y1=y, y2=y, class_="axis" if tick == 0 else "grid"))
+        parts.append(_text(y_format(tick), _LEFT - 8, y + 4, "tick end"))
+    return parts
+
+
+def _x_axis(plot: _Plot, ticks: Sequence[float], label: str) -> list[Markup]:
+    parts = [_text(f"{tick:,.0f}", plot.px(tick), plot.bottom + 17, "tick") for tick in ticks]
+    return [*parts, _text(label, (_LEFT + plot.right) / 2, plot.bottom + 37, "tick")]
+
+
+def _line(plot: _Plot, line: Series) -> list[Markup]:
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in line.points:
+        if math.isfinite(y):
+            runs[-1].append((plot.px(x), plot.py(y)))
+        elif runs[-1]:
+            runs.append([])
+    parts = []
+    for run in runs:
+        if len(run) > 1:
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
+            parts.append(element("polyline", points=points, class_=f"line {line.style}"))
+        if line.markers or len(run) == 1:
+            parts += [element("circle", cx=x, cy=y, r=4, class_=f"marker {line.style}") for x, y in run]
+    return parts
+
+
+def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[float], str]) -> list[Markup]:
+    y = plot.py(bar.value)
+    parts = [
+        element(
+            "rect", x=x + 2, y=y, width=width - 4, height=max(plot.bottom - y, 0.0), rx=2, class_=f"bar {bar.style}"
+        )
+    ]
+    top = y
+    if bar.low is not None and bar.high is not None:
+        middle, top = x + width / 2, plot.py(bar.high)
+        parts.append(element("line", x1=middle, x2=middle, y1=plot.py(bar.low), y2=top, class_="interval"))
+    parts.append(_text(y_format(bar.value), x + width / 2, top - 5, "value"))
+    return parts
+
+
+def _text(text: str, x: float, y: float, style: str) -> Markup:
+    return element("text", text, x=x, y=y, class_=style)
+
+
+def _svg(title: str, parts: Sequence[Markup], size: tuple[int, int]) -> Markup:
+    return element("svg", *parts, viewBox=f"0 0 {size[0]} {size[1]}", role="img", aria_label=title)

@@ -1,0 +1,341 @@
+"""The report of an evaluation: `report.md`, `report.html` (one page that needs nothing else), `report.json` and the plot as SVG."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mempipe.config import RunConfig
+from mempipe.evaluation.metrics import METRICS, definitions
+from mempipe.evaluation.statistics import bootstrap_interval
+from mempipe.evaluation.suite import EvaluationSuite
+from mempipe.evaluation.table import JUDGE, Cell, ScoreTable, evidence_lines, percent_text, score_tables
+from mempipe.files import write_text
+from mempipe.reports.charts import Series, line_chart
+from mempipe.reports.html import Markup, element, fragment
+from mempipe.tracking.mlflow_writer import without_credentials
+
+PLOT_FILE = "context_tokens_by_turn.svg"
+NUM_EVIDENCE_BINS = 5
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses scripts and outside resources
+_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
+_MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
+_MAX_REASONS = 3
+_PUBLISHED = " (published)"
+_COSTS = {
+    "turns": "turns",
+    "context_tokens_by_turn": "context tokens by turn",
+    "sampled_tokens": "sampled tokens",
+    "total_tokens": "total tokens",
+    "seconds": "seconds",
+}
+
+
+def write_evaluation_report(
+    folder: Path,
+    suite: EvaluationSuite,
+    cells: Sequence[Cell],
+    *,
+    configs: Mapping[str, RunConfig],
+    settings: Mapping[str, Mapping[str, Any]],
+) -> list[Path]:
+    """Writes the report into the evaluation's folder, each file whole or not at all, and returns their paths.
+
+    `configs` are the runs' configs by name; `settings` what their result folders say of each "RUN/LABEL".
+    """
+    tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
+    evidence = _evidence(cells, suite)
+    plot, keys = _plot(cells)
+    facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
+    texts = {
+        "report.md": _markdown(suite, cells, tables, evidence, facts, has_plot=plot is not None),
+        "report.html": _page(suite, cells, tables, evidence, facts, plot, keys),
+        "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
+    }
+    if plot is not None:
+        texts[PLOT_FILE] = _standalone(plot)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
+    """Every mean of every cell, as MLflow takes it: "RUN/LABEL/METRIC"."""
+    return {
+        f"{cell.run}/{cell.benchmark.label}/{name}": value for cell in cells for name, value in _means(cell).items()
+    }
+
+
+def _means(cell: Cell) -> dict[str, float]:
+    """The metrics over all questions, failed ones included, and what the answers cost over those that were attempted."""
+    attempts = sum(len(row["answers"]) for row in cell.rows)
+    means = {name: fmean(row[name] for row in cell.rows) for name in METRICS}
+    if judged := cell.scores(JUDGE):
+        means |= {
+            JUDGE: fmean(judged.values()),
+            "judge_unparsed": float(sum(row["judge_unparsed"] for row in cell.rows)),
+        }
+    means |= {"num_questions": float(len(cell.rows)), "num_failed": float(cell.num_failed)}
+    if attempts:
+        means |= {
+            "answered": sum(answer is not None for row in cell.rows for answer in row["answers"]) / attempts,
+            **{name: fmean(values) for name, values in _costs(cell).items()},
+        }
+    return means
+
+
+def _costs(cell: Cell) -> dict[str, list[float]]:
+    """What every attempted question cost, a mean over its attempts; context tokens also over its turns."""
+    rows = [row for row in cell.rows if row["answers"]]
+    return {
+        "turns": [fmean(map(len, row["context_tokens_by_turn"])) for row in rows],
+        "context_tokens_by_turn": [fmean([*chain.from_iterable(row["context_tokens_by_turn"])] or [0]) for row in rows],
+        "sampled_tokens": [fmean(row["sampled_tokens"]) for row in rows],
+        "total_tokens": [fmean(row["total_tokens"]) for row in rows],
+        "seconds": [row["seconds"] for row in rows],
+    }
+
+
+def _facts(
+    run: str, cells: Sequence[Cell], config: RunConfig, settings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """How a row of the table came about."""
+    own = [cell for cell in cells if cell.run == run]
+    rows = [row for cell in own for row in cell.rows]
+    served = settings[f"{run}/{own[0].benchmark.label}"]
+    ends = Counter(end for row in rows for end in row["end_reasons"])
+    reasons = Counter(row["failed"] for row in rows if row["failed"])
+    return {
+        "agent": config.agent.name,
+        "model": served["weights"],
+        "prompt hash": ", ".join(sorted({row["prompt_hash"] for row in rows})),
+        "index snapshots": ", ".join(sorted({snapshot for row in rows for snapshot in row["snapshots"]}))
+        or "none was searched",
+        "compat switches on": ", ".join(config.agent.compat.active()) or "none",
+        "ends": ", ".join(f"{count} {reason}" for reason, count in ends.most_common()),
+        "failed questions": "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(_MAX_REASONS))
+        or "none",
+        "num_failed": sum(reasons.values()),
+    }
+
+
+def _evidence(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+    return evidence_lines(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed, num_bins=NUM_EVIDENCE_BINS)
+
+
+def _evidence_head() -> list[str]:
+    step = 100 // NUM_EVIDENCE_BINS
+    return ["run and length", *(f"{step * i}–{step * (i + 1)} %" for i in range(NUM_EVIDENCE_BINS))]
+
+
+def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
+    """Context tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where history grows."""
+    lines = []
+    for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
+        attempts = [
+            turns for cell in cells if cell.run == run for row in cell.rows for turns in row["context_tokens_by_turn"]
+        ]
+        by_turn: dict[int, list[int]] = {}
+        for turns in attempts:
+            for turn, tokens in enumerate(turns, start=1):
+                by_turn.setdefault(turn, []).append(tokens)
+        points = [
+            (float(turn), fmean(tokens))
+            for turn, tokens in by_turn.items()
+            if len(tokens) >= _MIN_SHARE * len(attempts)
+        ]
+        if points:
+            lines.append(Series(label=run, style=f"part-{number % _NUM_STYLES}", points=points, markers=True))
+    return (line_chart(lines, title="Context tokens by turn", x_label="turn") if lines else None), lines
+
+
+def _head(suite: EvaluationSuite) -> list[str]:
+    sampling = suite.sampling
+    greedy = (
+        "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+    )
+    interval = f"{100 * suite.bootstrap.confidence:g} % bootstrap intervals over questions ({suite.bootstrap.num_resamples} resamples)"
+    return [
+        f"{greedy}, {suite.num_samples} attempt{'s' * (suite.num_samples > 1)} per question",
+        f"seed {suite.seed}",
+        interval,
+    ]
+
+
+def _grid(table: ScoreTable) -> list[list[str]]:
+    """Head and lines of a table of scores."""
+    lines = [["", *table.columns]]
+    for row in table.rows:
+        lines.append([row.name + _PUBLISHED * bool(row.published), *(percent_text(value) for value in row.values)])
+    return lines
+
+
+def _sources(table: ScoreTable) -> str:
+    """Where the published rows of a table are from."""
+    titles = list(dict.fromkeys(row.published for row in table.rows if row.published))
+    return f"Published numbers are from {'; '.join(titles)}." if titles else ""
+
+
+def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+    """How many questions and what one cost, with intervals."""
+    lines = [["run", "set", "questions", "failed", "answered", *_COSTS.values()]]
+    for cell in cells:
+        costs, answered = _costs(cell), _means(cell).get("answered")
+        counts = [str(len(cell.rows)), str(cell.num_failed), "–" if answered is None else f"{answered:.2f}"]
+        lines.append([cell.run, cell.benchmark.label, *counts, *(_cost_text(costs[name], suite) for name in _COSTS)])
+    return lines
+
+
+def _cost_text(values: Sequence[float], suite: EvaluationSuite) -> str:
+    if not values:
+        return "–"
+    drawn = suite.bootstrap
+    interval = bootstrap_interval(
+        values, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence
+    )
+    return f"{interval.value:.2f} ({interval.low:.2f}–{interval.high:.2f})"
+
+
+def _markdown(
+    suite: EvaluationSuite,
+    cells: Sequence[Cell],
+    tables: Sequence[ScoreTable],
+    evidence: Sequence[list[str]],
+    facts: Mapping[str, Mapping[str, Any]],
+    *,
+    has_plot: bool,
+) -> str:
+    parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
+    for table in tables:
+        parts += [
+            f"## {table.title}: {table.metric}, percent",
+            _markdown_table(_grid(table)),
+            *filter(None, [_sources(table)]),
+        ]
+    if evidence:
+        parts += [
+            "## em by where the needed documents stand in the context",
+            _markdown_table([_evidence_head(), *evidence]),
+        ]
+    parts += ["## Questions and tokens", _markdown_table(_counts(cells, suite))]
+    if has_plot:
+        parts.append(f"![Context tokens by turn]({PLOT_FILE})")
+    parts += ["## Runs", _markdown_table(_fact_lines(facts))]
+    parts += ["## Metrics", "\n".join(f"- **{name}**: {text}" for name, text in definitions().items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _fact_lines(facts: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    names = [name for name in next(iter(facts.values()), {}) if name != "num_failed"]
+    return [["run", *names], *([run, *(str(values[name]) for name in names)] for run, values in facts.items())]
+
+
+def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows)
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end its cell or become markup."""
+    for mark in ("\\", "|", "<", "`", "[", "*"):
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.split())
+
+
+def _page(
+    suite: EvaluationSuite,
+    cells: Sequence[Cell],
+    tables: Sequence[ScoreTable],
+    evidence: Sequence[list[str]],
+    facts: Mapping[str, Mapping[str, Any]],
+    plot: Markup | None,
+    lines: Sequence[Series],
+) -> str:
+    sections = []
+    for table in tables:
+        source = _sources(table)
+        note = element("p", source, class_="facts") if source else None
+        sections.append(_section(f"{table.title}: {table.metric}, percent", _html_table(_grid(table)), note))
+    if evidence:
+        head = "em by where the needed documents stand in the context"
+        sections.append(_section(head, _html_table([_evidence_head(), *evidence])))
+    sections.append(_section("Questions and tokens", _html_table(_counts(cells, suite))))
+    if plot is not None:
+        keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines]
+        sections.append(
+            _section("Context tokens by turn", element("figure", element("ul", *keys, class_="legend"), plot))
+        )
+    sections.append(_section("Runs", _html_table(_fact_lines(facts))))
+    items = [element("li", element("b", name), f": {text}") for name, text in definitions().items()]
+    sections.append(_section("Metrics", element("ul", *items)))
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"{suite.name}: evaluation"),
+        element("style", _css()),
+    )
+    facts_line = element("p", " · ".join([*_head(suite), "a question that failed counts with 0"]), class_="facts")
+    body = element("body", element("main", element("header", element("h1", suite.name), facts_line), *sections))
+    return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _section(title: str, *children: Markup | None) -> Markup:
+    return element("section", element("h2", title), *children)
+
+
+def _html_table(lines: Sequence[Sequence[str]]) -> Markup:
+    head, *body = lines
+    rows = [element("tr", *(element("th", text) for text in head))]
+    for name, *values in body:
+        published = "published" if name.endswith(_PUBLISHED) else None
+        rows.append(element("tr", element("th", name), *(element("td", value) for value in values), class_=published))
+    return element("div", element("table", fragment(*rows), class_="scores"), class_="scroll")
+
+
+def _standalone(plot: Markup) -> str:
+    """The plot with its colours inside."""
+    opening, bracket, rest = plot.partition(">")
+    opening = opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    return f"{opening}{bracket}{element('style', _css())}{rest}\n"
+
+
+def _css() -> Markup:
+    return Markup(files("mempipe.reports").joinpath("report.css").read_text(encoding="utf-8"))
+
+
+def _json(
+    suite: EvaluationSuite, cells: Sequence[Cell], tables: Sequence[ScoreTable], facts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "name": suite.name,
+        "settings": without_credentials(suite.model_dump(mode="json")),
+        "metrics": definitions(),
+        "cells": [{"run": cell.run, "set": cell.benchmark.label, **_means(cell)} for cell in cells],
+        "tables": [
+            {
+                "title": table.title,
+                "metric": table.metric,
+                "columns": list(table.columns),
+                "rows": [
+                    {
+                        "name": row.name,
+                        "published": row.published,
+                        "values": [asdict(value) if value else None for value in row.values],
+                    }
+                    for row in table.rows
+                ],
+            }
+            for table in tables
+        ],
+        "runs": facts,
+    }

@@ -1,0 +1,178 @@
+"""The report of a run: `report.json` with flat numbers and `report.html`, one page that needs nothing else.
+
+Both are made from what a run saved: config.yaml, state.json, metrics.jsonl and evaluation/{before,after}.parquet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from mempipe.agents.registry import AgentSpec, agent_spec
+from mempipe.config import DEFAULT_AGENT
+from mempipe.data.trajectories import read_trajectories
+from mempipe.evaluation.rollout_metrics import rollout_metrics
+from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
+from mempipe.tracking.tracker import read_metrics
+from mempipe.types import Group
+
+Number = float | int | str | None
+
+_SECONDS = "seconds/"
+_TRAINING_ONLY = ("advantage_mean", "advantage_std", "zero_variance_groups")
+_NOT_PARTS = ("step",)  # the whole step, not a part of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """What a report is made from. Anything may be empty; the report then leaves out what it cannot know."""
+
+    settings: Mapping[str, Any]
+    """The run's config as nested plain values."""
+    metrics: Sequence[Mapping[str, float]] = field(default_factory=list)
+    """One row per learner step, as `read_metrics` gives them."""
+    before: Sequence[Group] = field(default_factory=list)
+    """Held-out questions under the weights that training started from."""
+    after: Sequence[Group] = field(default_factory=list)
+    """The same questions under the trained weights."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by phase of the run, in order."""
+    num_steps: int = 0
+    folder: str = ""
+    """The run's folder, as the commands of the page name it."""
+
+    @property
+    def name(self) -> str:
+        return str(self.settings.get("name", "run"))
+
+    @property
+    def memory_budget(self) -> int | None:
+        """The most tokens that a memory may have; None where the whole history is carried."""
+        return self._agent.budget.model_validate(self.settings.get("budget", {})).memory_limit
+
+    @property
+    def growing(self) -> bool:
+        """Whether the agent carries its whole history in one context."""
+        return self._agent.grows
+
+    @property
+    def _agent(self) -> AgentSpec:
+        return agent_spec(self.settings.get("agent", {}).get("name", DEFAULT_AGENT))
+
+    @property
+    def train_seconds(self) -> dict[str, float]:
+        """Where the time of the learner steps went: `seconds/…` metrics, summed."""
+        totals: dict[str, float] = defaultdict(float)
+        for row in self.metrics:
+            for name, value in row.items():
+                part = name.removeprefix(_SECONDS)
+                if name.startswith(_SECONDS) and part not in _NOT_PARTS and math.isfinite(value):
+                    totals[part] += value
+        return dict(totals)
+
+
+def read_report_data(folder: str | Path) -> ReportData:
+    """What the run of this folder saved. Only config.yaml must be there."""
+    folder = Path(folder)
+    state_file, metrics_file = folder / "state.json", folder / "metrics.jsonl"
+    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+    evaluations = {label: folder / "evaluation" / f"{label}.parquet" for label in ("before", "after")}
+    groups = {label: read_trajectories(path) if path.exists() else [] for label, path in evaluations.items()}
+    metrics = read_metrics(metrics_file) if metrics_file.exists() else []
+    return ReportData(
+        settings=yaml.safe_load((folder / "config.yaml").read_text()),
+        metrics=metrics,
+        before=groups["before"],
+        after=groups["after"],
+        seconds=state.get("seconds", {}),
+        num_steps=state.get("num_steps", 0),
+        folder=str(folder),
+    )
+
+
+def summarise(data: ReportData) -> dict[str, Number]:
+    """The flat numbers of report.json.
+
+    `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high` (95 %
+    intervals over questions), and the names of `rollout_metrics`. em_difference, questions_gained, questions_lost and mcnemar_p
+    compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
+    """
+    numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
+    numbers["num_questions"] = len(data.after or data.before)
+    for label, groups in (("start", data.before), ("end", data.after)):
+        numbers |= _evaluation(groups, label=label, memory_budget=data.memory_budget, growing=data.growing)
+    numbers |= _comparison(data.before, data.after)
+    for name in ("context_tokens_per_turn", "full_history_tokens_per_turn"):
+        numbers[name] = numbers.get(f"{name}_end", numbers.get(f"{name}_start"))
+    numbers["memory_budget"] = data.memory_budget
+    numbers |= {f"seconds_{phase}": seconds for phase, seconds in data.seconds.items()}
+    numbers["seconds_total"] = sum(data.seconds.values())
+    numbers |= {f"seconds_train_{part}": seconds for part, seconds in data.train_seconds.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }
+
+
+def em_interval(groups: Sequence[Group]) -> Interval:
+    """Mean EM over questions with its 95 % interval: Wilson's when each was asked once, else a bootstrap over questions."""
+    scores = _per_question(groups, "em")
+    if all(len(group.trajectories) == 1 for group in groups):
+        return wilson_interval(round(sum(scores)), len(scores))
+    return bootstrap_interval(scores)
+
+
+def by_hops(groups: Sequence[Group]) -> dict[int, list[Group]]:
+    """Groups by the number of hops of their question, where that is known."""
+    parts: dict[int, list[Group]] = defaultdict(list)
+    for group in groups:
+        if group.question.num_hops:
+            parts[group.question.num_hops].append(group)
+    return dict(sorted(parts.items()))
+
+
+def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | None, growing: bool) -> dict[str, Number]:
+    if not groups:
+        return {}
+    metrics = rollout_metrics(groups, memory_budget=memory_budget, growing=growing).items()
+    numbers: dict[str, Number] = {
+        f"{name.replace('/', '_')}_{label}": value for name, value in metrics if name not in _TRAINING_ONLY
+    }
+    intervals = {"em": em_interval(groups), "f1": bootstrap_interval(_per_question(groups, "f1"))}
+    for hops, part in by_hops(groups).items():
+        intervals[f"em_{hops}_hops"] = em_interval(part)
+        numbers[f"num_questions_{hops}_hops"] = len(part)
+    for name, interval in intervals.items():
+        numbers |= {
+            f"{name}_{label}": interval.value,
+            f"{name}_{label}_low": interval.low,
+            f"{name}_{label}_high": interval.high,
+        }
+    return numbers
+
+
+def _comparison(before: Sequence[Group], after: Sequence[Group]) -> dict[str, Number]:
+    first = {group.question.id: group for group in before}
+    pairs = [(first[group.question.id], group) for group in after if group.question.id in first]
+    if not pairs:
+        return {}
+    scores = [_per_question(groups, "em") for groups in ([a for a, _ in pairs], [b for _, b in pairs])]
+    difference = paired_bootstrap(*scores)
+    numbers: dict[str, Number] = {"em_difference": difference.value, "em_difference_low": difference.low}
+    numbers["em_difference_high"] = difference.high
+    if all(len(group.trajectories) == 1 for pair in pairs for group in pair):
+        test = mcnemar_test(*([score == 1.0 for score in side] for side in scores))
+        numbers |= {"questions_gained": test.gained, "questions_lost": test.lost, "mcnemar_p": test.p_value}
+    return numbers
+
+
+def _per_question(groups: Sequence[Group], score: str) -> list[float]:
+    return [fmean(getattr(trajectory, score) for trajectory in group.trajectories) for group in groups]

@@ -1,0 +1,403 @@
+"""The page of a report: HTML with its style sheet and charts inside, without scripts and without anything from outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from mempipe.evaluation.rollout_metrics import full_history_tokens, prompt_tokens_by_turn
+from mempipe.reports.charts import (
+    SMALL,
+    Bar,
+    BarGroup,
+    Series,
+    bar_chart,
+    line_chart,
+    number,
+    percent,
+    share_bar,
+    whole_percent,
+)
+from mempipe.reports.examples import examples_section
+from mempipe.reports.html import Markup, element, fragment
+from mempipe.types import EndReason, Group
+
+if TYPE_CHECKING:
+    from mempipe.reports.training_data import Number, ReportData
+
+Numbers = Mapping[str, "Number"]
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses scripts and outside resources
+_MEMORY_RATES = [
+    ("found_rate", "passage found", "↑ is better"),
+    ("kept_rate", "fact kept", "↑ is better"),
+    ("early_answer_rate", "too early", "↓ is better"),
+    ("lost_rate", "fact lost", "↓ is better"),
+    ("format_rate", "answered", "↑ is better"),
+]
+_SMALL_CHARTS = [
+    (
+        "What memory does while training",
+        percent,
+        [("kept_rate", "kept"), ("found_rate", "found"), ("early_answer_rate", "too early")],
+    ),
+    ("Staleness, in policy versions", number, [("staleness_mean", "mean"), ("staleness_max", "largest")]),
+    (
+        "Engine against learner, |Δ log-prob|",
+        number,
+        [("abs_logprob_diff", "mean"), ("canary_max_difference", "canary, largest")],
+    ),
+    ("KL to the reference, per token", number, [("kl_ref", "KL")]),
+    ("Entropy, nats per token", number, [("entropy", "entropy")]),
+    ("Gradient norm", number, [("grad_norm", "norm")]),
+    ("Turns per trajectory", number, [("turns", "turns")]),
+    ("Sampled tokens per second", number, [("tokens_per_second", "tokens/s")]),
+]
+_LINE_STYLES = ("after", "history", "extra")
+
+
+def render_page(data: ReportData, numbers: Numbers) -> str:
+    """The whole page. Texts of models, questions and passages appear in it as text, whatever they hold."""
+    css = Markup(files("mempipe.reports").joinpath("report.css").read_text(encoding="utf-8"))
+    title = f"{data.name}: report"
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", css),
+    )
+    body = element(
+        "body",
+        element(
+            "main",
+            _header(data, numbers),
+            _tiles(numbers),
+            _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),
+            _section("What reinforcement learning repaired", _memory_chart(numbers), _end_chart(numbers)),
+            _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
+            _seconds_section(data),
+            _section("Health of the training", *_small_charts(data), style="small"),
+            examples_section(data.before, data.after),
+            _settings(data),
+            _commands(data),
+        ),
+    )
+    return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _header(data: ReportData, numbers: Numbers) -> Markup:
+    algorithm, model = data.settings.get("algorithm", {}), data.settings.get("model", {})
+    facts = [
+        f"{data.num_steps:,} learner steps",
+        f"{numbers['num_questions']:,} held-out questions",
+        f"{algorithm.get('loss', '?').upper()}, {algorithm.get('group_size', '?')} attempts per question",
+        f"seed {data.settings.get('seed', '?')}",
+        f"model {model.get('path') or 'made by the run'}",
+    ]
+    return element("header", element("h1", data.name), element("p", " · ".join(facts), class_="facts"))
+
+
+def _tiles(numbers: Numbers) -> Markup:
+    total = _value(numbers, "seconds_total")
+    tiles = [
+        _change_tile("Exact match", numbers, "em", _em_note(numbers)),
+        _change_tile("F1", numbers, "f1", _interval_note(numbers, "f1_end")),
+        _change_tile("Needed facts kept in memory", numbers, "kept_rate", "of those that a search brought up"),
+        _change_tile("Answered too early", numbers, "early_answer_rate", "before the last needed fact was known"),
+        _context_tile(numbers),
+        _tile("Time", _duration(total), "all phases together") if total else None,
+    ]
+    return element("div", *tiles, class_="tiles")
+
+
+def _change_tile(label: str, numbers: Numbers, name: str, note: str) -> Markup | None:
+    start, end = _value(numbers, f"{name}_start"), _value(numbers, f"{name}_end")
+    if start is None and end is None:
+        return None
+    parts = [percent(value) for value in (start, end) if value is not None]
+    if len(parts) == 1:
+        return _tile(label, parts[0], note)
+    return _tile(
+        label, fragment(element("span", parts[0], class_="old"), element("span", " → ", class_="arrow"), parts[1]), note
+    )
+
+
+def _em_note(numbers: Numbers) -> str:
+    notes = [_interval_note(numbers, "em_end")]
+    difference = [_value(numbers, f"em_difference{end}") for end in ("", "_low", "_high")]
+    if all(value is not None for value in difference):
+        mean, low, high = (100 * value for value in difference if value is not None)
+        notes.append(f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})")
+    gained, lost = _value(numbers, "questions_gained"), _value(numbers, "questions_lost")
+    if gained is not None and lost is not None:
+        notes.append(f"{gained:.0f} questions gained, {lost:.0f} lost")
+    return "; ".join(note for note in notes if note)
+
+
+def _interval_note(numbers: Numbers, name: str) -> str:
+    low, high = _value(numbers, f"{name}_low"), _value(numbers, f"{name}_high")
+    return "" if low is None or high is None else f"95 % interval {percent(low)} to {percent(high)}"
+
+
+def _context_tile(numbers: Numbers) -> Markup | None:
+    bounded, full = _value(numbers, "context_tokens_per_turn"), _value(numbers, "full_history_tokens_per_turn")
+    if not bounded or not full:
+        return None
+    return _tile(
+        "Prompt tokens per turn",
+        number(bounded),
+        f"a full history would have carried {number(full)}: {full / bounded:.1f} times as much",
+    )
+
+
+def _tile(label: str, value: str, note: str) -> Markup:
+    parts = [
+        element("div", text, class_=style) for text, style in ((label, "label"), (value, "figure"), (note, "note"))
+    ]
+    return element("div", *parts, class_="tile")
+
+
+def _learning_chart(data: ReportData, numbers: Numbers) -> Markup | None:
+    lines = []
+    for name, label, style in (("reward", "reward, training", "reward"), ("em", "exact match, training", "after")):
+        points = _column(data.metrics, name)
+        if not points:
+            continue
+        window = max(1, len(points) // 12)
+        if window > 1:
+            lines.append(Series(label="", style=f"{style} faint", points=points))
+        lines.append(Series(label=label, style=style, points=_smooth(points, window)))
+    held_out = [
+        (0, _value(numbers, "em_start")),
+        *_column(data.metrics, "validation/em"),
+        (data.num_steps, _value(numbers, "em_end")),
+    ]
+    points = [(step, value) for step, value in held_out if value is not None]
+    if points:
+        lines.append(Series(label="exact match, held-out questions", style="held-out", points=points, markers=True))
+    if not lines:
+        return None
+    chart = line_chart(lines, title="Reward and exact match by learner step", x_label="learner step", y_format=percent)
+    return _figure(
+        "Reward and exact match by step", chart, lines, "Thin lines are single steps, bold ones their running mean."
+    )
+
+
+def _hops_chart(numbers: Numbers) -> Markup | None:
+    groups = []
+    for hops in range(1, 20):
+        bars = _pair(numbers, f"em_{hops}_hops")
+        if bars:
+            note = f"{numbers[f'num_questions_{hops}_hops']} questions"
+            groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
+    if not groups:
+        return None
+    chart = bar_chart(groups, title="Exact match by hops, before and after", y_max=1.0)
+    return _figure("Exact match by hops", chart, _BEFORE_AFTER, "Held-out questions; whiskers are 95 % intervals.")
+
+
+def _memory_chart(numbers: Numbers) -> Markup | None:
+    named = [(label, note, _pair(numbers, name)) for name, label, note in _MEMORY_RATES]
+    groups = [BarGroup(label=label, note=note, bars=bars) for label, note, bars in named if bars]
+    if not groups:
+        return None
+    chart = bar_chart(groups, title="Memory quality before and after", y_max=1.0)
+    text = "Passages and facts that the question needs; too early: answered before the last of them was in memory."
+    return _figure("Memory quality", chart, _BEFORE_AFTER, text)
+
+
+def _end_chart(numbers: Numbers) -> Markup | None:
+    named = [(str(reason).replace("_", " "), _pair(numbers, f"end_reason_{reason}")) for reason in EndReason]
+    groups = [BarGroup(label=label, bars=bars) for label, bars in named if any(bar.value for bar in bars)]
+    if not groups:
+        return None
+    chart = bar_chart(groups, title="End reasons before and after", y_format=whole_percent, y_max=1.0)
+    return _figure("How trajectories ended", chart, _BEFORE_AFTER, "Share of the trajectories.")
+
+
+def _context_chart(data: ReportData) -> Markup | None:
+    trajectories = [trajectory for group in data.after or data.before for trajectory in group.trajectories]
+    own = _by_turn([[float(tokens) for tokens in prompt_tokens_by_turn(t, growing=data.growing)] for t in trajectories])
+    if not own:
+        return None
+    lines = [
+        Series(label="full history" if data.growing else "bounded memory", style="after", points=own, markers=True)
+    ]
+    text = "Mean over the trajectories that got so far."
+    if not data.growing:
+        full = _by_turn([[float(tokens) for tokens in full_history_tokens(t)] for t in trajectories])
+        lines.append(Series(label="full history, same trajectories", style="history", points=full, markers=True))
+        text += " A full history holds every earlier action and passage."
+    chart = line_chart(lines, title="Prompt tokens by turn", x_label="turn")
+    return _figure("Prompt tokens by turn", chart, lines, text)
+
+
+def _memory_size_chart(data: ReportData) -> Markup | None:
+    lines = []
+    for label, style, groups in (("before, mean", "before", data.before), ("after, mean", "after", data.after)):
+        sizes = _memory_sizes(groups)
+        if any(sizes):
+            lines.append(Series(label=label, style=style, points=_by_turn(sizes), markers=True))
+    sizes = _memory_sizes(data.after or data.before)
+    if not lines or data.memory_budget is None:
+        return None
+    lines.append(Series(label="after, largest", style="history", points=_by_turn(sizes, max), markers=True))
+    last = max(point[0] for line in lines for point in line.points)
+    lines.append(
+        Series(
+            label=f"budget, {data.memory_budget:,}",
+            style="budget",
+            points=[(1, data.memory_budget), (last, data.memory_budget)],
+        )
+    )
+    chart = line_chart(lines, title="Memory tokens by turn against the budget", x_label="turn")
+    return _figure(
+        "Memory tokens by turn", chart, lines, "The memory that a turn left; no memory is ever longer than the budget."
+    )
+
+
+def _memory_sizes(groups: Sequence[Group]) -> list[list[float]]:
+    """Tokens of the memories that each trajectory left, in turn order. Turns without a search write none and come last."""
+    return [
+        [float(c.num_new_memory_tokens) for c in t.contexts if c.searches or c.memory_after]
+        for g in groups
+        for t in g.trajectories
+    ]
+
+
+def _seconds_section(data: ReportData) -> Markup | None:
+    bars = [
+        _share_figure("Phases of the run", data.seconds),
+        _share_figure("Inside the learner steps", data.train_seconds),
+    ]
+    return _section("Where the time went", *bars, style="wide")
+
+
+def _share_figure(title: str, seconds: Mapping[str, float]) -> Markup | None:
+    parts = sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda part: -part[1])
+    if not parts:
+        return None
+    keys = [
+        element(
+            "li", element("i", class_=f"key part-{index}"), f"{name.replace('_', ' ')} ", element("b", _duration(value))
+        )
+        for index, (name, value) in enumerate(parts)
+    ]
+    return element("figure", element("h3", title), share_bar(parts, title=title), element("ul", *keys, class_="legend"))
+
+
+def _small_charts(data: ReportData) -> list[Markup]:
+    figures = []
+    for title, y_format, columns in _SMALL_CHARTS:
+        lines = [
+            Series(label=label, style=style, points=points)
+            for (name, label), style in zip(columns, _LINE_STYLES, strict=False)
+            if (points := _column(data.metrics, name))
+        ]
+        if lines:
+            chart = line_chart(lines, title=title, x_label="learner step", y_format=y_format, size=SMALL)
+            figures.append(_figure(title, chart, lines if len(lines) > 1 else [], ""))
+    return figures
+
+
+def _settings(data: ReportData) -> Markup:
+    pairs = [
+        element("div", element("dt", name), element("dd", "none" if value is None else str(value)))
+        for name, value in _flatten(data.settings)
+    ]
+    return element("section", element("h2", "Settings"), element("dl", *pairs, class_="settings"))
+
+
+def _commands(data: ReportData) -> Markup:
+    folder = data.folder or f"{data.settings.get('output', 'runs')}/{data.name}"
+    uri = data.settings.get("tracking", {}).get("uri") or f"sqlite:///{Path(folder).parent / 'mlflow.db'}"
+    commands = [
+        (f"mempipe trace {folder}", "read the trajectories turn by turn"),
+        (uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}", "curves and traces of all runs"),
+        (
+            f"mempipe train {folder}/config.yaml num_steps={2 * max(1, data.num_steps)} --resume",
+            "train on from the last checkpoint",
+        ),
+        ("mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml", "what a run with a real model needs"),
+    ]
+    rows = [element("li", element("code", command), element("span", text)) for command, text in commands]
+    return element("section", element("h2", "How to go on"), element("ul", *rows, class_="commands"))
+
+
+def _section(title: str, *figures: Markup | None, style: str = "pair") -> Markup | None:
+    present = [figure for figure in figures if figure is not None]
+    return (
+        element("section", element("h2", title), element("div", *present, class_=f"figures {style}"))
+        if present
+        else None
+    )
+
+
+def _figure(title: str, chart: Markup, lines: Sequence[Series], caption: str) -> Markup:
+    keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines if line.label]
+    legend = element("ul", *keys, class_="legend") if keys else None
+    return element("figure", element("h3", title), legend, chart, element("figcaption", caption) if caption else None)
+
+
+_BEFORE_AFTER = [Series(label="before", style="before", points=[]), Series(label="after", style="after", points=[])]
+
+
+def _pair(numbers: Numbers, name: str) -> list[Bar]:
+    bars = []
+    for label, style in (("start", "before"), ("end", "after")):
+        value = _value(numbers, f"{name}_{label}")
+        if value is not None:
+            low, high = _value(numbers, f"{name}_{label}_low"), _value(numbers, f"{name}_{label}_high")
+            bars.append(Bar(value=value, style=style, low=low, high=high))
+    return bars
+
+
+def _value(numbers: Numbers, name: str) -> float | None:
+    value = numbers.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _column(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
+    """(step, value) of a metric, whether it is logged as `name` or as `part/name`. Steps start at 1; step 0 is evaluation."""
+    found = []
+    for row in metrics:
+        for key in (name, f"learner/{name}"):
+            if row["step"] > 0 and math.isfinite(row.get(key, math.nan)):
+                found.append((row["step"], row[key]))
+                break
+    return found
+
+
+def _smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Mean of the last `window` points; of fewer at the start."""
+    sums = [0.0, *accumulate(value for _, value in points)]
+    starts = [max(0, index + 1 - window) for index in range(len(points))]
+    return [(points[i][0], (sums[i + 1] - sums[start]) / (i + 1 - start)) for i, start in enumerate(starts)]
+
+
+def _by_turn(
+    rows: Sequence[Sequence[float]], combine: Callable[[Sequence[float]], float] = fmean
+) -> list[tuple[float, float]]:
+    longest = max((len(row) for row in rows), default=0)
+    return [(float(turn + 1), combine([row[turn] for row in rows if len(row) > turn])) for turn in range(longest)]
+
+
+def _duration(seconds: float | None) -> str:
+    seconds = seconds or 0.0
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        flat += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+    return flat

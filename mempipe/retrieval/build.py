@@ -1,0 +1,523 @@
+"""From a corpus to an index folder, in steps that may be killed at any point and begun again: read, encode, assemble, finish.
+
+    .NAME.building/                 becomes NAME in the end, in one rename
+        passages/00000000.arrow     a segment: `segment_passages` passages, in the order of the corpus
+        vectors/00000.faiss         a shard: the vectors of some segments
+        lexical/                    a BM25 index
+        unfinished/                 settings, how far reading came, vectors that are in no shard yet
+
+Every file appears by a rename when it is whole, and depends on nothing but corpus and settings; so an interrupted build ends with the same
+bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage (ids seen), one shard of vectors, and
+the BM25 index. Needs no Ray: `mempipe.actors.indexing` runs `read` and `encode` as a stream.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
+from mempipe.files import sync, whole_file, whole_folder, write_text
+from mempipe.retrieval.bm25 import LexicalIndex
+from mempipe.retrieval.config import FaissConfig, IndexConfig
+from mempipe.retrieval.encoders import Encoder, HashingEncoder, Vectors
+from mempipe.retrieval.manifest import (
+    MANIFEST,
+    LexicalFiles,
+    Manifest,
+    PassageFiles,
+    VectorFiles,
+    read_manifest,
+    record_of,
+    write_manifest,
+)
+from mempipe.retrieval.passages import line_offsets, read_batches
+from mempipe.retrieval.vectors import Scored, Shard, Shards, merge, read_index, set_search_parameters
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
+from mempipe.types import Passage
+
+PASSAGES, VECTORS, LEXICAL, UNFINISHED = "passages", "vectors", "lexical", "unfinished"
+EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?")
+NUM_RECALL_QUERIES = 256
+RECALL_AT = 10
+BLOCK = 65_536  # vectors handled at once
+NOT_OF_THE_OUTPUT = {"output", "num_encoders", "ray_address"}
+
+Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Some passages of the corpus that follow one another. `partitions`: names and lengths of the runs in it."""
+
+    number: int
+    count: int
+    partitions: list[tuple[str, int]]
+    position: CorpusPosition
+    """Where reading goes on after it."""
+
+
+class IndexBuild:
+    """One unfinished index."""
+
+    def __init__(self, config: IndexConfig, files: Sequence[CorpusFile], *, lock: bool = True) -> None:
+        """Takes up the unfinished build of the same settings and corpus, or begins one. `lock` is for the process in charge.
+
+        Raises ConfigError when the output holds something, when an unfinished build is of other settings or another corpus, or is
+        under way, and when faiss does not know the factory.
+        """
+        self._config = config
+        self._files = list(files)
+        self._output = Path(config.output)
+        self.folder = self._output.with_name(f".{self._output.name}.building")
+        if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
+            raise ConfigError(f"output is {config.output!r}, which exists; remove it or choose another")
+        self._unfinished = self.folder / UNFINISHED
+        try:
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output is {config.output!r}: cannot make {self.folder}: {error.strerror}") from error
+        self._lock = _lock(self.folder, config.output) if lock else None
+        self._check_settings()
+        for name in (PASSAGES, VECTORS, f"{UNFINISHED}/segments", f"{UNFINISHED}/encoded"):
+            (self.folder / name).mkdir(exist_ok=True)
+
+    def read(self) -> Iterator[Segment]:
+        """All segments: first those that are there, then the rest of the corpus. Raises ConfigError as `read_segments` does, for an empty
+        corpus, and for one whose partitions do not hang together."""
+        seen, known, position = SeenIds(), _Partitions(), CorpusPosition()
+        number = 0
+        factory = self._config.faiss.factory if self._config.encoder is not None else "Flat"
+        for segment in self.segments():
+            for batch in read_batches(segment_file(self.folder, segment.number)):
+                seen.add(batch.column("id"))
+            known.extend(segment)
+            number, position = segment.number + 1, segment.position
+            yield segment
+        config = self._config
+        batches = read_segments(
+            self._files,
+            size=config.segment_passages,
+            start=position,
+            seen=seen,
+            max_bad_rows=config.max_bad_rows,
+            max_line_bytes=config.max_line_bytes,
+        )
+        for batch, position in batches:
+            segment = self.write_segment(number, batch, position)
+            known.extend(segment)
+            if known.rows and not EXHAUSTIVE.fullmatch(factory):
+                raise ConfigError(
+                    f"faiss.factory is {factory!r}, but a corpus with partitions needs one of which rows can be searched: Flat, SQ or PQ"
+                )
+            number += 1
+            yield segment
+        if not number:
+            raise ConfigError(f"corpus {', '.join(config.corpus)} holds no passage; an index needs at least one")
+
+    def segments(self) -> Iterator[Segment]:
+        """Those that were read so far."""
+        for number in itertools.count():
+            file = self._segment_record(number)
+            if not file.exists():
+                return
+            values = json.loads(file.read_text())
+            position = CorpusPosition(**values.pop("position"))
+            yield Segment(**values | {"partitions": [tuple(run) for run in values["partitions"]], "position": position})
+
+    def write_segment(self, number: int, batch: pa.RecordBatch, position: CorpusPosition) -> Segment:
+        runs = [(name, sum(1 for _ in run)) for name, run in itertools.groupby(batch.column("partition").to_pylist())]
+        segment = Segment(number=number, count=len(batch), partitions=runs, position=position)
+        with (
+            whole_file(segment_file(self.folder, number)) as partial,
+            pa.ipc.new_file(str(partial), PASSAGE_COLUMNS) as writer,
+        ):
+            writer.write_batch(batch)
+        write_text(self._segment_record(number), json.dumps(asdict(segment)))
+        return segment
+
+    def needs_vectors(self, segment: Segment) -> bool:
+        """Whether the segment is to be encoded yet."""
+        if self._config.encoder is None or (self.folder / MANIFEST).exists():
+            return False
+        shard = self._shard_file(segment.number // self._shard_segments)
+        return not encoded_file(self.folder, segment.number).exists() and not shard.exists()
+
+    def finish(self, encoder: Encoder | None, note: Callable[[str], None] = lambda _: None) -> Manifest:
+        """Assembles what was read and encoded, writes the manifest and puts the index in its place. `note` hears what is done.
+
+        Raises ConfigError when faiss cannot make or train such an index of these vectors.
+        """
+        if not (self.folder / MANIFEST).exists():
+            segments = list(self.segments())
+            vectors = self._assemble(segments, encoder, note) if encoder else None
+            lexical = self._build_lexical(segments, note) if self._config.lexical else None
+            note("checksums")
+            write_manifest(self.folder, self._manifest(segments, vectors, lexical))
+        shutil.rmtree(self._unfinished)
+        for partial in self.folder.rglob(".*.partial"):  # of processes that were killed
+            partial.unlink()
+        self.folder.replace(self._output)
+        sync(self._output.parent)
+        return read_manifest(self._output)[0]
+
+    def discard(self) -> None:
+        """Forgets the unfinished build."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _check_settings(self) -> None:
+        settings = self._config.model_dump(exclude=NOT_OF_THE_OUTPUT) | {
+            "files": [[file.url, file.size] for file in self._files]
+        }
+        file = self._unfinished / "settings.json"
+        if not file.exists():
+            if (self.folder / MANIFEST).exists():  # killed within the last steps
+                return
+            write_text(file, json.dumps(settings))
+        found = json.loads(file.read_text())
+        for name in sorted(settings.keys() | found.keys()):
+            if found.get(name) != settings.get(name):
+                raise ConfigError(
+                    f"{self.folder} is an unfinished build with {name} {found.get(name)!r}, now it is {settings.get(name)!r}; "
+                    "remove that folder, or go on with its settings"
+                )
+
+    @property
+    def _shard_segments(self) -> int:
+        """Segments in one shard."""
+        return max(self._config.faiss.shard_passages // self._config.segment_passages, 1)
+
+    def _segment_record(self, number: int) -> Path:
+        return self._unfinished / "segments" / f"{number:08d}.json"
+
+    def _shard_file(self, number: int) -> Path:
+        return self.folder / VECTORS / f"{number:05d}.faiss"
+
+    def _assemble(self, segments: Sequence[Segment], encoder: Encoder, note: Callable[[str], None]) -> VectorFiles:
+        config = self._config.faiss
+        template = self._template(segments, encoder.dimension, note)
+        exhaustive = isinstance(template, faiss.IndexFlatCodes)
+        shards = [segments[i : i + self._shard_segments] for i in range(0, len(segments), self._shard_segments)]
+        for number, members in enumerate(shards):
+            if not self._shard_file(number).exists():
+                note(f"shard {number + 1} of {len(shards)}")
+                index = faiss.clone_index(template)
+                with _faiss_faults(config), _threads(config.factory, config.graph_threads):
+                    for segment in members:
+                        for block in _blocks(self._encoded(segment)):
+                            index.add(block)
+                with whole_file(self._shard_file(number)) as partial:
+                    write_faiss(index, partial)
+            if exhaustive:  # nothing needs them any more
+                for segment in members:
+                    encoded_file(self.folder, segment.number).unlink(missing_ok=True)
+        recall: dict[str, Any] = {} if exhaustive else self._recall(segments, note)
+        return VectorFiles(
+            encoder=encoder.spec(),
+            dimension=encoder.dimension,
+            factory=config.factory,
+            search=config.search,
+            files=[f"{VECTORS}/{number:05d}.faiss" for number in range(len(shards))],
+            **recall,
+        )
+
+    def _template(self, segments: Sequence[Segment], dimension: int, note: Callable[[str], None]) -> Any:
+        """An empty index, trained if its kind needs that; the same one for every shard."""
+        file = self._unfinished / "trained.faiss"
+        if file.exists():
+            return faiss.read_index(str(file))
+        index = make_index(self._config.faiss, dimension)
+        if not index.is_trained:
+            sample = self._sample(segments, self._config.faiss.train_passages)
+            note(f"training {self._config.faiss.factory} on {len(sample)} passages")
+            with (
+                _faiss_faults(self._config.faiss),
+                _threads(self._config.faiss.factory, self._config.faiss.graph_threads),
+            ):
+                _train(index, sample)
+        with whole_file(file) as partial:
+            write_faiss(index, partial)
+        return faiss.read_index(str(file))
+
+    def _recall(self, segments: Sequence[Segment], note: Callable[[str], None]) -> dict[str, Any]:
+        """How many of the 10 nearest neighbours of passages drawn at random the index finds, themselves left out."""
+        file = self._unfinished / "recall.json"
+        if not file.exists():
+            note(f"measuring recall@{RECALL_AT} against an exact search")
+            rows = self._rows(segments, NUM_RECALL_QUERIES)
+            queries = self._gather(segments, rows)
+            near = _nearest(queries, (block for s in segments for block in _blocks(self._encoded(s))), RECALL_AT + 1)
+            shards = [
+                Shard(path, search=self._config.faiss.search)
+                for path in sorted((self.folder / VECTORS).glob("*.faiss"))
+            ]
+            found = Shards(shards).search(queries, RECALL_AT + 1)
+            hits = total = 0
+            for row, exact, (answered, _) in zip(rows.tolist(), near, found, strict=True):
+                wanted = [neighbour for neighbour in exact.tolist() if neighbour != row][:RECALL_AT]
+                hits += len(set(wanted) & set(answered.tolist()))
+                total += len(wanted)
+            values = {"recall_at_10": round(hits / max(total, 1), 4), "num_recall_queries": len(rows)}
+            write_text(file, json.dumps(values))
+        return json.loads(file.read_text())
+
+    def _rows(self, segments: Sequence[Segment], count: int) -> npt.NDArray[np.int64]:
+        """Distinct rows drawn with the seed, in ascending order."""
+        total = sum(segment.count for segment in segments)
+        return np.sort(np.random.default_rng(self._config.seed).choice(total, size=min(count, total), replace=False))
+
+    def _sample(self, segments: Sequence[Segment], count: int) -> Vectors:
+        return self._gather(segments, self._rows(segments, count))
+
+    def _gather(self, segments: Sequence[Segment], rows: npt.NDArray[np.int64]) -> Vectors:
+        """The vectors of ascending `rows`."""
+        first, parts = 0, []
+        for segment in segments:
+            inside = rows[(rows >= first) & (rows < first + segment.count)] - first
+            if len(inside):
+                parts.append(self._encoded(segment)[inside])
+            first += segment.count
+        return np.concatenate(parts)
+
+    def _encoded(self, segment: Segment) -> Vectors:
+        return np.memmap(encoded_file(self.folder, segment.number), dtype=np.float32, mode="r").reshape(
+            segment.count, -1
+        )
+
+    def _build_lexical(self, segments: Sequence[Segment], note: Callable[[str], None]) -> LexicalFiles:
+        folder = self.folder / LEXICAL
+        if not folder.exists():
+            note("BM25 index")
+            batches = (
+                batch for segment in segments for batch in read_batches(segment_file(self.folder, segment.number))
+            )
+            with whole_folder(folder) as partial:
+                LexicalIndex.build(batches, partial)
+        return LexicalFiles(spec=LexicalIndex.open(folder).spec(), folder=LEXICAL)
+
+    def _manifest(
+        self, segments: Sequence[Segment], vectors: VectorFiles | None, lexical: LexicalFiles | None
+    ) -> Manifest:
+        partitions = _Partitions()
+        for segment in segments:
+            partitions.extend(segment)
+        arrow = [f"{PASSAGES}/{segment.number:08d}.arrow" for segment in segments]
+        words = sorted(f"{LEXICAL}/{file.name}" for file in (self.folder / LEXICAL).iterdir()) if lexical else []
+        names = [*arrow, *(vectors.files if vectors else []), *words]
+        return Manifest(
+            passages=PassageFiles(
+                kind="arrow",
+                files=arrow,
+                count=sum(segment.count for segment in segments),
+                partitions=partitions.rows,
+                skipped=segments[-1].position.counts,
+            ),
+            vectors=vectors,
+            lexical=lexical,
+            files={name: record_of(self.folder / name) for name in names},
+        )
+
+
+def build_index(
+    passages: Iterable[Passage], folder: str | Path, *, encoder: Encoder | None = None, **settings: Any
+) -> Manifest:
+    """The index of a few passages, made in this process (by default with a HashingEncoder); `settings` are those of IndexConfig.
+
+    Passages of one partition must come one after the other. The same passages and encoder give the same bytes. Raises ConfigError when
+    they do not, when there are none, and when `folder` exists and holds anything; OSError when the disk is full. Nothing is left then.
+    """
+    encoder = encoder or HashingEncoder()
+    config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
+    build = IndexBuild(config, [])
+    try:
+        known, remaining = _Partitions(), iter(passages)
+        number = 0
+        while batch := list(itertools.islice(remaining, config.segment_passages)):
+            segment = build.write_segment(number, passages_to_batch(batch), CorpusPosition())
+            known.extend(segment)
+            encode_segment(build.folder, number, encoder)
+            number += 1
+        if not number:
+            raise ConfigError("the corpus holds no passage; an index needs at least one")
+        return build.finish(encoder)
+    except BaseException:
+        build.discard()
+        raise
+
+
+def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
+    """Writes the vectors of one segment, float32 [count, dimension]. For any number of processes, each with other segments."""
+    passages = [Passage(**row) for batch in read_batches(segment_file(folder, number)) for row in batch.to_pylist()]
+    vectors = encoder.encode_passages(passages)
+    assert vectors.shape == (len(passages), encoder.dimension), (
+        f"{encoder.name} encoder made vectors of shape {vectors.shape}"
+    )
+    data = np.ascontiguousarray(vectors, dtype=np.float32)
+    with whole_file(encoded_file(folder, number)) as partial:
+        partial.write_bytes(data.data)
+
+
+def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
+    """Makes an index folder of other people's files, which stay where they are: a faiss index and the jsonl that it was built from.
+
+    Raises ConfigError when they do not fit together, when the index is not by inner product, and when `output` holds something.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"output is {str(output)!r}, which exists; remove it or choose another")
+    for file in (index, corpus):
+        if not file.is_file():
+            raise ConfigError(f"{file} is not a file")
+    if corpus.suffix != ".jsonl":
+        raise ConfigError(
+            f"{corpus} is not a plain .jsonl file; unpack it first, since passages are read from it where they lie"
+        )
+    opened = read_index(index)
+    if search:
+        set_search_parameters(opened, search)
+    offsets = line_offsets(corpus)
+    if opened.ntotal != len(offsets) - 1:
+        raise ConfigError(
+            f"{index} holds {opened.ntotal} vectors, but {corpus} has {len(offsets) - 1} lines; they do not belong together"
+        )
+    if opened.d != encoder.dimension:
+        raise ConfigError(
+            f"{index} has {opened.d} dimensions, but the encoder makes {encoder.dimension}; it was built with another one"
+        )
+    index, corpus = index.resolve(), corpus.resolve()
+    with whole_folder(output) as partial:
+        np.save(partial / "offsets.npy", offsets)
+        records = {str(file): record_of(file, sampled=True) for file in (index, corpus)}
+        manifest = Manifest(
+            passages=PassageFiles(kind="jsonl", files=[str(corpus), "offsets.npy"], count=len(offsets) - 1),
+            vectors=VectorFiles(
+                encoder=encoder.spec(),
+                dimension=encoder.dimension,
+                factory=type(opened).__name__,
+                search=search,
+                files=[str(index)],
+            ),
+            files=records | {"offsets.npy": record_of(partial / "offsets.npy")},
+        )
+        write_manifest(partial, manifest)
+    return manifest
+
+
+def make_index(config: FaissConfig, dimension: int) -> Any:
+    """An empty, untrained index by inner product. Raises ConfigError when faiss does not know the factory or the search parameters."""
+    with _faiss_faults(config):
+        index = faiss.index_factory(dimension, config.factory, faiss.METRIC_INNER_PRODUCT)
+    if config.search:
+        set_search_parameters(index, config.search)
+    return index
+
+
+def segment_file(folder: Path, number: int) -> Path:
+    return folder / PASSAGES / f"{number:08d}.arrow"
+
+
+def encoded_file(folder: Path, number: int) -> Path:
+    return folder / UNFINISHED / "encoded" / f"{number:08d}.f32"
+
+
+def passages_to_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
+    columns = [[replace_surrogates(getattr(passage, name)) for passage in passages] for name in PASSAGE_COLUMNS.names]
+    return pa.record_batch(columns, schema=PASSAGE_COLUMNS)
+
+
+def write_faiss(index: Any, file: Path) -> None:
+    with file.open("wb") as opened:  # through Python's file, which reports a full disk also on its last bytes
+        faiss.write_index(index, faiss.PyCallbackIOWriter(opened.write, 1 << 20))  # pyrefly: ignore[missing-attribute]
+
+
+class _Partitions:
+    """The row range of every partition, as segment after segment is read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[int, int]] = {}
+        self._next_row = 0
+
+    def extend(self, segment: Segment) -> None:
+        for name, count in segment.partitions:
+            if name:
+                first, last = self.rows.get(name, (self._next_row, self._next_row))
+                if last != self._next_row:
+                    raise ConfigError(
+                        f"passages of partition {name!r} do not follow one another; sort the corpus by partition"
+                    )
+                self.rows[name] = (first, last + count)
+            self._next_row += count
+
+
+def _lock(folder: Path, output: str) -> IO[bytes]:
+    """Held as long as the file is open; the system lets go of it when the process dies."""
+    file = (folder / UNFINISHED / "lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"output is {output!r}, which another process is building") from error
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+@contextmanager
+def _faiss_faults(config: FaissConfig) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"faiss.factory is {config.factory!r}, of which faiss says: {reason[:300]}") from error
+
+
+@contextmanager
+def _threads(factory: str, graph_threads: int) -> Iterator[None]:
+    """A graph depends on who adds first, so that only one thread builds the same one twice; other kinds take all cores."""
+    before = faiss.omp_get_max_threads()
+    if "HNSW" in factory or "NSG" in factory:
+        faiss.omp_set_num_threads(graph_threads)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def _train(index: Any, sample: Vectors) -> None:
+    """Trains with the centroids on GPUs, where there are any."""
+    if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
+        lists = faiss.try_extract_index_ivf(index)
+        if lists is not None:
+            lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
+    index.train(sample)
+
+
+def _blocks(vectors: Vectors) -> Iterator[Vectors]:
+    for first in range(0, len(vectors), BLOCK):
+        yield np.ascontiguousarray(vectors[first : first + BLOCK])
+
+
+def _nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> list[npt.NDArray[np.int64]]:
+    """Rows of the `count` largest inner products for every query, by comparing all."""
+    best: list[Scored] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
+    first = 0
+    for block in blocks:
+        scores = queries @ block.T
+        kept = min(count, len(block))
+        rows = np.argpartition(-scores, kept - 1, axis=1)[:, :kept]
+        for i, candidates in enumerate(rows):
+            best[i] = merge([best[i], (candidates + first, scores[i, candidates])], count)
+        first += len(block)
+    return [rows for rows, _ in best]

@@ -1,0 +1,166 @@
+"""The folder of an index: what its manifest says, and whether the files still are what it says.
+
+    manifest.json     counts, encoder, faiss kind, row range of every partition; size and checksum of every file
+    passages/         id, title, text and partition of every passage, as Arrow files in row order
+    vectors/          faiss indexes, one a shard, in row order
+    lexical/          a BM25 index
+
+`vectors` or `lexical` may be absent, not both. Files may lie elsewhere: an adopted index names other people's by their absolute path.
+The hash of the manifest is the snapshot that every search result carries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mempipe.files import sha256, write_text
+from mempipe.settings import ConfigError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+SAMPLED_BLOCKS, BLOCK_BYTES = 256, 2**16
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Part):
+    """One file's size and sha256; `sampled`: of its size and 256 blocks spread over it, for files of others that are not read through."""
+
+    bytes: int
+    sha256: str
+    sampled: bool = False
+
+
+class PassageFiles(_Part):
+    kind: Literal["arrow", "jsonl"]
+    files: list[str]
+    """arrow: in row order; jsonl: the corpus and the offsets of its lines."""
+    count: int
+    partitions: dict[str, tuple[int, int]] = {}
+    """Name of a partition: its rows, from the first up to, not including, the second."""
+    skipped: dict[str, int] = {}
+    """Rows of the corpus that were left out, by reason."""
+
+
+class VectorFiles(_Part):
+    encoder: dict[str, Any]
+    """What `mempipe.retrieval.encoders.make_encoder` makes it of."""
+    dimension: int
+    factory: str
+    """faiss' name of the index's kind."""
+    search: str = ""
+    """faiss search parameters, e.g. "nprobe=64"."""
+    files: list[str]
+    """Shards in row order."""
+    recall_at_10: float | None = None
+    """Of an index that is not exact: the share of the 10 nearest passages that it finds, measured when it was built."""
+    num_recall_queries: int = 0
+
+
+class LexicalFiles(_Part):
+    spec: dict[str, Any]
+    folder: str
+
+
+class Manifest(_Part):
+    format: int = FORMAT
+    passages: PassageFiles
+    vectors: VectorFiles | None = None
+    lexical: LexicalFiles | None = None
+    files: dict[str, FileRecord]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_text(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+
+
+def read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        values = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"index {folder}: {MANIFEST} is truncated or changed: {error}; build it again") from error
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"index {folder} has format {found!r}, this version reads {FORMAT}; build it again")
+    try:
+        manifest = Manifest.model_validate(values)
+    except ValidationError as error:
+        problems = ", ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(
+            f"index {folder}: {MANIFEST} is not what this version writes ({problems}); build it again"
+        ) from error
+    if manifest.vectors is None and manifest.lexical is None:
+        raise ConfigError(f"index {folder}: {MANIFEST} names neither vectors nor a lexical index; build it again")
+    for name, record in manifest.files.items():
+        if not (folder / name).is_file():
+            raise ConfigError(f"index {folder} lacks {name}; build it again")
+        if (size := (folder / name).stat().st_size) != record.bytes:
+            raise ConfigError(
+                f"index {folder}: {name} has {size} bytes, its manifest says {record.bytes}; build it again"
+            )
+    return manifest, hashlib.sha256(text).hexdigest()[:16]
+
+
+def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0) -> None:
+    """Raises ConfigError unless the files of an index are there, as long as its manifest says, and can be searched so.
+
+    Reads the manifest only.
+    """
+    folder = Path(folder)
+    manifest, _ = read_manifest(folder)
+    search_mode(mode, manifest, folder)
+    vector_files(manifest, folder, part=0, num_parts=max(shard_actors, 1))
+
+
+def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
+    """The mode that "auto" stands for, or the one that is wanted. Raises ConfigError when the index lacks what it needs."""
+    natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
+    if wanted not in ("auto", natural) and natural != "fusion":
+        raise ConfigError(
+            f"retrieval.mode is {wanted!r}, but index {folder} was built for {natural!r} alone; build it with both"
+        )
+    return natural if wanted == "auto" else wanted
+
+
+def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int) -> list[Path]:
+    """The shards of one part of the vectors: parts follow one another in row order. Raises ConfigError when there are fewer shards."""
+    files = manifest.vectors.files if manifest.vectors else []
+    if num_parts > max(len(files), 1):
+        raise ConfigError(
+            f"retrieval.shard_actors is {num_parts}, but index {folder} has {len(files)} shards; "
+            "lower it, or build the index with a smaller faiss.shard_passages"
+        )
+    first, last = (len(files) * i // num_parts for i in (part, part + 1))
+    return [folder / name for name in files[first:last]]
+
+
+def verify(folder: str | Path) -> None:
+    """Reads the files and compares them with the manifest's checksums. Raises ConfigError for a file that was changed."""
+    folder = Path(folder)
+    manifest, _ = read_manifest(folder)
+    for name, record in manifest.files.items():
+        if record_of(folder / name, sampled=record.sampled) != record:
+            raise ConfigError(f"index {folder}: {name} was changed since it was built; build it again")
+
+
+def record_of(file: Path, *, sampled: bool = False) -> FileRecord:
+    size = file.stat().st_size
+    if not sampled:
+        return FileRecord(bytes=size, sha256=sha256(file))
+    with file.open("rb") as opened:
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLED_BLOCKS):
+            opened.seek(max(size - BLOCK_BYTES, 0) * i // (SAMPLED_BLOCKS - 1))
+            digest.update(opened.read(BLOCK_BYTES))
+        return FileRecord(bytes=size, sha256=digest.hexdigest(), sampled=True)

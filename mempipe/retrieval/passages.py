@@ -1,0 +1,108 @@
+"""The passages of an index, looked up by row: our own Arrow files, or the jsonl file that somebody else's index was built from.
+
+Both are memory-mapped, so that opening 21 million passages takes seconds and a lookup microseconds, whatever lies in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from mempipe.data.corpus import PASSAGE_COLUMNS, parse_passage
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+
+SCAN_BYTES = 2**24
+
+
+class Passages(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Passage:
+        """Raises IndexError when there is no such row."""
+        ...
+
+
+class ArrowPassages:
+    """Arrow IPC files one after the other; the columns are those of a corpus (`mempipe.data.corpus.PASSAGE_COLUMNS`)."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises ConfigError for a file that is not one of ours."""
+        self._columns = [batch.columns for file in files for batch in read_batches(file)]
+        self._first_rows = np.cumsum([0, *(len(columns[0]) for columns in self._columns)])
+
+    def __len__(self) -> int:
+        return int(self._first_rows[-1])
+
+    def __getitem__(self, row: int) -> Passage:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} passages")
+        # Not Table.take: it joins all chunks of a column first.
+        chunk = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        place = row - int(self._first_rows[chunk])
+        return Passage(
+            **{
+                name: column[place].as_py()
+                for name, column in zip(PASSAGE_COLUMNS.names, self._columns[chunk], strict=True)
+            }
+        )
+
+
+class JsonlPassages:
+    """A plain jsonl file of passages and the place of every line in it (`line_offsets`)."""
+
+    def __init__(self, file: Path, offsets: Path) -> None:
+        self._file = file
+        self._offsets: npt.NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        with file.open("rb") as opened:
+            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> Passage:
+        """Raises ConfigError, naming the row, when the line is no passage."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} passages")
+        place = f"{self._file}, row {row + 1}"
+        try:
+            return parse_passage(json.loads(self._bytes[self._offsets[row] : self._offsets[row + 1]].decode()))
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{place}: not a passage: {error}") from error
+
+
+def read_batches(file: Path) -> list[pa.RecordBatch]:
+    """The memory-mapped record batches of one Arrow file of passages. Raises ConfigError for any other file."""
+    try:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
+            if not reader.schema.equals(PASSAGE_COLUMNS):
+                raise ConfigError(
+                    f"{file} has columns {reader.schema.names}, expected {PASSAGE_COLUMNS.names}; build the index again"
+                )
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"{file} is no Arrow file: {' '.join(str(error).split())[:200]}; build the index again"
+        ) from error
+
+
+def line_offsets(file: Path) -> npt.NDArray[np.int64]:
+    """Where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
+
+    Blank lines are skipped over only at the end of the file; elsewhere rows of the vectors and lines of the text would part ways.
+    """
+    starts = [np.zeros(1, dtype=np.int64)]
+    position = 0
+    with file.open("rb") as opened:
+        while block := opened.read(SCAN_BYTES):
+            starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + position + 1)
+            position += len(block)
+    offsets = np.concatenate(starts)
+    return offsets if offsets[-1] == position else np.append(offsets, position)

@@ -1,0 +1,330 @@
+"""One MLflow run, and the thread that writes it: a server may be slow, dead or wrong, and nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.traces import Wording, build_trace
+from mempipe.types import Group
+
+_METRICS_PER_CALL = 1000
+_PARAMS_PER_CALL = 100
+_MAX_PARAM_CHARS = 500
+_MAX_RETRY_DELAY_S = 30.0
+_RUN_ID_FILE = "mlflow_run_id"
+
+_logger = logging.getLogger(__name__)
+
+MetricEntry = tuple[str, float, int, int]  # key, value, unix milliseconds, step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSummary:
+    """What became of a run's MLflow record. All counts are 0 when nothing went wrong."""
+
+    run_id: str | None
+    num_failed_calls: int  # calls that failed and were tried again
+    num_refused: int  # entries that the server will never take
+    num_unwritten: int  # entries still waiting when the deadline passed
+
+
+class MlflowWriter:
+    """The queue and the thread that empties it. Metrics go first and together; other calls go in order."""
+
+    def __init__(self, store: MlflowRun) -> None:
+        self._store = store
+        self._metrics: deque[MetricEntry] = deque()
+        self._calls: deque[Callable[[MlflowRun], None]] = deque()
+        self._changed = threading.Condition()
+        self._finishing = False
+        self._gave_up = False
+        self._failing = False  # the last call was not accepted
+        self._failed = 0
+        self._refused = 0
+        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
+        self._thread.start()
+
+    def add_metrics(self, entries: Sequence[MetricEntry]) -> None:
+        with self._changed:
+            self._metrics.extend(entries)
+            self._changed.notify_all()
+
+    def add_call(self, call: Callable[[MlflowRun], None]) -> None:
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify_all()
+
+    def wait_for_run_id(self, timeout_s: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._store.run_id is not None, timeout_s)
+        return self._store.run_id
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether all metrics were written within `timeout_s`. Not waited for while the server is failing."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._metrics or self._failing, timeout_s)
+            return not self._metrics
+
+    def finish(self, timeout_s: float) -> TrackingSummary:
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._gave_up = True
+            unwritten = len(self._metrics) + len(self._calls)
+            summary = TrackingSummary(
+                run_id=self._store.run_id,
+                num_failed_calls=self._failed,
+                num_refused=self._refused,
+                num_unwritten=unwritten,
+            )
+        if unwritten or self._refused:
+            text = "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed; metrics.jsonl has every metric"
+            _logger.warning(text, _public(self._store.uri), unwritten, self._refused, self._failed)
+        return summary
+
+    def _run(self) -> None:
+        delay = 0.5
+        while self._wait_for_work():
+            try:
+                self._write_some()
+                self._failing, delay = False, 0.5
+            except Exception as error:  # the border to foreign code: whatever a server does, training goes on
+                self._note_failure(error)
+                self._pause(delay)
+                delay = min(2 * delay, _MAX_RETRY_DELAY_S)
+
+    def _wait_for_work(self) -> bool:
+        """False when there is nothing left to write and never will be, or `finish` gave up."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._finishing or self._store.run_id is None or self._metrics or self._calls
+            )
+            return not self._gave_up and (bool(self._metrics or self._calls) or not self._finishing)
+
+    def _write_some(self) -> None:
+        if self._store.run_id is None:
+            self._store.connect()
+            with self._changed:
+                self._changed.notify_all()
+        with self._changed:
+            entries = [self._metrics[i] for i in range(min(_METRICS_PER_CALL, len(self._metrics)))]
+            call = None if entries or not self._calls else self._calls[0]
+        if entries:
+            self._write(lambda store: store.log_metrics(entries), self._metrics, len(entries))
+        elif call is not None:
+            self._write(call, self._calls, 1)
+
+    def _write(self, call: Callable[[MlflowRun], None], queue: deque[Any], num_entries: int) -> None:
+        """Entries leave their queue when they are written, or when trying again cannot help."""
+        try:
+            call(self._store)
+        except Exception as error:
+            if _is_temporary(error):
+                raise
+            if not self._refused:
+                _logger.warning("MLflow at %s refuses an entry: %s", _public(self._store.uri), _one_line(error))
+            self._refused += num_entries
+        with self._changed:
+            for _ in range(num_entries):
+                queue.popleft()
+            self._changed.notify_all()
+
+    def _note_failure(self, error: Exception) -> None:
+        with self._changed:
+            self._failing = True
+            self._failed += 1
+            self._changed.notify_all()
+        if self._failed == 1 and not self._gave_up:
+            text = "MLflow at %s does not take entries; training goes on and they are tried again: %s"
+            _logger.warning(text, _public(self._store.uri), _one_line(error))
+
+    def _pause(self, seconds: float) -> None:
+        """`finish` ends a long pause at once and leaves short ones only."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._finishing, seconds):
+                return
+        time.sleep(min(seconds, 0.5))
+
+
+class MlflowRun:
+    """One MLflow run. Every method may fail and be called again; only the writer thread uses it."""
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        *,
+        folder: Path,
+        run_name: str,
+        run_config: Mapping[str, Any],
+        resume_run_id: str | None,
+    ) -> None:
+        self.uri = tracking_uri(config, folder)
+        self.run_id: str | None = None
+        self._config = config
+        self._folder = folder
+        self._run_name = run_name
+        self._run_config = run_config
+        self._resume_run_id = resume_run_id
+        self._started = int(time.time())
+        self._token = uuid.uuid4().hex  # finds the run again when the answer to its creation was lost
+        self._client: Any = None
+        self._experiment_id = ""
+
+    def connect(self) -> None:
+        """Finds or makes experiment and run, and records parameters and config."""
+        if self._client is None:
+            _quiet_mlflow()
+            from mlflow import MlflowClient
+
+            self._client = MlflowClient(tracking_uri=self.uri)
+        self._experiment_id = self._experiment()
+        resumed = self._resumed_run()
+        run_id = resumed or self._new_run()
+        self._log_config(run_id, resumed=resumed is not None)
+        (self._folder / _RUN_ID_FILE).write_text(run_id + "\n")
+        self.run_id = run_id
+
+    def log_metrics(self, entries: Sequence[MetricEntry]) -> None:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(self.run_id, metrics=[Metric(*entry) for entry in entries], synchronous=True)
+
+    def log_trace(self, group: Group, *, step: int, wording: Wording) -> None:
+        from mlflow.tracing.client import TracingClient
+
+        assert self.run_id is not None, "traces need a run"
+        client = TracingClient(self.uri)
+        for trajectory in group.trajectories:
+            info, spans = build_trace(
+                trajectory,
+                group.question,
+                step=step,
+                run_id=self.run_id,
+                experiment_id=self._experiment_id,
+                wording=wording,
+            )
+            client.start_trace(info)
+            client.log_spans(self._experiment_id, spans)
+
+    def log_artifact(self, path: Path, artifact_folder: str | None) -> None:
+        self._client.log_artifact(self.run_id, str(path), artifact_folder)
+
+    def terminate(self, status: str) -> None:
+        self._client.set_terminated(self.run_id, status)
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self._config.experiment)
+        if found is not None:
+            return found.experiment_id
+        is_local = self.uri == _local_uri(self._folder)  # else the server knows where artifacts go
+        location = (self._folder.resolve().parent / "mlartifacts").as_uri() if is_local else None
+        return self._client.create_experiment(self._config.experiment, artifact_location=location)
+
+    def _resumed_run(self) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        if self._resume_run_id is None:
+            return None
+        try:
+            self._client.update_run(self._resume_run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.get_http_status_code() not in (400, 404):  # malformed or unknown id
+                raise
+            _logger.warning("MLflow run %s is not in %s; starting a new one", self._resume_run_id, _public(self.uri))
+            return None
+        return self._resume_run_id
+
+    def _new_run(self) -> str:
+        made = self._client.search_runs([self._experiment_id], f"tags.`mempipe.token` = '{self._token}'", max_results=1)
+        if made:
+            return made[0].info.run_id
+        tags = {"mempipe.token": self._token, "mempipe.folder": str(self._folder)}
+        return self._client.create_run(self._experiment_id, run_name=self._run_name, tags=tags).info.run_id
+
+    def _log_config(self, run_id: str, *, resumed: bool) -> None:
+        """A resumed run keeps its parameters, which MLflow does not let change, and gets another config file."""
+        from mlflow.entities import Param
+
+        name = f"config-resumed-{self._started}.yaml" if resumed else "config.yaml"
+        self._client.log_dict(run_id, dict(self._run_config), name)
+        params = [] if resumed else [Param(key, value) for key, value in _flatten(self._run_config).items()]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True)
+
+
+def last_run_id(folder: str | Path) -> str | None:
+    """The MLflow run that the last tracker of this run folder made, to be continued."""
+    try:
+        return (Path(folder) / _RUN_ID_FILE).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs beside this run's folder."""
+    return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
+
+
+def without_credentials(value: Any) -> Any:
+    """Nested plain values, with user and password taken out of every URI."""
+    if isinstance(value, Mapping):
+        return {name: without_credentials(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(item) for item in value]
+    return _public(value) if isinstance(value, str) else value
+
+
+def _local_uri(folder: str | Path) -> str:
+    return f"sqlite:///{Path(folder).resolve().parent / 'mlflow.db'}"
+
+
+def _is_temporary(error: Exception) -> bool:
+    """Whether the same call may succeed later: the server is away, busy or broken, rather than unwilling."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in (401, 403, 408, 429)
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError)
+
+
+def _quiet_mlflow() -> None:
+    """No usage statistics; failures are seen soon, since the writer tries again itself. Before the first import of mlflow."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["DO_NOT_TRACK"] = "true"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys with short texts; long values are in the config file only."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{key}.")
+        elif len(text := str(value)) < _MAX_PARAM_CHARS and len(key) <= 250:
+            flat[key] = text
+    return flat
+
+
+def _public(uri: str) -> str:
+    """A URI without its user and password."""
+    return re.sub(r"://[^/@\s]+@", "://***@", uri)
+
+
+def _one_line(error: Exception) -> str:
+    return _public(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

@@ -1,0 +1,73 @@
+"""Code of the user's own that a config names: it is imported by name, and its errors name its file."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mempipe.faults import InfrastructureFault
+from mempipe.settings import ConfigError
+
+_OURS = str(Path(__file__).parent)
+
+
+class UserCodeError(RuntimeError):
+    """Code that a config names raised an error. It ends the run: it is never a reward, an observation or a lost group."""
+
+
+def import_user_module(name: str, *, setting: str) -> ModuleType:
+    """The module `name`. Raises ConfigError that names `setting`, and the file and line where its import fails."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{setting} is {name!r}, which cannot be imported; is it installed, or in the folder that you start from?"
+            ) from error
+        raise ConfigError(
+            f"{setting} is {name!r}, which imports {missing!r}, which is not installed ({_place(error)})"
+        ) from error
+    except Exception as error:  # whatever a module does while it is imported
+        raise ConfigError(f"{setting} is {name!r}, whose import fails: {_described(error)}") from error
+
+
+def load_user_object(path: str, *, setting: str) -> Any:
+    """What MODULE:NAME names. Raises ConfigError that names `setting`."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ConfigError(f"{setting} is {path!r}; expected MODULE:NAME, e.g. my_package.rewards:brevity")
+    try:
+        return getattr(import_user_module(module, setting=setting), name)
+    except AttributeError as error:
+        raise ConfigError(f"{setting} is {path!r}, but {module} has no {name}") from error
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Turns whatever the user's code raises inside into a `UserCodeError` with file and line; faults of the machinery pass."""
+    try:
+        yield
+    except (InfrastructureFault, UserCodeError):
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{what}: {_described(error)}") from error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error)})"
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost frame that is neither ours nor the import system's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -1,0 +1,235 @@
+"""Every agent's script through the agent's own loop, with the tiny tokenizer and a search that finds the passage of a named entity."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mempipe.agents.registry import BUILT_IN, agent_spec
+from mempipe.config import RunConfig
+from mempipe.data.scripted_agents import (
+    KNOWS_NOTHING,
+    NO_NOISE,
+    Noise,
+    ScriptedAgent,
+    ScriptedMemSearcher,
+    known,
+    parse_facts,
+    search_call,
+    search_query,
+)
+from mempipe.data.world import World, parse_question
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.loader import load_config
+from mempipe.rollout import make_renderer
+from mempipe.types import Completion, EndReason, FinishReason, Question, SearchResult, Trajectory
+from mempipe.user_code import load_user_object
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+QUICKSTARTS = {
+    "memsearcher": "quickstart",
+    "mem1": "quickstart_mem1",
+    "react": "quickstart_react",
+    "memagent": "quickstart_memagent",
+}
+AGENTS = tuple(BUILT_IN)
+SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
+WORLD = World(5)
+QUESTIONS = WORLD.questions(60, seed=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+def script_of(agent: str) -> type[ScriptedAgent]:
+    return load_user_object(agent_spec(agent).script, setting="script")
+
+
+def config_of(agent: str) -> RunConfig:
+    return load_config(CONFIGS / f"{QUICKSTARTS[agent]}.yaml")
+
+
+async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
+    named = [passage for passage in WORLD.passages if passage.title in query.split()]
+    return SearchResult(passages=[*named, WORLD.passages[0]], snapshot="")
+
+
+def play(
+    agent: str, question: Question, tokenizer: HFTokenizer, *, noise: Noise = NO_NOISE, seed: int = 0
+) -> tuple[Trajectory, list[str]]:
+    """The attempt and the script's messages."""
+    config, messages = config_of(agent), []
+    renderer = make_renderer(config, tokenizer=tokenizer)
+    script = script_of(agent)(question=question.text, max_turns=config.budget.turn_limit, noise=noise, seed=seed)
+
+    async def generate(token_ids, *, max_tokens):
+        messages.append(script.reply(tokenizer.decode(token_ids)))
+        reply = [*tokenizer.encode_template(messages[-1]), renderer.closing_id]
+        assert len(reply) <= max_tokens, messages[-1]
+        return Completion(
+            token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
+        )
+
+    bound = config.agent_spec.agent(renderer, generate=generate, search=search)
+    return asyncio.run(bound.rollout(question, trajectory_id="t", group_id="g", member=0)), messages
+
+
+def searches(trajectory: Trajectory) -> list[str]:
+    return [search.query for context in trajectory.contexts for search in context.searches]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_without_noise_every_question_is_answered_right(agent, tokenizer):
+    for question in QUESTIONS:
+        trajectory, messages = play(agent, question, tokenizer)
+        assert trajectory.end_reason is EndReason.ANSWERED
+        assert [(trajectory.answer or "").strip()] == question.golden_answers
+        turns = {"memsearcher": 2 * question.num_hops + 1, "memagent": 5}.get(agent, question.num_hops + 1)
+        assert len(messages) == turns, "a turn per fact and one, or one per chunk and one"
+
+
+@pytest.mark.parametrize("agent", SEARCHING)
+def test_without_noise_the_facts_are_searched_one_behind_the_other(agent, tokenizer):
+    for question in QUESTIONS:
+        entity, relations = parse_question(question.text)
+        entities = [entity, *(evidence.value for evidence in question.evidence)]
+        trajectory, _ = play(agent, question, tokenizer)
+        assert searches(trajectory) == [search_query(r, e) for e, r in zip(entities, relations, strict=False)]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_all_is_written_in_whole_words(agent, tokenizer):
+    """A letter among the tokens would be a word that the tokenizer does not know."""
+    letters = {tokenizer.encode_text(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    trajectory, _ = play(agent, QUESTIONS[2], tokenizer)
+    assert all(letters.isdisjoint(context.token_ids) for context in trajectory.contexts)
+
+
+def test_the_messages_of_every_agent(tokenizer):
+    (question,) = WORLD.questions(1, seed=2, hops=[2])
+    (first, second), (start, (r1, r2)) = question.evidence, parse_question(question.text)
+    fact, next_fact = f"{start} {r1} {first.value};", f"{first.value} {r2} {second.value};"
+    call = '<tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{} of {}"}}}}</tool_call>'
+    assert play("memsearcher", question, tokenizer)[1] == [
+        f"need {r1}</think>{call.format(r1, start)}",
+        f"<memory>known {fact}</memory>",
+        f"need {r2}</think>{call.format(r2, first.value)}",
+        f"<memory>known {fact} {next_fact}</memory>",
+        f"answer</think>\\boxed{{ {second.value}}}",
+    ]
+    searched = f"<think>known nothing need {r1}</think><search>{r1} of {start}</search>"
+    searched_next = f"<think>known {fact} need {r2}</think><search>{r2} of {first.value}</search>"
+    answer = f"answer</think><answer> {second.value}</answer>"
+    assert play("mem1", question, tokenizer)[1] == [
+        searched,
+        searched_next,
+        f"<think>known {fact} {next_fact} {answer}",
+    ]
+    assert play("react", question, tokenizer)[1] == [searched, searched_next, f"<think>known {next_fact} {answer}"]
+    *memories, last = play("memagent", question, tokenizer)[1]
+    # The passages in between change nothing; each is there before the first, between the two or behind them, or not at all.
+    stages = [f"need {r1} of {start} known nothing", f"need {r1} of {start} known {fact}"]
+    stages += [f"need {r2} of {first.value} known {fact}", f"need {r2} of {first.value} known {fact} {next_fact}"]
+    stages += [f"answer known {fact} {next_fact}"]
+    assert len(memories) == 4
+    assert {stages[1], stages[3]} <= set(memories)
+    assert sorted(memories, key=stages.index) == memories
+    assert last == f"\\boxed{{ {second.value}}}"
+
+
+@pytest.mark.parametrize("agent", SEARCHING)
+def test_a_script_that_always_forgets_answers_only_when_its_turns_are_spent(agent, tokenizer):
+    trajectory, _ = play(agent, QUESTIONS[0], tokenizer, noise=Noise(answer_early=0.0, vague_query=0.0, forget=1.0))
+    assert trajectory.end_reason is EndReason.ANSWERED
+    assert (trajectory.answer or "").strip() == parse_question(QUESTIONS[0].text)[0]
+    assert len(searches(trajectory)) == config_of(agent).budget.turn_limit - 1
+    assert len(set(searches(trajectory))) == 1
+
+
+def test_a_reader_that_always_forgets_knows_nothing_at_the_end(tokenizer):
+    trajectory, messages = play("memagent", QUESTIONS[0], tokenizer, noise=Noise(forget=1.0))
+    assert all(message.endswith(KNOWS_NOTHING) for message in messages[:-1])
+    assert (trajectory.answer or "").strip() == parse_question(QUESTIONS[0].text)[0]
+
+
+@pytest.mark.parametrize("agent", SEARCHING)
+def test_a_vague_query_names_no_entity_and_teaches_nothing(agent, tokenizer):
+    trajectory, messages = play(
+        agent, QUESTIONS[0], tokenizer, noise=Noise(answer_early=0.0, vague_query=1.0, forget=0.0)
+    )
+    assert set(searches(trajectory)) == {parse_question(QUESTIONS[0].text)[1][0]}
+    assert not parse_facts(" ".join(messages))
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_mistakes_come_as_often_as_the_noise_says(agent, tokenizer):
+    """Questions of one hop: a trajectory that forgets is right later or never, one that answers early knows nothing."""
+    questions = WORLD.questions(120, seed=3, hops=[1])
+    counts = Counter()
+    for seed, question in enumerate(questions):
+        trajectory, _ = play(
+            agent, question, tokenizer, noise=Noise(answer_early=0.3, vague_query=0.0, forget=0.0), seed=seed
+        )
+        counts["early"] += (trajectory.answer or "").strip() not in question.golden_answers
+        trajectory, messages = play(
+            agent, question, tokenizer, noise=Noise(answer_early=0.0, vague_query=0.0, forget=0.4), seed=seed
+        )
+        counts["forgot"] += len(searches(trajectory)) > 1 if agent in SEARCHING else not parse_facts(messages[-2])
+        trajectory, _ = play(
+            agent, question, tokenizer, noise=Noise(answer_early=0.0, vague_query=0.5, forget=0.0), seed=seed
+        )
+        counts["vague"] += len(searches(trajectory)) > 1
+    expected = {"early": 0.3, "forgot": 0.4, "vague": 0.5} if agent in SEARCHING else {"forgot": 0.4}
+    for mistake, share in expected.items():
+        assert counts[mistake] / len(questions) == pytest.approx(share, abs=0.13), mistake  # three standard errors
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_decisions_are_drawn_per_seed_and_question(agent, tokenizer):
+    question = WORLD.questions(1, seed=4, hops=[3])[0]
+    runs = [play(agent, question, tokenizer, noise=Noise(forget=0.5), seed=seed)[1] for seed in (1, 1, 2, 3, 4, 5)]
+    assert runs[0] == runs[1]
+    assert len({tuple(messages) for messages in runs}) > 1
+
+
+def test_a_script_may_note_only_the_newest_facts(tokenizer):
+    question = WORLD.long_question(9, seed=1)
+    entity, relations = parse_question(question.text)
+    entities = [entity, *(evidence.value for evidence in question.evidence)]
+    facts = list(zip(entities, relations, entities[1:], strict=False))
+    for num_known in range(1, 9):
+        script = ScriptedMemSearcher(question=question.text, max_turns=10, noise=NO_NOISE, num_noted=3)
+        prompt = f"{question.text}\n<memory>{known(facts[max(0, num_known - 3) : num_known])}</memory><think>"
+        reply = script.reply(prompt)
+        assert reply == search_call(relations[num_known], search_query(relations[num_known], entities[num_known]))
+        passage = next(passage.text for passage in WORLD.passages if passage.title == entities[num_known])
+        memory = script.reply(f"{prompt}{reply}\n<tool_response>{passage}</tool_response>")
+        assert memory == f"<memory>{known(facts[max(0, num_known - 2) : num_known + 1])}</memory>"
+
+
+def test_a_search_is_the_json_of_its_call():
+    text = search_call("mayor", search_query("mayor", "Velmora"))
+    call = text.partition("<tool_call>")[2].removesuffix("</tool_call>")
+    assert call == json.dumps({"name": "wikipedia_search", "arguments": {"query": "mayor of Velmora"}})
+
+
+def test_a_note_cut_in_the_middle_of_a_fact_keeps_the_whole_facts_before_it():
+    assert parse_facts("known A mayor B; B employer") == [("A", "mayor", "B")]
+    assert parse_facts("need mayor of A known A mayor B;") == [("A", "mayor", "B")]
+
+
+def test_the_quickstarts_differ_only_in_agent_and_budget():
+    configs = [config_of(agent).model_dump(exclude={"name", "agent", "budget"}) for agent in AGENTS]
+    assert all(config == configs[0] for config in configs)
+    assert [config_of(agent).agent.name for agent in AGENTS] == list(AGENTS)
+    assert all(re.fullmatch(r"quickstart(-\w+)?", config_of(agent).name) for agent in AGENTS)
