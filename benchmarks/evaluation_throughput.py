@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
-from mempipe.actors.launch import Engines, connected, launch_engines
+from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import GenerateFn
 from mempipe.cli import ENVIRONMENT
@@ -72,7 +72,7 @@ def main() -> None:
             )
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
-            with launch_engines(config, namespace) as engines, vllm_server(config) as url:
+            with launch_rollout_actors(config, namespace) as engines, vllm_server(config) as url:
                 rounds = [measured(engines, url, questions, number) for number in range(arguments.rounds + 1)][1:]
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
     for name in rounds[0]:
@@ -82,7 +82,7 @@ def main() -> None:
         print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")
 
 
-def measured(engines: Engines, url: str, questions: Sequence[Question], number: int) -> dict[str, float]:
+def measured(engines: RolloutActors, url: str, questions: Sequence[Question], number: int) -> dict[str, float]:
     """Questions per second of every contestant, in one round."""
     config, tokenizer = engines.config, load_tokenizer(engines.config.model.path)
     replicas, stops = list(engines.generators.values()), sorted(tokenizer.stop_token_ids)
@@ -104,7 +104,7 @@ def measured(engines: Engines, url: str, questions: Sequence[Question], number: 
     }
 
 
-def streamed(engines: Engines, questions: Sequence[Question], number: int) -> float:
+def streamed(engines: RolloutActors, questions: Sequence[Question], number: int) -> float:
     """Timed from when the first question to be answered was asked, so that the start of the stream's processes does not count."""
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
     started, count = 0.0, 0
@@ -115,7 +115,7 @@ def streamed(engines: Engines, questions: Sequence[Question], number: int) -> fl
     return count / (time.perf_counter() - started)
 
 
-def threaded(engines: Engines, questions: Sequence[Question], make_generate: Callable[[], GenerateFn]) -> float:
+def threaded(engines: RolloutActors, questions: Sequence[Question], make_generate: Callable[[], GenerateFn]) -> float:
     """Every thread has an agent and connections of its own, and answers one question from beginning to end."""
     config, own = engines.config, threading.local()
     tokenizer = load_tokenizer(config.model.path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
+import math
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
@@ -14,7 +17,8 @@ from mempipe.config import RunConfig
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import score
-from mempipe.types import Group, Question, Trajectory
+from mempipe.types import Group, Measure, Question, Trajectory
+from mempipe.user_code import load_user_object, user_code
 
 
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
@@ -60,7 +64,7 @@ async def run_group(
             ]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
-    trajectories = [_scored(attempt.result(), question, reward) for attempt in attempts]
+    trajectories = [await _scored(attempt.result(), question, reward) for attempt in attempts]
     advantages = group_advantages([t.reward for t in trajectories], normalize_std=advantage.advantage == "grpo")
     return Group(
         id=group_id,
@@ -70,7 +74,7 @@ async def run_group(
     )
 
 
-def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
+async def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
     scores = score(
         trajectory.answer,
         question.golden_answers,
@@ -79,4 +83,24 @@ def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) ->
         objectives=question.objectives,
         message=trajectory.contexts[-1].action if trajectory.contexts else "",
     )
-    return dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)
+    trajectory = dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)
+    return await _scored_by_user(trajectory, question, config.function) if config.function else trajectory
+
+
+async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:
+    """The trajectory with the reward, and the further measures, that a function of the user's own gives it.
+
+    Raises UserCodeError when it fails or returns what is no reward: neither becomes a reward of 0.
+    """
+    function = load_user_object(path, setting="reward.function")
+    with user_code(f"reward.function {path} failed for trajectory {trajectory.id} of question {question.id}"):
+        result = function(trajectory, question)
+        scores = await result if inspect.isawaitable(result) else result
+        values = dict(scores) if isinstance(scores, Mapping) else {"reward": scores}
+        if "reward" not in values:
+            raise ValueError(f"it returned {sorted(values)}; a mapping needs 'reward'")
+        numbers = {name: float(value) for name, value in values.items()}
+        if wrong := [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]:
+            raise ValueError(f"it returned {', '.join(wrong)}; expected finite numbers")
+    measures = [Measure(name=name, value=value) for name, value in numbers.items() if name != "reward"]
+    return dataclasses.replace(trajectory, reward=numbers["reward"], measures=measures)

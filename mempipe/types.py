@@ -151,10 +151,17 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One attempt at a question. Reward and advantage belong to the trajectory; every context inherits them (multi-context GRPO).
+class Measure:
+    """A named number that a reward of the user's own returned beside the reward."""
 
-    `scores` are named measures of the outcome (em, f1, …); `reward` is what is optimised.
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a question. Reward and advantage belong to the trajectory; every context inherits them
+    (multi-context GRPO). `reward` is optimised; `em`, `f1` and `measures` are logged.
     """
 
     id: str
@@ -166,6 +173,7 @@ class Trajectory:
     reward: float = 0.0
     em: float = 0.0
     f1: float = 0.0
+    measures: list[Measure] = field(default_factory=list)
     advantage: float = 0.0
 
 

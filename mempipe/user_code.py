@@ -49,11 +49,14 @@ def load_user_object(path: str, *, setting: str) -> Any:
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
-    """Turns whatever the user's code raises inside into a `UserCodeError` with file and line; faults of the machinery pass."""
+def user_code(what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns whatever the user's code raises inside into a `UserCodeError` with file and line.
+
+    Faults of the machinery pass, and so do the exceptions of `passing`.
+    """
     try:
         yield
-    except (InfrastructureFault, UserCodeError):
+    except (InfrastructureFault, UserCodeError, *passing):
         raise
     except Exception as error:
         raise UserCodeError(f"{what}: {_described(error)}") from error

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mempipe.actors.launch import Engines, connected, launch_engines
+from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
 from mempipe.agents.protocol import Tokenizer
 from mempipe.config import RunConfig
 from mempipe.data.ruler import read_depths
@@ -135,12 +135,12 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
 
 def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job], namespace: str) -> None:
     """All unfinished sets of a run, on engines that are started once."""
-    with launch_engines(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
+    with launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
         for job in jobs:
             evaluate_set(suite, planned, job, engines)
 
 
-def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: Engines) -> None:
+def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: RolloutActors) -> None:
     """Asks what has no row yet; rows are written in parts as they come, also when the evaluation is interrupted."""
     job.results.open()
     done = job.results.done()

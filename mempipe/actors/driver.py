@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.rollout import make_agent, run_group
-from mempipe.types import Group, Question
+from mempipe.types import Group, Question, Trajectory
+from mempipe.user_code import user_code
 
 
 class GroupFailed(RuntimeError):
@@ -64,6 +67,14 @@ class Driver:
             config, tokenizer=tokenizer, generate=generators.generate, search=self._retrievers.search
         )
 
+    async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
+        """One attempt. Errors in an agent of the user's own name the user's file."""
+        name = self._spec.config.agent.name
+        if name in BUILT_IN:
+            return await self.agent.rollout(question, **ids)
+        with user_code(f"agent.name {name} failed at question {question.id}", passing=(UnfitQuestion,)):
+            return await self.agent.rollout(question, **ids)
+
     async def play(self, group_id: str, question: Question) -> Group:
         """The group's trajectories, scored. Repeats it after faults of the machinery.
 
@@ -76,7 +87,7 @@ class Driver:
             try:
                 group = await run_group(
                     question,
-                    self.agent.rollout,
+                    self._rollout,
                     group_id=group_id,
                     group_size=self._spec.group_size,
                     reward=self._spec.config.reward,

@@ -54,7 +54,7 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(kw_only=True)
-class Engines:
+class RolloutActors:
     """What runs trajectories: engines and retrievers."""
 
     config: RunConfig
@@ -78,7 +78,7 @@ class Engines:
 
 
 @dataclass(kw_only=True)
-class Roles(Engines):
+class Roles(RolloutActors):
     """The actors of a training run."""
 
     learners: LearnerGroup
@@ -189,8 +189,8 @@ def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
 
 
 @contextmanager
-def launch_engines(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[Engines]:
-    """Engines under the weights of `model.path`, and retrievers; without `generators` somebody else completes.
+def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[RolloutActors]:
+    """RolloutActors under the weights of `model.path`, and retrievers; without `generators` somebody else completes.
 
     Cleans up as `launch` does.
     """
@@ -328,8 +328,8 @@ class _Started:
             )
         return Roles(**vars(engines), learners=learners, reference=reference)
 
-    def engines(self, transfer: Transfer) -> Engines:
-        """Engines and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
+    def engines(self, transfer: Transfer) -> RolloutActors:
+        """RolloutActors and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
@@ -366,7 +366,7 @@ class _Started:
             for i in range(retrieval.num_replicas if retrieval.index or retrieval.url else 0)
         }
         self._pending |= {name: actor.ready.remote() for name, actor in [*self.generators.items(), *retrievers.items()]}
-        return Engines(
+        return RolloutActors(
             config=config,
             namespace=self.namespace,
             generators=self.generators,

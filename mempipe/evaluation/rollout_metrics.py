@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from statistics import fmean, pstdev
@@ -20,7 +20,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
 
-    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares),
+    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares), `measure/…` (of a reward of the user's own),
     advantage_mean, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens).
     Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
     with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
@@ -47,6 +47,10 @@ def rollout_metrics(
         "retries": float(sum(group.num_retries for group in groups)),
         "sampled_tokens": float(sum(sum(context.loss_mask) for context in contexts)),
     }
+    named: dict[str, list[float]] = defaultdict(list)
+    for measure in chain.from_iterable(t.measures for t in trajectories):
+        named[f"measure/{measure.name}"].append(measure.value)
+    metrics |= {name: fmean(values) for name, values in named.items()}
     metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
     if contexts:
         metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
