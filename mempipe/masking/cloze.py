@@ -1,0 +1,363 @@
+"""Questions from any text without labels: a sentence of a passage with one entity taken out, to be found by search and
+named.
+
+Two steps, so that the first can run on many workers and the second sees the whole corpus: `find_candidates` cuts
+passages into sentences with one entity hidden, `choose_questions` applies the rules of rejection, joins pairs of
+passages and splits by title.
+
+A question about two passages hides the entity that leads from one to the other: the first sentence describes it, the
+second, from the passage that bears its name, has the gap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+from pydantic import Field, model_validator
+
+from mempipe.masking.entities import Finder, can_be_read, forms_pattern, sentences
+from mempipe.settings import ConfigError, Section
+from mempipe.types import Evidence, Passage, Question
+
+GAP, LINK = "____", "[X]"
+SPLITS = ("train", "validation", "test")
+RULES = {
+    "short": "the answer has one character, or its sentence too few words beside it",
+    "long": "the sentence has too many words",
+    "in_title": "the answer can be read in the passage's title",
+    "not_alone": "the sentence writes the answer a second time, in whatever form",
+    "everywhere": "too many passages name the answer: it could be guessed without a search",
+    "guessable": "the words around the gap are nearly always followed by this answer in the corpus",
+    "unsearchable": "without the gap, too few words are left by which the passage could be found",
+}
+"""Rules of rejection. A candidate is counted under the first one that it breaks."""
+
+
+class ClozeConfig(Section):
+    """Questions made from the passages of a corpus."""
+
+    entities: str = "auto"
+    """Finder of entities: rules, the name of an installed spaCy pipeline, or auto (an installed English pipeline,
+    else rules).
+    """
+    with_title: bool = False
+    """Name the passage's title in the question. Without it the passage must be found by the sentence's own words."""
+    two_passages: float = Field(0.25, ge=0, le=1)
+    """Share of questions that need two passages, as far as the corpus has them."""
+    per_passage: int = Field(1, ge=1)
+    """The most questions about one passage."""
+    min_words: int = Field(8, ge=2)
+    """Words of a sentence beside its gap, at least."""
+    max_words: int = Field(40, ge=2)
+    """Words of a sentence, at most."""
+    max_passage_share: float = Field(0.005, gt=0, le=1)
+    """An answer that a larger share of the passages names is rejected (of small corpora at least 20 passages)."""
+    validation_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the titles whose passages are asked about in validation only."""
+    test_share: float = Field(0.15, ge=0, lt=1)
+    """Share of the titles whose passages are asked about in the test only."""
+    seed: int = 1
+    """Seed of the split and of the choice among candidates."""
+
+    @model_validator(mode="after")
+    def _something_to_train_on(self) -> ClozeConfig:
+        if self.validation_share + self.test_share >= 1:
+            raise ValueError(
+                f"validation_share {self.validation_share} and test_share {self.test_share} leave nothing to train on"
+            )
+        if self.min_words > self.max_words:
+            raise ValueError(f"min_words {self.min_words} is more than max_words {self.max_words}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClozeQuestions:
+    """Questions by split, and how many candidates each rule rejected."""
+
+    questions: dict[str, list[Question]]
+    counts: dict[str, int]
+
+
+SCHEMA = pl.Schema(
+    {
+        "passage_id": pl.String,
+        "title": pl.String,
+        "partition": pl.String,
+        "split": pl.String,
+        "sentence": pl.String,  # whole
+        "start": pl.Int64,  # of the answer, in the sentence
+        "answer": pl.String,
+        "kind": pl.String,
+        "around": pl.String,  # two words on either side of the gap
+        "broken": pl.String,  # the first rule that the candidate breaks by itself; null: none
+        "draw": pl.UInt64,  # orders candidates at random, by the seed
+    }
+)
+_WORDS = re.compile(r"\w+(?:['’.-]\w+)*")
+_MIN_SEARCH_WORDS = 4
+_LEAST_COMMON = 20
+_GUESSABLE = (5, 0.5)
+"""The words around a gap betray it when they occur this often, and with this answer in this share of them."""
+_COMMON_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "been",
+        "but",
+        "by",
+        "for",
+        "from",
+        "had",
+        "has",
+        "have",
+        "he",
+        "her",
+        "his",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "of",
+        "on",
+        "or",
+        "she",
+        "that",
+        "the",
+        "their",
+        "them",
+        "then",
+        "there",
+        "they",
+        "this",
+        "to",
+        "was",
+        "were",
+        "which",
+        "who",
+        "whose",
+        "with",
+        "also",
+        "after",
+        "before",
+        "during",
+        "first",
+        "one",
+        "two",
+        "new",
+        "not",
+        "all",
+        "other",
+        "some",
+    ]
+)
+
+
+def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeConfig) -> pl.DataFrame:
+    """One row per entity of every sentence, columns `SCHEMA`; rules that need no other passage are applied already."""
+    rows = []
+    for passage, entities in zip(passages, finder.find([passage.text for passage in passages]), strict=True):
+        spans, split = sentences(passage.text), split_of(passage.title, passage.partition, config)
+        for entity in entities:
+            start, end = next(((s, e) for s, e in spans if s <= entity.start and entity.end <= e), (0, 0))
+            if not end:  # it crosses the end of a sentence
+                continue
+            sentence, place = passage.text[start:end], entity.start - start
+            rows.append(
+                (
+                    passage.id,
+                    passage.title,
+                    passage.partition,
+                    split,
+                    sentence,
+                    place,
+                    entity.text,
+                    entity.kind,
+                    _around(sentence, place, entity.text),
+                    _broken_rule(sentence, place, entity.text, entity.kind, passage.title, config),
+                    _draw(config.seed, passage.id, str(entity.start), entity.text),
+                )
+            )
+    return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+
+
+def choose_questions(candidates: pl.LazyFrame, num_passages: int, config: ClozeConfig) -> ClozeQuestions:
+    """The questions of a corpus of `num_passages`, from the candidates of all its passages, in whatever order those
+    are.
+
+    Raises ConfigError when no candidate is left.
+    """
+    judged = _judged(candidates, num_passages, config)
+    counts = {name: 0 for name in ("candidates", *RULES)} | dict(
+        judged.select(pl.col("broken").fill_null("kept").alias("rule"))
+        .group_by("rule")
+        .len()
+        .collect(engine="streaming")
+        .iter_rows()
+    )
+    counts["candidates"] = sum(counts[name] for name in (*RULES, "kept") if name in counts)
+    if not counts.get("kept"):
+        listed = ", ".join(f"{counts[rule]} {rule}" for rule in RULES if counts[rule])
+        raise ConfigError(
+            f"no question could be made of {num_passages} passages: {counts['candidates']} candidates, rejected: "
+            f"{listed or 'none'}; "
+            "a text whose script has no capital letters needs cloze.entities to name a spaCy pipeline"
+        )
+    kept = judged.filter(pl.col("broken").is_null()).collect(engine="streaming").sort("draw", "passage_id", "start")
+    single = kept.filter(pl.int_range(pl.len()).over("passage_id") < config.per_passage)
+    pairs = _pairs(kept) if config.two_passages else None
+    questions: dict[str, list[Question]] = {}
+    for split in SPLITS:
+        alone = [
+            q for row in single.filter(pl.col("split") == split).iter_rows(named=True) if (q := _question(row, config))
+        ]
+        joined = []
+        if pairs is not None:
+            rows = pairs.filter(pl.col("split") == split).iter_rows(named=True)
+            joined = [question for row in rows if (question := _pair_question(row))]
+        questions[split] = _mixed(alone, joined, config)
+    counts["questions"] = sum(map(len, questions.values()))
+    counts["two_passages"] = sum(question.num_hops == 2 for listed in questions.values() for question in listed)
+    return ClozeQuestions(questions=questions, counts=counts)
+
+
+def _judged(candidates: pl.LazyFrame, num_passages: int, config: ClozeConfig) -> pl.LazyFrame:
+    """The candidates with the rules that look at the whole corpus."""
+    answer = pl.col("answer").str.to_lowercase()
+    common = candidates.group_by(answer.alias("key")).agg(pl.col("passage_id").n_unique().alias("in_passages"))
+    patterns = candidates.group_by("around").agg(pl.len().alias("seen"))
+    fillers = candidates.group_by("around", answer.alias("key")).agg(pl.len().alias("with_answer"))
+    limit = max(config.max_passage_share * num_passages, _LEAST_COMMON)
+    seen, share = _GUESSABLE
+    return (
+        candidates.with_columns(answer.alias("key"))
+        .join(common, on="key", how="left")
+        .join(patterns, on="around", how="left")
+        .join(fillers, on=["around", "key"], how="left")
+        .with_columns(
+            pl.when(pl.col("broken").is_not_null())
+            .then(pl.col("broken"))
+            .when(pl.col("in_passages") > limit)
+            .then(pl.lit("everywhere"))
+            .when(
+                (pl.col("seen") >= seen) & (pl.col("with_answer") > share * pl.col("seen")) & (pl.col("around") != "_")
+            )
+            .then(pl.lit("guessable"))
+            .alias("broken")
+        )
+    )
+
+
+def _pairs(kept: pl.DataFrame) -> pl.DataFrame:
+    """Rows of `kept` whose title is the answer to another row of the same split, with that row's columns as `link_…`.
+
+    `kept` comes in the order of the draw: of several rows that fit, the first one is taken on either side.
+    """
+    keys = ["link", "partition", "split"]
+    bare = pl.col("title").str.replace(r"\s*\([^)]*\)$", "").str.to_lowercase()  # "Apink (group)" is named as "Apink"
+    about = kept.unique(subset=["passage_id"], keep="first", maintain_order=True).with_columns(bare.alias("link"))
+    shared = about.select("title", *keys).unique().group_by(keys).len().filter(pl.col("len") > 1)
+    links = kept.filter(pl.col("kind") == "name").with_columns(pl.col("answer").str.to_lowercase().alias("link"))
+    links = links.join(shared, on=keys, how="anti")  # a name that two titles share leads nowhere
+    links = links.unique(subset=keys, keep="first", maintain_order=True).select(
+        *keys, pl.col("passage_id", "title", "sentence", "start", "answer").name.prefix("link_")
+    )
+    joined = about.join(links, on=keys, how="inner", maintain_order="left")
+    return joined.filter(pl.col("title") != pl.col("link_title"))
+
+
+def _mixed(alone: list[Question], joined: list[Question], config: ClozeConfig) -> list[Question]:
+    """The questions of one split in random order: pairs take the place of the question about their second passage."""
+    pairs = joined[: round(config.two_passages * len(alone))]
+    taken = {question.evidence[-1].passage_id for question in pairs}
+    single = [question for question in alone if question.evidence[0].passage_id not in taken]
+    listed = pairs if config.two_passages == 1 else [*pairs, *single]
+    return sorted(listed, key=lambda question: _draw(config.seed, "order", question.id))
+
+
+def _question(row: dict, config: ClozeConfig) -> Question | None:
+    """A question about one sentence; None when its text would tell the answer after all."""
+    gapped = _gapped(row["sentence"], row["start"], row["answer"])
+    text = f"{row['title']}: {gapped}" if config.with_title else gapped
+    if can_be_read(text, row["answer"], row["kind"]):
+        return None
+    return Question(
+        id=f"cloze-{row['passage_id']}-{row['start']}",
+        text=text,
+        golden_answers=[row["answer"]],
+        source="cloze",
+        partition=row["partition"],
+        num_hops=1,
+        evidence=[Evidence(passage_id=row["passage_id"], value=row["answer"])],
+    )
+
+
+def _pair_question(row: dict) -> Question | None:
+    """A question about two sentences; None when its text would tell the answer or the link."""
+    link = row["link_answer"]
+    described = _gapped(row["link_sentence"], row["link_start"], link, mark=LINK)
+    about = forms_pattern(link, "name").sub(LINK, _gapped(row["sentence"], row["start"], row["answer"]))
+    text = f"{described} / {LINK}: {about}"
+    if can_be_read(text, row["answer"], row["kind"]) or can_be_read(text, link, "name") or GAP not in about:
+        return None
+    return Question(
+        id=f"cloze-{row['link_passage_id']}+{row['passage_id']}-{row['start']}",
+        text=text,
+        golden_answers=[row["answer"]],
+        source="cloze",
+        partition=row["partition"],
+        num_hops=2,
+        evidence=[
+            Evidence(passage_id=row["link_passage_id"], value=link),
+            Evidence(passage_id=row["passage_id"], value=row["answer"]),
+        ],
+    )
+
+
+def _gapped(sentence: str, start: int, answer: str, *, mark: str = GAP) -> str:
+    return " ".join((sentence[:start] + mark + sentence[start + len(answer) :]).split())
+
+
+def _broken_rule(sentence: str, start: int, answer: str, kind: str, title: str, config: ClozeConfig) -> str | None:
+    """The first rule that the candidate breaks, of those that need no other passage."""
+    gapped = _gapped(sentence, start, answer)
+    words = _WORDS.findall(gapped.replace(GAP, " "))
+    if len(answer.strip()) < 2 or len(words) < config.min_words:
+        return "short"
+    if len(words) > config.max_words:
+        return "long"
+    if can_be_read(title, answer, kind) or can_be_read(answer, title, "name"):  # type: ignore[arg-type]
+        return "in_title"
+    if can_be_read(gapped, answer, kind):  # type: ignore[arg-type]
+        return "not_alone"
+    if len({word.lower() for word in words} - _COMMON_WORDS) < _MIN_SEARCH_WORDS:
+        return "unsearchable"
+    return None
+
+
+def _around(sentence: str, start: int, answer: str) -> str:
+    """Two words on either side of the gap, as a pattern that recurs in a corpus."""
+    before = _WORDS.findall(sentence[:start].lower())[-2:]
+    after = _WORDS.findall(sentence[start + len(answer) :].lower())[:2]
+    return " ".join([*before, "_", *after])
+
+
+def split_of(title: str, partition: str, config: ClozeConfig) -> str:
+    """The split of all passages of a title, whatever else the corpus holds and however it is read."""
+    place = _draw(config.seed, "split", partition, title) / 2**64
+    if place < config.test_share:
+        return "test"
+    return "validation" if place < config.test_share + config.validation_share else "train"
+
+
+def _draw(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest())

