@@ -1,10 +1,11 @@
-"""What every agent reads in each turn of a question of 20 hops: its context by turn, and by how much it grows from turn 5 to turn 20.
+"""What every agent reads in each turn of a question of 20 hops: its context by turn, and by how much it grows from turn
+5 to turn 20.
 
     python -m benchmarks.context_growth [--hops 20] [--seeds 1 2 3 4 5] [--plot docs/images/context_growth.svg]
 
-No model: a faultless script writes the messages, everything else is real (the agents' own loops, tokenizer, index, searches). The scripts
-of the agents with a memory keep the newest three facts, which is all that the next step needs. MemAgent's turns are the passages of a
-document of 20.
+No model: a faultless script writes the messages, everything else is real (the agents' own loops, tokenizer, index,
+searches). The scripts of the agents with a memory keep the newest three facts, which is all that the next step needs.
+MemAgent's turns are the passages of a document of 20.
 """
 
 from __future__ import annotations

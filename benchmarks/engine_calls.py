@@ -1,9 +1,10 @@
-"""How many short calls per second does one engine answer, and how far is that from raw vLLM?   python -m benchmarks.engine_calls
+"""How many short calls per second does one engine answer, and how far is that from raw vLLM?   python -m
+benchmarks.engine_calls
 
-A random tiny Qwen2 (0.9 M parameters, fp32) on CPU answers 192 trajectories at a time, each with 6 calls of 9 tokens. "random"
-prompts have 40 to 80 ids and nothing in common; "agent" prompts share a template, then a question among 8, and every second call
-continues the one before, as a memory agent's do. Raw vLLM gets the same numbers of random prompts at once, in its own process.
-CPU time per call is the steadier number on a machine that others use.
+A random tiny Qwen2 (0.9 M parameters, fp32) on CPU answers 192 trajectories at a time, each with 6 calls of 9 tokens.
+"random" prompts have 40 to 80 ids and nothing in common; "agent" prompts share a template, then a question among 8, and
+every second call continues the one before, as a memory agent's do. Raw vLLM gets the same numbers of random prompts at
+once, in its own process. CPU time per call is the steadier number on a machine that others use.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m benchmarks.evaluation_throughput [--questions 1000] [--rounds 3] [--run FOLDER]
 
-The quickstart's world with a briefly warm-started model (or those of a finished run), real engine and retriever. "stream" is what
-`mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is a pool of 30 threads, each with one question
-that blocks on every call of the same engine actor. "threads, HTTP" is what MemSearcher's and MEM1's evaluations do: the same pool,
-against a vLLM server of the same model, settings and threads. All ask the same questions, greedily; they alternate, the first round
-does not count, and a ratio is the median over rounds. The server idles while the others are measured, and they while it is.
+The quickstart's world with a briefly warm-started model (or those of a finished run), real engine and retriever.
+"stream" is what `mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is a pool of 30
+threads, each with one question that blocks on every call of the same engine actor. "threads, HTTP" is what
+MemSearcher's and MEM1's evaluations do: the same pool, against a vLLM server of the same model, settings and threads.
+All ask the same questions, greedily; they alternate, the first round does not count, and a ratio is the median over
+rounds. The server idles while the others are measured, and they while it is.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def measured(engines: RolloutActors, url: str, questions: Sequence[Question], nu
 
 
 def streamed(engines: RolloutActors, questions: Sequence[Question], number: int) -> float:
-    """Timed from when the first question to be answered was asked, so that the start of the stream's processes does not count."""
+    """Timed from when the first question to be answered was asked, so that the start of the stream's processes does
+    not count.
+    """
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
     started, count = 0.0, 0
     for group in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):

@@ -1,20 +1,24 @@
-"""Trained tokens per second of one optimiser update: mempipe's packed rows, the same rows padded, and TRL's GRPOTrainer.
+"""Trained tokens per second of one optimiser update: mempipe's packed rows, the same rows padded, and TRL's
+GRPOTrainer.
 
     python benchmarks/learner_throughput.py [--contexts 650] [--repeats 5] [--threads 1]
 
-All contestants get the same contexts (a memory agent's: prompt, action, observation, memory message; loss on action and memory
-only), the same random Qwen2 in float32, the same token-mean GRPO loss without KL term, AdamW, gradient clip and number of threads.
-Timed is everything between prepared rows and changed weights: forward, loss and metrics, backward, clip and optimiser step.
-Tokenising, generation and advantages are not. Loss and gradient norm of the first update are printed to show that the work is the same.
+All contestants get the same contexts (a memory agent's: prompt, action, observation, memory message; loss on action and
+memory only), the same random Qwen2 in float32, the same token-mean GRPO loss without KL term, AdamW, gradient clip and
+number of threads. Timed is everything between prepared rows and changed weights: forward, loss and metrics, backward,
+clip and optimiser step. Tokenising, generation and advantages are not. Loss and gradient norm of the first update are
+printed to show that the work is the same.
 
 - packed: `Learner.step`. Contexts of one length share a row, logits exist at loss tokens only.
 - padded: the same learner and micro-batches, but contexts as right-padded rows of a batch and logits at every position.
-- trl: `GRPOTrainer.compute_loss` on the tensors its own rollout would have made (left-padded prompts, right-padded completions,
-  `tool_mask` 0 on observations), padded to the longest of the micro-batch rather than of the whole generation batch, which favours
-  TRL; rows in random order, as its sampler deals them; gradient checkpointing off. Every size of `--trl-rows` is run and the fastest
-  counts. On the CPU TRL projects every position through the LM head; with Triton it would leave out prompts.
+- trl: `GRPOTrainer.compute_loss` on the tensors its own rollout would have made (left-padded prompts, right-padded
+  completions, `tool_mask` 0 on observations), padded to the longest of the micro-batch rather than of the whole
+  generation batch, which favours TRL; rows in random order, as its sampler deals them; gradient checkpointing off.
+  Every size of `--trl-rows` is run and the fastest counts. On the CPU TRL projects every position through the LM head;
+  with Triton it would leave out prompts.
 
-Contestants alternate within each repeat; medians are compared. On a busy machine the ratios of CPU seconds are the ones to look at.
+Contestants alternate within each repeat; medians are compared. On a busy machine the ratios of CPU seconds are the ones
+to look at.
 """
 
 from __future__ import annotations
@@ -74,7 +78,8 @@ def main() -> None:
                 seconds[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
 
     print(
-        f"{len(samples)} contexts, {num_tokens} tokens, {num_loss_tokens / num_tokens:.0%} in the loss, {arguments.threads} thread(s), "
+        f"{len(samples)} contexts, {num_tokens} tokens, {num_loss_tokens / num_tokens:.0%} in the loss, "
+        f"{arguments.threads} thread(s), "
         f"medians of {arguments.repeats}"
     )
     print(
@@ -84,7 +89,8 @@ def main() -> None:
     for name, (wall, cpu) in medians.items():
         loss, norm = first[name]
         print(
-            f"{name:<14}{wall:>9.2f}{num_tokens / wall:>10.0f}{cpu:>8.2f}{num_tokens / cpu:>14.0f}{loss:>12.6f}{norm:>12.6f}"
+            f"{name:<14}{wall:>9.2f}{num_tokens / wall:>10.0f}{cpu:>8.2f}{num_tokens / cpu:>14.0f}"
+            f"{loss:>12.6f}{norm:>12.6f}"
         )
     for clock, unit in enumerate(("seconds", "CPU seconds")):
         best_trl = min(values[clock] for name, values in medians.items() if name.startswith("trl"))
@@ -95,7 +101,9 @@ def main() -> None:
 
 
 def make_contexts(num_contexts: int, *, seed: int) -> list[TrainingSample]:
-    """Contexts with lengths like those of the synthetic world; three in a trajectory, the last of which has no observation."""
+    """Contexts with lengths like those of the synthetic world; three in a trajectory, the last of which has no
+    observation.
+    """
     rng = np.random.default_rng(seed)
     contexts = []
     for i in range(num_contexts):

@@ -1,10 +1,12 @@
-"""Searches per second and latency: the actor pool against one search at a time, and against faiss itself in batches of the same size.
+"""Searches per second and latency: the actor pool against one search at a time, and against faiss itself in batches of
+the same size.
 
     python -m benchmarks.retrieval [--corpus wiki_mini.jsonl] [--passages 1000000] [--seconds 8]
 
-Every caller asks one new question after the other. "one at a time" is a server that makes each request's search by itself, one after the
-other, as MemSearcher's and Search-R1's do; "pool" is `RetrieverPool` over a `RetrieverActor`; "faiss" calls `index.search` in this process
-with batches as large as the pool's were on average, and neither encodes nor looks a passage up. All in one run; so is the build rate.
+Every caller asks one new question after the other. "one at a time" is a server that makes each request's search by
+itself, one after the other, as MemSearcher's and Search-R1's do; "pool" is `RetrieverPool` over a `RetrieverActor`;
+"faiss" calls `index.search` in this process with batches as large as the pool's were on average, and neither encodes
+nor looks a passage up. All in one run; so is the build rate.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def questions(seed: int, words_each: int = 6) -> Iterator[str]:
 def synthetic_index(folder: Path, count: int) -> Path:
     """Random vectors of length 1 under a hashing encoder's name: its queries are as good as any for speed."""
     encoder = HashingEncoder(dimension=DIMENSION)
-    config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), faiss={"shard_passages": max(count, 1)})  # pyrefly: ignore
+    # pyrefly: ignore
+    config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), faiss={"shard_passages": max(count, 1)})
     build, rng = IndexBuild(config, []), np.random.default_rng(0)
     for number, first in enumerate(range(0, count, config.segment_passages)):
         rows = range(first, min(first + config.segment_passages, count))
@@ -205,7 +208,8 @@ def main() -> None:
             )
             index, whole, alone = real_index(Path(scratch) / "real", arguments.corpus, spec)
             console.print(
-                f"build ({spec['kind']}): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: {whole / alone:.2f} of it"
+                f"build ({spec['kind']}): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: "
+                f"{whole / alone:.2f} of it"
             )
             compare(console, f"{arguments.corpus}, {spec['kind']}", index, seconds=arguments.seconds)
         if arguments.passages:

@@ -4,18 +4,20 @@
 
 The quickstart's world with a briefly warm-started model (or those of a finished run), the real retriever, one engine.
 
-1. Cost. A round is `--groups` groups of 8 trajectories through the real chain (Ray Data stream, Driver, RetrieverActor, GeneratorActor),
-   timed from the moment when their tickets are given out to the moment when the collector has all of them, scored. Every prompt and the
-   number of tokens sampled after it are on record. Raw vLLM (`LLM.generate` in a process of its own, log-probs on) then samples as many
-   tokens after the same prompts: all requests queued at once, the first calls of all trajectories first, stop ids ignored. It waits for
-   no search, no parsing and no earlier call, and its batch is always full. Questions are new in every round.
-2. Gain. The published rollout lets all trajectories of a batch take every turn together, so each call waits for the slowest. "agent, in
-   lock-step" does so with the questions of 1. "Skewed" are scripted trajectories of 1 to 6 turns, each with two calls of 4 to 64 tokens
-   (uniform) and a real search between them: free, a new one starts when one ends; in lock-step they go batch after batch. Engine and
-   number of trajectories in flight are the same.
+1. Cost. A round is `--groups` groups of 8 trajectories through the real chain (Ray Data stream, Driver, RetrieverActor,
+   GeneratorActor), timed from the moment when their tickets are given out to the moment when the collector has all of
+   them, scored. Every prompt and the number of tokens sampled after it are on record. Raw vLLM (`LLM.generate` in a
+   process of its own, log-probs on) then samples as many tokens after the same prompts: all requests queued at once,
+   the first calls of all trajectories first, stop ids ignored. It waits for no search, no parsing and no earlier call,
+   and its batch is always full. Questions are new in every round.
+2. Gain. The published rollout lets all trajectories of a batch take every turn together, so each call waits for the
+   slowest. "agent, in lock-step" does so with the questions of 1. "Skewed" are scripted trajectories of 1 to 6 turns,
+   each with two calls of 4 to 64 tokens (uniform) and a real search between them: free, a new one starts when one ends;
+   in lock-step they go batch after batch. Engine and number of trajectories in flight are the same.
 
-Contestants alternate within each round, the first round does not count, and ratios are medians over rounds. On a busy machine the seconds
-of several processes suffer more than those of one: look at the CPU seconds, which are those of all processes together.
+Contestants alternate within each round, the first round does not count, and ratios are medians over rounds. On a busy
+machine the seconds of several processes suffer more than those of one: look at the CPU seconds, which are those of all
+processes together.
 """
 
 from __future__ import annotations
@@ -268,7 +270,9 @@ class Script:
 
 
 class RawEngine:
-    """vLLM without mempipe. All of its settings that matter for speed are the engine's own defaults, or the quickstart's."""
+    """vLLM without mempipe.
+    All of its settings that matter for speed are the engine's own defaults, or the quickstart's.
+    """
 
     def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int) -> None:
         os.environ |= {

@@ -3,10 +3,11 @@
     python -m benchmarks.step_breakdown [--steps 12] [--pairs 2] [key=value ...]    runs the quickstart in short
     python -m benchmarks.step_breakdown --run FOLDER [FOLDER ...]                  reads runs that are there
 
-Short runs start from the same warm start and alternate between algorithm.max_off_policy_steps 1 and 0. The first 2 steps of every run do
-not count: they hold what is done once. `generate`, `retrieve` and `wait` share the time in which the learner had to wait for groups,
-by what their trajectories were doing meanwhile; a share that is small means that rollouts run beside the learner. `checkpoint` is
-spread over the steps. `other` should stay under 10 %. With `--run` the runs are grouped by their own max_off_policy_steps.
+Short runs start from the same warm start and alternate between algorithm.max_off_policy_steps 1 and 0. The first 2
+steps of every run do not count: they hold what is done once. `generate`, `retrieve` and `wait` share the time in which
+the learner had to wait for groups, by what their trajectories were doing meanwhile; a share that is small means that
+rollouts run beside the learner. `checkpoint` is spread over the steps. `other` should stay under 10 %. With `--run` the
+runs are grouped by their own max_off_policy_steps.
 """
 
 from __future__ import annotations

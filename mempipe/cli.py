@@ -1,4 +1,6 @@
-"""The `mempipe` command. Heavy libraries are imported by the command that needs them, so that `mempipe --help` answers at once."""
+"""The `mempipe` command.
+Heavy libraries are imported by the command that needs them, so that `mempipe --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ ENVIRONMENT = {
 
 
 def _resume_last(argv: Sequence[str]) -> list[str]:
-    """`--resume` and `--resume=auto` may stand anywhere; argparse would take what follows for their value and end the overrides there."""
+    """`--resume` and `--resume=auto` may stand anywhere; argparse would take what follows for their value and end
+    the overrides there.
+    """
     return sorted(argv, key=lambda argument: argument.partition("=")[0] == "--resume")
 
 

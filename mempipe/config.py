@@ -1,7 +1,7 @@
 """A whole run: the sections of all rooms, and what must agree between them.
 
-A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted keys: `load_config(path, ["algorithm.group_size=8"])`
-(`mempipe.loader`). Importing this module imports neither torch nor ray nor vllm.
+A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted keys: `load_config(path,
+["algorithm.group_size=8"])` (`mempipe.loader`). Importing this module imports neither torch nor ray nor vllm.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class RunConfig(Section):
     num_steps: int = Field(100, ge=1)
     """Learner steps (groups_per_step groups each)."""
     ordered: bool = False
-    """One driver, on-policy, groups in the order of the questions. Sampled tokens still depend on how the engine batched them."""
+    """One driver, on-policy, groups in the order of the questions.
+    Sampled tokens still depend on how the engine batched them.
+    """
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
     model: ModelConfig = ModelConfig()
@@ -144,12 +146,15 @@ class RunConfig(Section):
         a = self.algorithm
         if a.groups_per_step % a.updates_per_step:
             raise ValueError(
-                f"algorithm.groups_per_step {a.groups_per_step} is not a multiple of algorithm.updates_per_step {a.updates_per_step}"
+                f"algorithm.groups_per_step {a.groups_per_step} is not a multiple of algorithm.updates_per_step "
+                f"{a.updates_per_step}"
             )
         if self.sampling.temperature == 0 or self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
-                f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k {self.sampling.top_k}; "
-                "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the untruncated distribution"
+                f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k "
+                f"{self.sampling.top_k}; "
+                "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the "
+                "untruncated distribution"
             )
         if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
@@ -161,7 +166,8 @@ class RunConfig(Section):
         if sum(parts.values()) > limit:
             listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
             raise ValueError(
-                f"budget.context_tokens is {limit}, but {listed} tokens need {sum(parts.values())} before the template; "
+                f"budget.context_tokens is {limit}, but {listed} tokens need {sum(parts.values())} before the "
+                "template; "
                 "raise context_tokens or lower the parts"
             )
         return self

@@ -1,7 +1,8 @@
-"""`mempipe doctor`: can this config work? Files, context arithmetic, devices and memory are checked; nothing is started.
+"""`mempipe doctor`: can this config work? Files, context arithmetic, devices and memory are checked; nothing is
+started.
 
-The memory estimate counts what a run certainly holds (weights, gradients, optimiser, KV cache, activations under the given packing); it
-is a lower bound, so a config that fails here fails on the machine too.
+The memory estimate counts what a run certainly holds (weights, gradients, optimiser, KV cache, activations under the
+given packing); it is a lower bound, so a config that fails here fails on the machine too.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ KNOWN = {
 
 
 def check(config: RunConfig, *, num_devices: int | None = None, device_gib: float | None = None) -> list[Finding]:
-    """All findings, in the order in which a run would meet them. `num_devices` and `device_gib` describe a machine that is elsewhere."""
+    """All findings, in the order in which a run would meet them.
+    `num_devices` and `device_gib` describe a machine that is elsewhere.
+    """
     if config.world is not None:
         return [
             Finding("ok", "the embedded default makes its own data and model, and runs on CPUs"),
@@ -179,7 +182,8 @@ def _template(config: RunConfig) -> list[Finding]:
         return [
             Finding(
                 "note",
-                f"template tokens not counted: the tokenizer of model.path {config.model.path!r} is not on this machine",
+                f"template tokens not counted: the tokenizer of model.path {config.model.path!r} is not on this "
+                "machine",
             ),
             *_context(config, template_tokens=None),
         ]
@@ -221,7 +225,8 @@ def _cluster(config: RunConfig, devices: int) -> list[Finding]:
         return [
             Finding(
                 "fatal",
-                f"{sentence}, but {devices} are there; lower learner.num_ranks, generation.num_replicas or generation.tensor_parallel, "
+                f"{sentence}, but {devices} are there; lower learner.num_ranks, generation.num_replicas or "
+                "generation.tensor_parallel, "
                 "or name the cluster's with --devices",
             )
         ]
@@ -251,12 +256,15 @@ def _memory(config: RunConfig, shape: Shape, gib: float) -> list[Finding]:
         Finding(
             "fatal" if learner > gib * GIB else "ok",
             f"learner rank: at least {learner / GIB:.1f} of {gib:.0f} GiB (weights, gradients, optimiser over "
-            f"{config.learner.num_ranks} ranks; {'recomputed ' if config.model.gradient_checkpointing else ''}activations of {tokens})",
+            f"{config.learner.num_ranks} ranks; "
+            f"{'recomputed ' if config.model.gradient_checkpointing else ''}activations of {tokens})",
         ),
         Finding(
             "fatal" if room < per_sequence else "ok",
-            f"engine: weights {engine_weights / GIB:.1f} GiB, KV cache {per_sequence / GIB:.2f} GiB per full context; room for "
-            f"{max(0, math.floor(room / per_sequence))} of them (generation.max_num_seqs {config.generation.max_num_seqs})",
+            f"engine: weights {engine_weights / GIB:.1f} GiB, KV cache {per_sequence / GIB:.2f} GiB per full "
+            "context; room for "
+            f"{max(0, math.floor(room / per_sequence))} of them (generation.max_num_seqs "
+            f"{config.generation.max_num_seqs})",
         ),
     ]
 

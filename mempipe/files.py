@@ -18,10 +18,11 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`, replacing an old one.
+    """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`,
+    replacing an old one.
 
-    With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new one.
-    The folder is made when it is missing.
+    With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new
+    one. The folder is made when it is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -42,7 +43,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path` to fill. When the block ends without an error, it becomes `path`, replacing an old one."""
+    """Yields an empty folder beside `path` to fill.
+    When the block ends without an error, it becomes `path`, replacing an old one.
+    """
     partial = start_folder(path)
     try:
         yield partial
@@ -94,7 +97,8 @@ def sha256(file: Path) -> str:
 
 
 def lock(folder: Path) -> None:
-    """Keeps every other process out of `folder` until this process ends, however it ends. Makes the folder when it is missing.
+    """Keeps every other process out of `folder` until this process ends, however it ends. Makes the folder when it is
+    missing.
 
     Raises ConfigError when another process works there, and OSError when the folder cannot be written.
     """

@@ -1,4 +1,5 @@
-"""What a person sees of a running job: a bar with the numbers that matter, or plain lines where there is no terminal."""
+"""What a person sees of a running job: a bar with the numbers that matter,
+or plain lines where there is no terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Agents of a config, and the siblings of one question: played together, scored together. Here agents and learning meet."""
+"""Agents of a config, and the siblings of one question:
+played together, scored together. Here agents and learning meet.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ async def run_group(
     reward: RewardConfig,
     advantage: AlgorithmConfig,
 ) -> Group:
-    """`group_size` attempts at `question`, side by side, with rewards and advantages (multi-context GRPO, arXiv 2511.02805).
+    """`group_size` attempts at `question`, side by side, with rewards and advantages (multi-context GRPO, arXiv
+    2511.02805).
 
     Raises what the first failing attempt raised, after the others were cancelled: a group is whole or it is not there.
     """

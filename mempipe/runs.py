@@ -42,7 +42,8 @@ class Run:
         self._is_new, self._made_folder = not found, not self.folder.exists()
         if found and resume == "never":
             raise ConfigError(
-                f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder"
+                f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the "
+                "folder"
             )
         if not found and resume == "always":
             raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
@@ -71,7 +72,9 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of what happens inside to the phase's seconds, also when it fails (a resumed phase adds up)."""
+        """Adds the wall time of what happens inside to the phase's seconds, also when it fails (a resumed phase adds
+        up).
+        """
         started = time.perf_counter()
         try:
             yield
@@ -83,7 +86,9 @@ class Run:
         self._save()
 
     def withdraw(self) -> None:
-        """Takes back a run whose config was refused before it began, so that a better one can start there; a resumed run stays."""
+        """Takes back a run whose config was refused before it began, so that a better one can start there; a resumed
+        run stays.
+        """
         if self._is_new and self._made_folder:
             shutil.rmtree(self.folder)
         elif self._is_new:

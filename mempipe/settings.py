@@ -1,4 +1,6 @@
-"""What every section of a config is made of. Each room has its own sections, in its `config.py`; `mempipe.config` puts a run together."""
+"""What every section of a config is made of.
+Each room has its own sections, in its `config.py`; `mempipe.config` puts a run together.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the setting, its value and what would be right; commands exit with code 2."""
+    """A setting that cannot work.
+    The message names the setting, its value and what would be right; commands exit with code 2.
+    """
 
 
 class Section(BaseModel):

@@ -1,9 +1,9 @@
 """Questions to scored groups, as a Ray Data stream.
 
-One run is one dataset execution: a lazy source of questions, one row per block, goes through a pool of async drivers that each run many
-groups at a time; a group comes out as soon as it is finished, and those before it in its row. Engines and retrievers are named actors
-outside the dataset, looked up by the drivers. An `Admission` actor decides when a group may start, so Ray Data's own back-pressure (in
-bytes) never matters.
+One run is one dataset execution: a lazy source of questions, one row per block, goes through a pool of async drivers
+that each run many groups at a time; a group comes out as soon as it is finished, and those before it in its row.
+Engines and retrievers are named actors outside the dataset, looked up by the drivers. An `Admission` actor decides when
+a group may start, so Ray Data's own back-pressure (in bytes) never matters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to 
 
 
 class QuestionSource(Datasource):
-    """Rows of up to `groups_per_row` (group id, question) and the position of the first, made as they are asked for, one per block."""
+    """Rows of up to `groups_per_row` (group id, question) and the position of the first, made as they are asked for,
+    one per block.
+    """
 
     def __init__(self, rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> None:
         self._rows = ray.put(rows)  # not in the read task itself: they may be a gigabyte of texts
@@ -68,7 +70,9 @@ QUESTION_ROW = pa.schema([("position", pa.int64()), ("groups", pa.list_(_ASKED))
 
 
 class GroupStage:
-    """The stage of the dataset that turns rows of questions into groups: a driver, and the tickets that let its groups start."""
+    """The stage of the dataset that turns rows of questions into groups:
+    a driver, and the tickets that let its groups start.
+    """
 
     def __init__(self, spec: DriverSpec) -> None:
         self._driver = Driver(spec)
@@ -79,7 +83,8 @@ class GroupStage:
             asked = enumerate(row["groups"], start=row["position"])
             tasks = [asyncio.create_task(self._admitted(position, **group)) for position, group in asked]
             try:
-                # In the order of the row, not as they finish: when a row is run again, Ray keeps the outputs it had by their place.
+                # In the order of the row, not as they finish: when a row is run again, Ray keeps the outputs it had by
+                # their place.
                 for task in tasks:
                     yield group_to_table(await task)
             finally:
@@ -140,7 +145,9 @@ class StepGroups:
 
 
 class Collector:
-    """Cuts the stream into steps of exactly `groups_per_step` groups, oldest first, none older than max_off_policy_steps."""
+    """Cuts the stream into steps of exactly `groups_per_step` groups, oldest first, none older than
+    max_off_policy_steps.
+    """
 
     def __init__(self, groups: Iterator[Group], admission: Handle, algorithm: AlgorithmConfig) -> None:
         self._groups = groups
@@ -149,7 +156,9 @@ class Collector:
         self._waiting: dict[str, Group] = {}
 
     def next_step(self, policy_version: int) -> StepGroups | None:
-        """The groups of the step that ends `policy_version`; None when the questions are used up before the step is full."""
+        """The groups of the step that ends `policy_version`; None when the questions are used up before the step is
+        full.
+        """
         started = time.perf_counter()
         dropped = []
         while (chosen := ray.get(self._admission.choose.remote(list(self._waiting)))) is None:

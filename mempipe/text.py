@@ -1,4 +1,6 @@
-"""Small things about text that every room may use: what UTF-8 cannot hold, and what could be read as a command in untrusted text."""
+"""Small things about text that every room may use:
+what UTF-8 cannot hold, and what could be read as a command in untrusted text.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ def replace_surrogates(text: str) -> str:
 class Neutralizer:
     """Breaks what could be read as a special token or a protocol tag in untrusted text; all other text stays as it is.
 
-    One character (a space, unless a special token holds one) goes in behind the first character of every occurrence. That character is
-    part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens of a single character cannot be
-    broken; `Tokenizer.encode_text` sees to them.
+    One character (a space, unless a special token holds one) goes in behind the first character of every occurrence.
+    That character is part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens
+    of a single character cannot be broken; `Tokenizer.encode_text` sees to them.
     """
 
     def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str]) -> None:
@@ -31,7 +33,8 @@ class Neutralizer:
             endings[token[0]].append(re.escape(token[1:]))
         endings["<"].append(f"(?i:/?(?:{'|'.join(tags)})>)")
         endings[BOX[0]].append(f"(?i:{BOX[1:]})")
-        # A first character, then a lookahead: the search skips to first characters quickly and overlapping occurrences are all found.
+        # A first character, then a lookahead: the search skips to first characters quickly and overlapping occurrences
+        # are all found.
         self._pattern = re.compile(
             "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in endings.items())
         )

@@ -4,8 +4,8 @@ A `Question` is asked `group_size` times; every attempt is a `Trajectory` of sho
 tokens and of `Completion`s sampled by the engine; siblings form a `Group`; every context becomes a `TrainingSample`;
 samples are packed into `MicroBatch`es (`mempipe.rl.packing`).
 
-Records are plain dataclasses whose fields are numbers, strings, lists and other records, so that `to_row` gives a row that
-Arrow, Parquet and JSON hold without loss and `from_row` gives the record back.
+Records are plain dataclasses whose fields are numbers, strings, lists and other records, so that `to_row` gives a row
+that Arrow, Parquet and JSON hold without loss and `from_row` gives the record back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ T = TypeVar("T")
 class FinishReason(StrEnum):
     """Why the engine stopped sampling."""
 
-    STOP = "stop"  # a stop token was sampled; it is the last of the completion's ids (or the text that a message ends with was)
+    # a stop token was sampled; it is the last of the completion's ids (or the text that a message ends with was)
+    STOP = "stop"
     LENGTH = "length"  # the token limit was reached
 
 
@@ -54,10 +55,11 @@ class Evidence:
 class Question:
     """What is asked, and what counts as right.
 
-    `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a document.
-    `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics use it).
-    `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every objective of a
-    multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of each).
+    `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a
+    document. `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics
+    use it). `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every
+    objective of a multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of
+    each).
     """
 
     id: str
@@ -73,7 +75,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A text of the corpus. `score` is its similarity to the query that found it; `partition` is what `Question.partition` names."""
+    """A text of the corpus.
+    `score` is its similarity to the query that found it; `partition` is what `Question.partition` names.
+    """
 
     id: str
     title: str
@@ -92,8 +96,9 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt. `token_ids` include the stop token; `logprobs` has one entry per id and is
-    taken from the distribution that was sampled from (temperature applied); `policy_version` is the version of all of it."""
+    """What the engine sampled for one prompt. `token_ids` include the stop token; `logprobs` has one entry per id
+    and is taken from the distribution that was sampled from (temperature applied); `policy_version` is the version
+    of all of it."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -113,7 +118,9 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """One call of a tool other than search: its arguments as the policy wrote them (JSON), and the texts that came back."""
+    """One call of a tool other than search:
+    its arguments as the policy wrote them (JSON), and the texts that came back.
+    """
 
     tool: str
     arguments: str
@@ -124,8 +131,8 @@ class ToolUse:
 class Context:
     """One context of a trajectory: everything the model saw and wrote in it.
 
-    The four lists have one entry per token. `loss_mask` is 1 on sampled tokens (stop token included) and 0 on injected ones,
-    where `logprobs` is 0.0 and `policy_versions` is -1. The text fields are for people: traces, reports, metrics.
+    The four lists have one entry per token. `loss_mask` is 1 on sampled tokens (stop token included) and 0 on injected
+    ones, where `logprobs` is 0.0 and `policy_versions` is -1. The text fields are for people: traces, reports, metrics.
     """
 
     index: int
@@ -179,8 +186,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The `group_size` trajectories of one question, scored together; in an evaluation none where the question could not be answered,
-    and `failed` says why."""
+    """The `group_size` trajectories of one question, scored together; in an evaluation none where the question could
+    not be answered, and `failed` says why."""
 
     id: str
     question: Question
@@ -192,8 +199,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One context as the learner needs it. Lists have one entry per token; `ref_logprobs` is empty until the reference model
-    filled it (and stays so when `kl_coef` is 0). `trajectory_tokens` is the number of loss tokens of the whole trajectory."""
+    """One context as the learner needs it. Lists have one entry per token; `ref_logprobs` is empty until the
+    reference model filled it (and stays so when `kl_coef` is 0). `trajectory_tokens` is the number of loss tokens of
+    the whole trajectory."""
 
     trajectory_id: str
     group_id: str
@@ -214,7 +222,9 @@ def to_row(record: Any) -> dict[str, Any]:
 
 
 def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
-    """The record of type `cls` that `to_row` turned into `row`. Raises KeyError when a field without default is missing."""
+    """The record of type `cls` that `to_row` turned into `row`.
+    Raises KeyError when a field without default is missing.
+    """
     values = {}
     for name, (hint, required) in _fields(cls).items():
         if required or name in row:

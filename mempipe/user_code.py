@@ -17,7 +17,8 @@ _OURS = str(Path(__file__).parent)
 
 
 class UserCodeError(RuntimeError):
-    """Code that a config names raised an error. It ends the run: it is never a reward, an observation or a lost group."""
+    """Code that a config names raised an error. It ends the run: it is never a reward,
+    an observation or a lost group."""
 
 
 def import_user_module(name: str, *, setting: str) -> ModuleType:
@@ -28,7 +29,8 @@ def import_user_module(name: str, *, setting: str) -> ModuleType:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
             raise ConfigError(
-                f"{setting} is {name!r}, which cannot be imported; is it installed, or in the folder that you start from?"
+                f"{setting} is {name!r}, which cannot be imported; is it installed, or in the folder that you "
+                "start from?"
             ) from error
         raise ConfigError(
             f"{setting} is {name!r}, which imports {missing!r}, which is not installed ({_place(error)})"

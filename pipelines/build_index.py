@@ -19,7 +19,9 @@ from mempipe.settings import ConfigError
 
 
 def main(config: IndexConfig) -> Manifest:
-    """Builds the index, or goes on with a build that was interrupted. Raises ConfigError, before anything starts where it can."""
+    """Builds the index, or goes on with a build that was interrupted.
+    Raises ConfigError, before anything starts where it can.
+    """
     files = corpus_files(config.corpus)
     encoder = make_encoder(config.encoder) if config.encoder else None
     if encoder:
@@ -41,7 +43,9 @@ def adopt(index: Path, corpus: Path, output: Path, *, encoder: dict[str, Any], s
 def search(
     index: Path, query: str, *, num_passages: int, partition: str = "", mode: str = "auto"
 ) -> list[dict[str, Any]]:
-    """The best passages, best first, as rows of id, title, text, score and partition. Raises ConfigError for an impossible search."""
+    """The best passages, best first, as rows of id, title, text, score and partition.
+    Raises ConfigError for an impossible search.
+    """
     retriever = Retriever(index, mode=mode)
     request = Query(text=query, num_passages=num_passages, partition=partition)
     try:

@@ -69,8 +69,8 @@ class PlannedRun:
 
 
 def main(suite: EvaluationSuite) -> list[Path]:
-    """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what else fails raises
-    a RuntimeError or OSError, and the same call goes on from there."""
+    """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
+    else fails raises a RuntimeError or OSError, and the same call goes on from there."""
     planned = plan(suite)
     try:
         lock(suite.folder)  # two evaluations in it would both ask what is missing
@@ -93,7 +93,8 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
         num_questions = sum(1 for _ in read_benchmark(benchmark, file))
         if not num_questions:
             raise ConfigError(
-                f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that are joined"
+                f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that "
+                "are joined"
             )
         sets[benchmark.label] = (
             benchmark,
@@ -249,7 +250,9 @@ def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
 
 
 def _check_weights(config: RunConfig) -> None:
-    """That a local folder holds a model whose contexts are long enough. Names are left to the engine, which can fetch them."""
+    """That a local folder holds a model whose contexts are long enough.
+    Names are left to the engine, which can fetch them.
+    """
     folder, room = Path(config.model.path), config.budget.context_tokens
     if not folder.is_dir():
         return
@@ -282,7 +285,9 @@ async def _judge(suite: EvaluationSuite, rows: Sequence[dict[str, Any]]) -> None
 
 
 def _weights_sha256(config: RunConfig) -> str:
-    """Of sizes and times of a local folder's weight files: enough to notice that they were exchanged; "" for the name of a model."""
+    """Of sizes and times of a local folder's weight files:
+    enough to notice that they were exchanged; "" for the name of a model.
+    """
     folder = Path(config.model.path)
     if not folder.is_dir():
         return ""

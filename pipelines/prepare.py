@@ -1,4 +1,6 @@
-"""What a run needs before it starts: with a `world` in the config, questions, corpus, index, tokenizer and model are made from the seed."""
+"""What a run needs before it starts:
+with a `world` in the config, questions, corpus, index, tokenizer and model are made from the seed.
+"""
 
 from __future__ import annotations
 

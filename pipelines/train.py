@@ -8,7 +8,8 @@
     evaluate    held-out questions, after
     report      plots, Hugging Face export
 
-Each phase leaves its result in the run's folder; a resumed run skips what it finds there and goes on from the newest checkpoint.
+Each phase leaves its result in the run's folder; a resumed run skips what it finds there and goes on from the newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ NUM_CANARIES = 4
 
 
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
-    """Runs the job to its end. Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError."""
+    """Runs the job to its end.
+    Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError.
+    """
     run = Run(config, resume=resume)
     try:
         return _run(run, config)
@@ -85,7 +88,9 @@ def _run(run: Run, config: RunConfig) -> Run:
 
 
 def check_inputs(run: Run, config: RunConfig) -> None:
-    """Reads what the roles will read, before any of them starts. Raises ConfigError, and CheckpointError for a damaged checkpoint."""
+    """Reads what the roles will read, before any of them starts.
+    Raises ConfigError, and CheckpointError for a damaged checkpoint.
+    """
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     for path in filter(None, (config.data.train, config.data.validation)):
         check_questions(path, renderer)
@@ -108,7 +113,8 @@ def check_questions(path: str, renderer: Renderer) -> None:
     if unfit:
         shown = "; ".join(unfit[:3])
         raise ConfigError(
-            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave them out"
+            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave "
+            "them out"
         )
 
 
@@ -138,7 +144,9 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
 def evaluate(
     run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
 ) -> list[Group]:
-    """One attempt at every held-out question under the served weights. A finished evaluation is read back instead of repeated."""
+    """One attempt at every held-out question under the served weights.
+    A finished evaluation is read back instead of repeated.
+    """
     path = run.folder / "evaluation" / f"{label}.parquet"
     if path.exists() or not questions:
         return read_trajectories(path) if path.exists() else []
@@ -167,9 +175,11 @@ def learn(
     position: dict[str, Any],
     tracker: TrackerFront,
 ) -> None:
-    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step took.
+    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step
+    took.
 
-    `position` is a checkpoint's: `step` steps are done, `trained` has the group ids of each, `dropped` those without signal.
+    `position` is a checkpoint's: `step` steps are done, `trained` has the group ids of each, `dropped` those without
+    signal.
     """
     config = roles.config
     trained, dropped = list(position["trained"]), list(position["dropped"])

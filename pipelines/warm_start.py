@@ -1,7 +1,9 @@
-"""Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then with many.
+"""Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then
+with many.
 
-The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what the engine
-will be prompted with. Its mistakes (`mempipe.data.scripted_agents.Noise`) are what reinforcement learning has to undo.
+The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what
+the engine will be prompted with. Its mistakes (`mempipe.data.scripted_agents.Noise`) are what reinforcement learning
+has to undo.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
 
 
 def imitation_samples(config: RunConfig) -> list[TrainingSample]:
-    """The contexts of the scripted trajectories, shuffled among the faultless ones and among the noisy ones, in that order."""
+    """The contexts of the scripted trajectories, shuffled among the faultless ones and among the noisy ones, in that
+    order.
+    """
     assert config.world is not None and config.warm_start is not None, (
         "the script answers questions of the synthetic world"
     )

@@ -1,9 +1,10 @@
 """Tickets that bound staleness: which groups may start, and which a learner step has to contain.
 
-With `B` groups per step and `L` = max_off_policy_steps, the n-th group (from 0) starts only when `n < consumed + (L + 1) * B`, and a group
-started at version `v` is trained by the step that ends version `v + L` at the latest. The first rule alone bounds how many groups are under
-way, and keeps to the order of the questions whichever driver asks first; the second bounds the age of a straggler: a step takes the oldest
-groups first and waits as long as those it would leave behind could not all be trained in time.
+With `B` groups per step and `L` = max_off_policy_steps, the n-th group (from 0) starts only when `n < consumed + (L +
+1) * B`, and a group started at version `v` is trained by the step that ends version `v + L` at the latest. The first
+rule alone bounds how many groups are under way, and keeps to the order of the questions whichever driver asks first;
+the second bounds the age of a straggler: a step takes the oldest groups first and waits as long as those it would leave
+behind could not all be trained in time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterable, Sequence
 
 
 class Admission:
-    """Hands out one ticket per group. Keys are idempotent: a group whose driver was restarted gets its first ticket again."""
+    """Hands out one ticket per group.
+    Keys are idempotent: a group whose driver was restarted gets its first ticket again.
+    """
 
     def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, policy_version: int = 0) -> None:
         self._groups_per_step = groups_per_step
@@ -25,7 +28,9 @@ class Admission:
         self._changed = asyncio.Event()
 
     async def ticket(self, key: str, position: int) -> int:
-        """Waits until group `key`, the `position`-th of the stream from 0, may start; returns the policy version it starts at."""
+        """Waits until group `key`, the `position`-th of the stream from 0, may start; returns the policy version it
+        starts at.
+        """
         while key not in self._outstanding:
             if position < self._num_consumed + self._window:
                 self._outstanding[key] = self._version
@@ -34,7 +39,9 @@ class Admission:
         return self._outstanding[key]
 
     async def choose(self, finished: Sequence[str]) -> list[str] | None:
-        """The groups that the step ending the current version trains, oldest first; None when it has to wait for more to finish."""
+        """The groups that the step ending the current version trains, oldest first; None when it has to wait for
+        more to finish.
+        """
         if len(finished) < self._groups_per_step:
             return None
         step = sorted(finished, key=self._outstanding.__getitem__)[: self._groups_per_step]

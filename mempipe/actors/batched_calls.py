@@ -1,7 +1,8 @@
-"""Many small requests in few actor calls: what is asked, or answered, within one turn of an event loop travels together.
+"""Many small requests in few actor calls: what is asked, or answered, within one turn of an event loop travels
+together.
 
-A Ray actor call costs about a millisecond of CPU on both sides together; a short completion of a tiny model costs five with it.
-`BatchedClient` is the caller's end, `BatchedServer` the actor's.
+A Ray actor call costs about a millisecond of CPU on both sides together; a short completion of a tiny model costs five
+with it. `BatchedClient` is the caller's end, `BatchedServer` the actor's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Answer: TypeAlias = tuple[int, Any]
 
 
 class BatchedClient:
-    """One caller's requests to one actor, which has a `BatchedServer` behind its method `exchange`. To be used from one event loop."""
+    """One caller's requests to one actor, which has a `BatchedServer` behind its method `exchange`.
+    To be used from one event loop.
+    """
 
     def __init__(self, actor: Handle) -> None:
         self._actor = actor
@@ -37,7 +40,9 @@ class BatchedClient:
         self._exchanges: set[asyncio.Task[None]] = set()
 
     async def ask(self, *arguments: Any) -> Any:
-        """The answer to one request. Raises what the actor's function raised, and Ray's errors when the actor died meanwhile."""
+        """The answer to one request.
+        Raises what the actor's function raised, and Ray's errors when the actor died meanwhile.
+        """
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer = self._waiting[number] = loop.create_future()
         if not self._outbox:
@@ -84,7 +89,8 @@ class BatchedServer:
         self._callers: dict[str, _Caller] = {}
 
     async def exchange(self, name: str, requests: Sequence[Request]) -> list[Answer]:
-        """Takes in requests of caller `name` and returns its answers that are ready, in the order in which they became so.
+        """Takes in requests of caller `name` and returns its answers that are ready, in the order in which they became
+        so.
 
         Waits until there is one, unless another exchange of this caller waits already or there is nothing to wait for.
         """

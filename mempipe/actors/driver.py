@@ -1,7 +1,8 @@
 """The one way to play trajectories: training, evaluation and serving all play them with a `Driver`.
 
-A driver looks up the engines and retrievers by name, binds the configured agent to them, and plays any number of trajectories at the same
-time. It holds no state that matters: when it dies, its unfinished groups are played again by another one.
+A driver looks up the engines and retrievers by name, binds the configured agent to them, and plays any number of
+trajectories at the same time. It holds no state that matters: when it dies, its unfinished groups are played again by
+another one.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class Driver:
     async def play(self, group_id: str, question: Question) -> Group:
         """The group's trajectories, scored. Repeats it after faults of the machinery.
 
-        Raises GroupFailed when `stream.num_attempts` are used up, UnfitQuestion for a question that the agent cannot take, and
-        UserCodeError for an error in code of the user's own.
+        Raises GroupFailed when `stream.num_attempts` are used up, UnfitQuestion for a question that the agent cannot
+        take, and UserCodeError for an error in code of the user's own.
         """
         attempts = self._spec.config.stream.num_attempts
         faults: list[Exception] = []

@@ -1,7 +1,8 @@
 """Reading and encoding a corpus as a Ray Data stream.
 
-One reader walks the corpus and writes segments; a row of the stream is the number of one. A pool of encoders, on GPUs where there are any,
-takes them up in any order. Texts and vectors go through the index's folder, which all nodes see, so that what was done survives a kill.
+One reader walks the corpus and writes segments; a row of the stream is the number of one. A pool of encoders, on GPUs
+where there are any, takes them up in any order. Texts and vectors go through the index's folder, which all nodes see,
+so that what was done survives a kill.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class SegmentEncoder:
 
 
 def stream_segments(config: IndexConfig, files: list[CorpusFile], *, folder: Path) -> Generator[int, None, None]:
-    """Reads and encodes; yields the number of passages of every segment that is done. Raises ConfigError as `IndexBuild.read` does."""
+    """Reads and encodes; yields the number of passages of every segment that is done.
+    Raises ConfigError as `IndexBuild.read` does.
+    """
     context = DataContext.get_current().copy()
     context.execution_no_progress_timeout_s = -1  # a segment may take longer than any timeout
     context.target_max_block_size = 1  # a block is one row

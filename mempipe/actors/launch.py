@@ -1,4 +1,5 @@
-"""From a config to running roles: connects to Ray, makes every actor once, waits until each answers, owns all handles, and cleans up.
+"""From a config to running roles: connects to Ray, makes every actor once, waits until each answers, owns all handles,
+and cleans up.
 
 A named Ray actor dies when its last handle is dropped, so `Roles` holds them all for as long as the run lasts.
 """
@@ -102,7 +103,8 @@ class Roles(RolloutActors):
     def sync(self, policy_version: int) -> float:
         """Brings the learner's weights to every engine as `policy_version`; returns the largest canary difference.
 
-        Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not serve them.
+        Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
+        serve them.
         """
         if self.transfer == "nccl":
             self.learners.send_weights(policy_version)
@@ -145,7 +147,9 @@ def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dic
 
 @contextmanager
 def connected(address: str, *, name: str) -> Iterator[str]:
-    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that ends with the run."""
+    """A Ray connection for the run `name`:
+    the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that ends with the run.
+    """
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
     os.environ.update({name: os.environ.get(name, value) for name, value in WORKER_ENV.items()})
@@ -230,7 +234,9 @@ def learner_settings(config: RunConfig) -> dict[str, Any]:
 
 
 class _Placement:
-    """Where roles go: on a cluster with GPUs one placement group, reserved as a whole before anything starts; otherwise anywhere."""
+    """Where roles go: on a cluster with GPUs one placement group, reserved as a whole before anything starts;
+    otherwise anywhere.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """`sizes` are the GPUs of each role."""
@@ -258,7 +264,9 @@ class _Placement:
         return {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
 
     def transfer(self, config: RunConfig) -> Transfer:
-        """GPU to GPU where roles have GPUs of their own; merged LoRA weights go as bytes, since the sender knows full parameters only."""
+        """GPU to GPU where roles have GPUs of their own; merged LoRA weights go as bytes, since the sender knows
+        full parameters only.
+        """
         return "nccl" if self.group is not None and not config.model.lora_rank else "mempipe_shm"
 
     def remove(self) -> None:
@@ -329,7 +337,8 @@ class _Started:
         return Roles(**vars(engines), learners=learners, reference=reference)
 
     def engines(self, transfer: Transfer) -> RolloutActors:
-        """RolloutActors and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
+        """RolloutActors and retrievers on their way; `wait` waits for them.
+        An agent without an index has no retriever."""
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}

@@ -1,4 +1,6 @@
-"""The learner: FSDP rank actors behind one typed front that hands every rank its micro-batches and waits for all of them."""
+"""The learner: FSDP rank actors behind one typed front that hands every rank its micro-batches and waits for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ class LearnerGroup:
         self._all("start", lambda rank, i: rank.start.remote({**shared, "rank": i}))
 
     def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
-        """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the metrics of each update."""
+        """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches.
+        Returns the metrics of each update.
+        """
         return self._all("optimiser step", lambda rank, i: rank.step.remote([update[i] for update in updates]))[0]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -1,7 +1,8 @@
 """Typed pools in front of the engine and retriever actors that route, retry and give up (promise 8).
 
-Infrastructure faults never reach the policy: Ray restarts a dead actor, and a call that died with it or failed in it is repeated,
-elsewhere if there is another, until the deadline; then it raises `RoleUnavailable`, and the group is tried again or the run ends.
+Infrastructure faults never reach the policy: Ray restarts a dead actor, and a call that died with it or failed in it is
+repeated, elsewhere if there is another, until the deadline; then it raises `RoleUnavailable`, and the group is tried
+again or the run ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Pool:
         self._rests_until = [0.0] * len(self._lines)
 
     async def call(self, *arguments: Any) -> Any:
-        """The answer of one replica to a request. One that died or failed is given time to recover; other errors pass through.
+        """The answer of one replica to a request. One that died or failed is given time to recover; other errors pass
+        through.
 
         Raises RoleUnavailable after the deadline.
         """

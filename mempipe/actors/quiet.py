@@ -22,10 +22,11 @@ def quiet_loggers() -> None:
 
 
 def take_note_of_pool_arguments() -> None:
-    """Lets Ray say unheard, once and for all of this process, that restartable actors have arguments in the object store.
+    """Lets Ray say unheard, once and for all of this process, that restartable actors have arguments in the object
+    store.
 
-    It is said as an error of every Ray Data actor pool (ray-project/ray issue 57733), and no setting silences it. The actor that draws it
-    asks for a resource that no node has, so it never starts.
+    It is said as an error of every Ray Data actor pool (ray-project/ray issue 57733), and no setting silences it. The
+    actor that draws it asks for a resource that no node has, so it never starts.
     """
     with _without_stderr():
         ray.kill(start_actor(_NeverPlaced, {"num_cpus": 0, "resources": {"none": 1}, "max_restarts": 1}, ray.put(None)))

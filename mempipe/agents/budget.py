@@ -1,6 +1,8 @@
-"""What one context may hold, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine and metrics.
+"""What one context may hold, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine
+and metrics.
 
-Each agent has the limits that mean something to it, made of the parts here, and says what shares its largest context (`parts`).
+Each agent has the limits that mean something to it, made of the parts here, and says what shares its largest context
+(`parts`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from pydantic import Field
 from mempipe.settings import Section
 
 MEMORY_TAG_TOKENS = 64
-"""Room beside the memory in a memory message, for its tags, a stop token and a few words, where the message's limit is not set."""
+"""Room beside the memory in a memory message, for its tags, a stop token and a few words, where the message's limit
+is not set.
+"""
 
 
 class Budget(Section):
@@ -46,7 +50,8 @@ class MemoryBudget(Budget):
     memory_tokens: int = Field(1024, ge=1)
     """The memory that goes from one context to the next."""
     memory_message_tokens: int | None = Field(None, ge=1)
-    """Sampled tokens of the memory message: the memory, its tags and the stop token; null: memory_tokens and 64 more."""
+    """Sampled tokens of the memory message: the memory, its tags and the stop token; null: memory_tokens and 64 more.
+    """
     on_overflow: Literal["cut", "end"] = "cut"
     """A memory longer than memory_tokens is cut at a token boundary, or ends the trajectory."""
 

@@ -10,7 +10,9 @@ from mempipe.settings import Section
 
 
 class CompatConfig(Section):
-    """Where published code departs from its paper, or its evaluation from its training: what to do as it does, item by item."""
+    """Where published code departs from its paper, or its evaluation from its training:
+    what to do as it does, item by item.
+    """
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"none": {}}
     """The flags that a preset sets, as that code behaves."""
@@ -38,16 +40,20 @@ class SearchCompat(CompatConfig):
     """The same of an agent that searches."""
 
     num_passages: int | None = Field(None, ge=1)
-    """Passages of a search that names no number, whatever retrieval.num_passages makes the tool schema promise; null: what it promises."""
+    """Passages of a search that names no number, whatever retrieval.num_passages makes the tool schema promise; null:
+    what it promises.
+    """
 
 
 class AgentConfig(Section):
     """Which agent, and the text it reads. Further settings are the agent's own."""
 
     name: str = "memsearcher"
-    """memsearcher (arXiv 2511.02805), memagent (2507.02259), mem1 (2506.15841), react (full history, 2503.09516), or the module of an agent
-    of your own (docs/extending.md)."""
+    """memsearcher (arXiv 2511.02805), memagent (2507.02259), mem1 (2506.15841), react (full history, 2503.09516), or
+    the module of an agent of your own (docs/extending.md)."""
     prompts: str = ""
-    """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty: the agent's own."""
+    """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty:
+    the agent's own.
+    """
     compat: SerializeAsAny[CompatConfig] = CompatConfig()
     """Behave as published code does where it departs from its paper."""

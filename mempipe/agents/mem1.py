@@ -1,8 +1,8 @@
 """MEM1 (arXiv 2506.15841): an agent whose memory is its own last message, thought and query together.
 
-One user prompt, then an assistant message that goes on after every observation. Each turn is a context of its own that holds exactly
-what the policy saw when it sampled: prompt, the last message, its observation, and the new message. Older turns are gone. The last
-message was trained in the context before; here it is injected.
+One user prompt, then an assistant message that goes on after every observation. Each turn is a context of its own that
+holds exactly what the policy saw when it sampled: prompt, the last message, its observation, and the new message. Older
+turns are gone. The last message was trained in the context before; here it is injected.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Mem1Renderer(TaggedRenderer):
 
 
 class Mem1(TaggedAgent[Mem1Renderer]):
-    """The agent. A search is noted in the context that reads its passages; the last turn's search would be read by none and is not made."""
+    """The agent. A search is noted in the context that reads its passages; the last turn's search would be read by
+    none and is not made.
+    """
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids = self.renderer.question(question)

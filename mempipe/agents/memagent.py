@@ -1,7 +1,9 @@
-"""MemAgent (arXiv 2507.02259): an agent that reads a text of any length chunk by chunk and keeps a bounded memory of it.
+"""MemAgent (arXiv 2507.02259): an agent that reads a text of any length chunk by chunk and keeps a bounded memory of
+it.
 
-Every chunk is a context of its own: question, memory and chunk, then the sampled reply, which is the next memory as it stands. The last
-context holds question and memory only and is answered in a box. Every chunk is read, nothing is searched, and nothing ends the reading.
+Every chunk is a context of its own: question, memory and chunk, then the sampled reply, which is the next memory as it
+stands. The last context holds question and memory only and is answered in a box. Every chunk is read, nothing is
+searched, and nothing ends the reading.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
             raise UnfitQuestion(f"question {question.id} has an empty context; memagent reads one")
         if limit and len(chunks) > limit:
             raise UnfitQuestion(
-                f"question {question.id} has a context of {len(chunks)} chunks (budget.chunk_tokens {self.budget.chunk_tokens}), "
+                f"question {question.id} has a context of {len(chunks)} chunks (budget.chunk_tokens "
+                f"{self.budget.chunk_tokens}), "
                 f"more than budget.max_chunks {limit}"
             )
         return chunks
@@ -147,7 +150,9 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
 
 
 class MemAgent(Agent[MemAgentRenderer]):
-    """The agent. A memory that its token limit cut off is a memory all the same, as published; `memory_truncated` counts it."""
+    """The agent. A memory that its token limit cut off is a memory all the same, as published; `memory_truncated`
+    counts it.
+    """
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)

@@ -1,7 +1,8 @@
-"""MemSearcher (arXiv 2511.02805): an agent that searches turn by turn and carries nothing but the question and a bounded memory.
+"""MemSearcher (arXiv 2511.02805): an agent that searches turn by turn and carries nothing but the question and a
+bounded memory.
 
-Every turn is a context of its own: prompt, sampled action and, when the action searches, the injected observation and the sampled
-memory message. The same code serves training, evaluation and serving; only `generate` and `search` differ.
+Every turn is a context of its own: prompt, sampled action and, when the action searches, the injected observation and
+the sampled memory message. The same code serves training, evaluation and serving; only `generate` and `search` differ.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class MemSearcherBudget(MemoryBudget, SearchBudget):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemSearcherPrompts(PromptSet):
-    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key. Raises ConfigError."""
+    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key.
+    Raises ConfigError.
+    """
 
     REQUIRED: ClassVar = {"user": {"question", "memory"}, "observation": {"passages"}, "passage": {"text"}}
     OPTIONAL: ClassVar = {"system": {"tools"}, "observation": {"call"}, "passage": {"title", "index"}}
@@ -98,7 +101,8 @@ class Observation:
 class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
     """Prompts and observations of one tokenizer, prompt set, set of tools and budget.
 
-    `action_start` and `memory_start` are what an assistant message holds before the first sampled token. Raises as `Renderer` does.
+    `action_start` and `memory_start` are what an assistant message holds before the first sampled token. Raises as
+    `Renderer` does.
     """
 
     TAGS = ("think", "tool_call", "tool_response", "memory", "question")
@@ -164,7 +168,9 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
         )
 
     def observation(self, calls: Sequence[ToolCall], results: Sequence[ToolResult], *, last_id: int) -> Observation:
-        """The answer to `calls` after an action whose last token is `last_id`, with as much of the results as there is room for."""
+        """The answer to `calls` after an action whose last token is `last_id`, with as much of the results as there
+        is room for.
+        """
         room = self.observation_room(calls)
         shown = fit_passages(
             [self._passage_pieces(result.passages) + self._text_pieces(result.texts) for result in results], room=room
@@ -186,7 +192,9 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
 
 
 class MemSearcher(Agent[MemSearcherRenderer]):
-    """The agent. `compat.bad_memory` and `compat.box_in_thought` make it play as the published evaluation or training does."""
+    """The agent. `compat.bad_memory` and `compat.box_in_thought` make it play as the published evaluation or
+    training does.
+    """
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids = self.renderer.question(question)

@@ -20,7 +20,8 @@ REPEATABLE = "passage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """What an agent's own prompt set is a subclass of: one text a key. Raises ConfigError for a text with wrong slots."""
+    """What an agent's own prompt set is a subclass of: one text a key.
+    Raises ConfigError for a text with wrong slots."""
 
     REQUIRED: ClassVar[dict[str, set[str]]] = {}
     """Slots that the text of a key must hold."""
@@ -50,7 +51,9 @@ P = TypeVar("P", bound=PromptSet)
 
 
 def load_prompts(name: str, kind: type[P]) -> P:
-    """The built-in prompt set of that name, or the one in the YAML file at that path, for the agent of `kind`. Raises ConfigError."""
+    """The built-in prompt set of that name, or the one in the YAML file at that path, for the agent of `kind`.
+    Raises ConfigError.
+    """
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
     try:
@@ -69,5 +72,7 @@ def load_prompts(name: str, kind: type[P]) -> P:
 
 
 def split_slots(text: str) -> list[str]:
-    """The text as literal, slot name, literal, …, literal. Only `{name}` with the name of a slot is one; all other braces are text."""
+    """The text as literal, slot name, literal, …, literal.
+    Only `{name}` with the name of a slot is one; all other braces are text.
+    """
     return re.split(f"{{({'|'.join(SLOTS)})}}", text)

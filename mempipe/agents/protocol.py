@@ -2,9 +2,10 @@
 
 Also what an agent needs from the outside, as plain callables: a tokenizer, `generate` and `search`.
 
-MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of the one tool, each a JSON object between
-`<tool_call>` tags, or an answer in `\\boxed{…}`; a memory message holds the memory between `<memory>` tags. MemAgent answers in a box as
-well. MEM1 and ReAct write a thought, then a query between `<search>` tags or an answer between `<answer>` tags (`mempipe.agents.tagged`).
+MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of the one tool, each a JSON object
+between `<tool_call>` tags, or an answer in `\\boxed{…}`; a memory message holds the memory between `<memory>` tags.
+MemAgent answers in a box as well. MEM1 and ReAct write a thought, then a query between `<search>` tags or an answer
+between `<answer>` tags (`mempipe.agents.tagged`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class ChatTemplateError(ValueError):
 
 
 class UnfitQuestion(ValueError):
-    """A question that the agent cannot take: it or its text is too long, or has nothing to read. The message names it and the setting."""
+    """A question that the agent cannot take:
+    it or its text is too long, or has nothing to read. The message names it and the setting.
+    """
 
 
 class Tokenizer(Protocol):
@@ -50,7 +53,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of untrusted text; no id of `special_token_ids` can arise, whatever the text holds (lone surrogates too)."""
+        """Ids of untrusted text; no id of `special_token_ids` can arise,
+        whatever the text holds (lone surrogates too)."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -64,7 +68,8 @@ class Tokenizer(Protocol):
 
 class GenerateFn(Protocol):
     async def __call__(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        """Samples one assistant message after `token_ids`. Infrastructure faults raise; they never come back as text."""
+        """Samples one assistant message after `token_ids`. Infrastructure faults raise;
+        they never come back as text."""
         ...
 
 
@@ -110,14 +115,18 @@ def parse_memory(text: str) -> str:
 def parse_answer(
     text: str, *, paired: Sequence[str] = ("think", "tool_call"), box_in_thought: bool = False
 ) -> str | None:
-    """The last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired` does not pair."""
+    """The last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired` does
+    not pair.
+    """
     if not all(_tags_pair(text, tag) for tag in paired):
         return None
     return last_boxed(text if box_in_thought else re.sub("<think>.*?</think>", "", text, flags=re.DOTALL).strip())
 
 
 def last_stated(text: str) -> str | None:
-    """What follows the last "the answer is", without the marks around it; None when it is said nowhere or nothing follows."""
+    """What follows the last "the answer is", without the marks around it; None when it is said nowhere or nothing
+    follows.
+    """
     _, found, rest = text.rpartition("the answer is")
     return (rest.strip(" \n*.:") or None) if found else None
 
@@ -125,7 +134,8 @@ def last_stated(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     """The content of the last `\\boxed`; None when there is none or its braces do not close.
 
-    `\\boxed{a {b}}` holds `a {b}`; the brace-less `\\boxed a` holds everything up to the next `$`. Nothing else is a box.
+    `\\boxed{a {b}}` holds `a {b}`; the brace-less `\\boxed a` holds everything up to the next `$`. Nothing else is a
+    box.
     """
     _, box, rest = text.rpartition(BOX)
     if not box:
@@ -157,7 +167,8 @@ def _tags_pair(text: str, tag: str) -> bool:
 
 
 def thought_of(text: str, *, actions: Sequence[str]) -> str:
-    """The thoughts in an assistant message: what stands between its think tags, or what precedes the first of `actions`.
+    """The thoughts in an assistant message: what stands between its think tags, or what precedes the first of
+    `actions`.
 
     A message whose opening tag was written for the policy starts inside its first thought.
     """

@@ -1,8 +1,9 @@
-"""ReAct as Search-R1 trains it (arXiv 2210.03629, 2503.09516): the whole history in one growing context, to compare memories with.
+"""ReAct as Search-R1 trains it (arXiv 2210.03629, 2503.09516): the whole history in one growing context, to compare
+memories with.
 
-One user prompt, then an assistant message that goes on after every observation until it answers. A message that neither searches nor
-answers is told so and the trajectory goes on. When another turn would not fit the context the trajectory ends; nothing is ever cut off
-on the left.
+One user prompt, then an assistant message that goes on after every observation until it answers. A message that neither
+searches nor answers is told so and the trajectory goes on. When another turn would not fit the context the trajectory
+ends; nothing is ever cut off on the left.
 """
 
 from __future__ import annotations

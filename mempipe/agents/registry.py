@@ -1,7 +1,7 @@
 """The table of agents: everything that the rest of the system must know about an agent stands in its `AgentSpec`.
 
-A new agent is its file, its prompts and one row of `BUILT_IN`. An agent of your own needs no row: `agent.name` is then the name of its
-module, which holds an `AgentSpec` called `AGENT`.
+A new agent is its file, its prompts and one row of `BUILT_IN`. An agent of your own needs no row: `agent.name` is then
+the name of its module, which holds an `AgentSpec` called `AGENT`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the policy reads: prompts and observations as token ids, made from a prompt set and the model's own chat template.
+"""What the policy reads: prompts and observations as token ids, made from a prompt set and the model's own chat
+template.
 
-The chat template is rendered once, with marks in place of the messages. Template text and the prompt set's own words are trusted and
-encoded once, special tokens included; what goes into the slots is neutralised and encoded as plain text, piece by piece. So special
-tokens come from the template only, and every part of a context has a length of its own. Each agent's file has a renderer of its own.
+The chat template is rendered once, with marks in place of the messages. Template text and the prompt set's own words
+are trusted and encoded once, special tokens included; what goes into the slots is neutralised and encoded as plain
+text, piece by piece. So special tokens come from the template only, and every part of a context has a length of its
+own. Each agent's file has a renderer of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ S = TypeVar("S", bound=SearchBudget)
 
 
 class Renderer(Generic[B]):
-    """What the renderers of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it is untrusted.
+    """What the renderers of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it
+    is untrusted.
 
-    `template_tokens` is the most that a context holds besides the parts of the budget; `closing_id` is the token with which the chat
-    template ends an assistant message. Build a renderer once; nothing in it changes.
-    Raises ConfigError when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
+    `template_tokens` is the most that a context holds besides the parts of the budget; `closing_id` is the token with
+    which the chat template ends an assistant message. Build a renderer once; nothing in it changes. Raises ConfigError
+    when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
     """
 
     TAGS: ClassVar[tuple[str, ...]]
@@ -91,7 +94,8 @@ class Renderer(Generic[B]):
         if sum(parts.values()) > self.budget.context_tokens:
             listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
             raise ConfigError(
-                f"budget.context_tokens is {self.budget.context_tokens}, but {listed} tokens need {sum(parts.values())}; "
+                f"budget.context_tokens is {self.budget.context_tokens}, but {listed} tokens need "
+                f"{sum(parts.values())}; "
                 "raise context_tokens or lower the parts"
             )
 
@@ -115,7 +119,8 @@ class SearchRenderer(Renderer[S]):
         for key, text in {"passage": passage, "passage_separator": separator}.items():
             if self._neutralize(text) != text:
                 raise ConfigError(
-                    f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may stand in it"
+                    f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may "
+                    "stand in it"
                 )
         self._passage, self._separator = split_slots(passage), separator
 
@@ -162,7 +167,9 @@ def alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> lis
 
 
 def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
-    """What is shown of each call's passages: best ones of all calls first, whole ones as long as they fit, then a part of one."""
+    """What is shown of each call's passages:
+    best ones of all calls first, whole ones as long as they fit, then a part of one.
+    """
     shown: list[list[int]] = [[] for _ in results]
     ranked = [
         (call, piece)
@@ -232,7 +239,8 @@ def _chat_frame(tokenizer: Tokenizer, *, system: str) -> _ChatFrame:
 def _split_at(mark: str, text: str) -> tuple[str, str]:
     if text.count(mark) != 1:
         raise ConfigError(
-            f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the rendering"
+            f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the "
+            "rendering"
         )
     before, _, after = text.partition(mark)
     return before, after
@@ -243,7 +251,8 @@ def _closing_id(tokenizer: Tokenizer, after_action: str) -> int:
     if not closing or closing[0] not in stops:
         texts = [tokenizer.decode([i]) for i in sorted(stops)]
         raise ConfigError(
-            f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not start with a stop token "
+            f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not "
+            "start with a stop token "
             f"{texts}; add its token to eos_token_id in generation_config.json"
         )
     return closing[0]

@@ -1,7 +1,9 @@
-"""What MEM1 and ReAct share: one assistant message that goes on after every observation, with queries and answers between tags.
+"""What MEM1 and ReAct share: one assistant message that goes on after every observation, with queries and answers
+between tags.
 
-The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples behind the first of these closing tags has no
-effect on anything: it is in no context and in no loss. The observation follows inside the same message.
+The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples behind the first of these
+closing tags has no effect on anything: it is in no context and in no loss. The observation follows inside the same
+message.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class TaggedPrompts(PromptSet):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedMessage:
-    """A sampled message up to the end of its action, or all of it when there is none. One of query, answer and fault is set."""
+    """A sampled message up to the end of its action, or all of it when there is none.
+    One of query, answer and fault is set.
+    """
 
     token_ids: list[int]  # without the stop token
     text: str
@@ -78,7 +82,8 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         needed = len(self._turns_left(budget.max_turns)) + 1
         if budget.observation_tokens < needed:
             raise ConfigError(
-                f"budget.observation_tokens is {budget.observation_tokens}, expected at least {needed}: the turns left and a passage"
+                f"budget.observation_tokens is {budget.observation_tokens}, expected at least {needed}: the turns "
+                "left and a passage"
             )
         self.template_tokens = self._prompt.num_tokens + self._observation.num_tokens
         self._check_budget()
@@ -88,7 +93,9 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         return self._prompt.filled({"question": question})
 
     def observation(self, passages: Sequence[Passage], *, turns_left: int) -> tuple[list[int], int]:
-        """What follows a search, with as many of the passages as there is room for, and how many ids count against the budget."""
+        """What follows a search, with as many of the passages as there is room for, and how many ids count against
+        the budget.
+        """
         left = self._turns_left(turns_left)
         (shown,) = fit_passages([self._passage_pieces(passages)], room=self.budget.observation_tokens - len(left))
         return self._observation.filled({"passages": shown, "turns_left": left}), len(shown) + len(left)
@@ -141,8 +148,8 @@ class TaggedAgent(Agent[T]):
         return completion, self.renderer.parse(completion.token_ids, finish=completion.finish_reason)
 
     def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
-        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends` with no search: otherwise
-        the assistant message goes on behind it."""
+        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends` with
+        no search: otherwise the assistant message goes on behind it."""
         whole = len(without_stop(completion.token_ids, self.renderer)) == len(message.token_ids)
         stopped = ends and whole and message.query is None
         turn.sample(completion, num_kept=None if stopped else len(message.token_ids))

@@ -1,8 +1,8 @@
 """What a policy may call: the search function, and tools of your own.
 
-A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails for reasons of the
-machinery raises an `InfrastructureFault` and is repeated with its group; what the policy should read about a call that went wrong
-(division by zero, an unknown city) is an ordinary result text.
+A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails
+for reasons of the machinery raises an `InfrastructureFault` and is repeated with its group; what the policy should read
+about a call that went wrong (division by zero, an unknown city) is an ordinary result text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Tool(ToolSpec, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A valid call. `text` is the call as the policy wrote it, `arguments` is what the tool's `check` made of its arguments."""
+    """A valid call. `text` is the call as the policy wrote it, `arguments` is what the tool's `check` made of its
+    arguments.
+    """
 
     text: str
     tool: str
@@ -85,7 +87,9 @@ class SearchTool:
 
     @classmethod
     def of(cls, limits: SearchLimits, *, name: str = "search", num_passages: int | None = None) -> SearchTool:
-        """The tool within `limits`; `num_passages` is what a search without a number gets, whatever the schema promises."""
+        """The tool within `limits`; `num_passages` is what a search without a number gets, whatever the schema
+        promises.
+        """
         return cls(
             name=name,
             num_passages=num_passages or limits.num_passages,
@@ -145,7 +149,9 @@ class Toolbox:
         return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 
     def parse(self, text: str) -> ToolCall:
-        """The call that the JSON `text` stands for. Raises InvalidCall unless it is one of a tool here, with arguments that it takes."""
+        """The call that the JSON `text` stands for.
+        Raises InvalidCall unless it is one of a tool here, with arguments that it takes.
+        """
         try:
             call = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts

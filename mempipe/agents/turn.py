@@ -99,7 +99,9 @@ class Turn:
 
 
 class Agent(ABC, Generic[R]):
-    """An agent, bound to an engine and a retriever. It keeps no state between rollouts: any number of them may run at the same time."""
+    """An agent, bound to an engine and a retriever.
+    It keeps no state between rollouts: any number of them may run at the same time.
+    """
 
     def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn) -> None:
         self.renderer = renderer
@@ -109,7 +111,8 @@ class Agent(ABC, Generic[R]):
     async def rollout(
         self, question: Question, *, trajectory_id: str, group_id: str, member: int, on_context: OnContext | None = None
     ) -> Trajectory:
-        """One attempt at `question`, not scored yet. `on_context` is called with every context as soon as it is finished.
+        """One attempt at `question`, not scored yet. `on_context` is called with every context as soon as it is
+        finished.
 
         Raises UnfitQuestion when the question does not fit the budget, and whatever `generate` and `search` raise.
         """
@@ -127,7 +130,9 @@ class Agent(ABC, Generic[R]):
 
     @abstractmethod
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
-        """Plays the trajectory, hands over each context when it is finished, and says how it ended and with which answer."""
+        """Plays the trajectory, hands over each context when it is finished, and says how it ended and with which
+        answer.
+        """
 
     async def _complete(self, turn: Turn, *, max_tokens: int) -> Completion:
         """What the engine samples after the turn as it is; the turn does not take it in."""

@@ -34,7 +34,9 @@ class WorldConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised start of the tiny model: one pass over scripted trajectories, faultless ones first, then ones with bad habits."""
+    """Supervised start of the tiny model:
+    one pass over scripted trajectories, faultless ones first, then ones with bad habits.
+    """
 
     num_clean_trajectories: int = Field(4500, ge=0)
     """Scripted trajectories without mistakes."""

@@ -1,8 +1,8 @@
 """Corpora as streams of passages, of any size: wiki-18 jsonl (plain or gzip) and parquet, local or by URL.
 
-A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and `text`; either may have a
-`partition`. `read_segments` reads many rows at once with Arrow; where Arrow finds anything odd, the same rows are read one by one, so that
-whatever is refused has its line, and both ways give the same passages.
+A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and
+`text`; either may have a `partition`. `read_segments` reads many rows at once with Arrow; where Arrow finds anything
+odd, the same rows are read one by one, so that whatever is refused has its line, and both ways give the same passages.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ _SOURCE_TEXTS = ("contents", "title", "text", "partition")
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
 _MAX_BRACKETS = 100
-"""On one line that Arrow reads. Python refuses to nest about ten times deeper, Arrow does not, and nesting needs brackets."""
+"""On one line that Arrow reads.
+Python refuses to nest about ten times deeper, Arrow does not, and nesting needs brackets.
+"""
 _NO_JSON = (re.compile(rb"NaN\s*[,}\]]"), re.compile(rb"Inf(?:inity)?\s*[,}\]]"))
 """Numbers that Arrow reads and JSON does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusPosition:
-    """Where to go on reading: in `file`, behind its first `row` lines or rows, good or bad; `counts` are the bad rows so far, by kind."""
+    """Where to go on reading:
+    in `file`, behind its first `row` lines or rows, good or bad; `counts` are the bad rows so far, by kind.
+    """
 
     file: int = 0
     row: int = 0
@@ -52,7 +56,9 @@ class CorpusPosition:
 
 
 class SeenIds:
-    """Which ids came before, in 16 bytes an id: two 64-bit hashes in sorted runs, each at least twice as long as the next."""
+    """Which ids came before, in 16 bytes an id:
+    two 64-bit hashes in sorted runs, each at least twice as long as the next.
+    """
 
     def __init__(self) -> None:
         self._runs: list[npt.NDArray[np.uint64]] = []  # [2, n], ordered by the first hash
@@ -92,7 +98,8 @@ class SeenIds:
 
 
 def corpus_files(sources: str | Path | Sequence[str | Path]) -> list[CorpusFile]:
-    """The files of a corpus: a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by fsspec URL.
+    """The files of a corpus: a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by
+    fsspec URL.
 
     Raises ConfigError for what does not exist, has another suffix, or is a folder without such files.
     """
@@ -108,14 +115,17 @@ def read_segments(
     max_bad_rows: int = 0,
     max_line_bytes: int = 2**20,
 ) -> Iterator[tuple[pa.RecordBatch, CorpusPosition]]:
-    """Batches [size] of PASSAGE_COLUMNS in the order of the files (the last may be shorter), each with the position of what follows it.
+    """Batches [size] of PASSAGE_COLUMNS in the order of the files (the last may be shorter), each with the position of
+    what follows it.
 
-    A batch's position is that of the next good row, so the bad rows between them are in its counts. Starting there, with `seen` holding the
-    ids before it, gives the batches that an undisturbed reading gives; at a yield `seen` holds the ids of the batches so far. Memory does
-    not depend on the size of the corpus but for `seen`. Lone surrogates become U+FFFD.
+    A batch's position is that of the next good row, so the bad rows between them are in its counts. Starting there,
+    with `seen` holding the ids before it, gives the batches that an undisturbed reading gives; at a yield `seen` holds
+    the ids of the batches so far. Memory does not depend on the size of the corpus but for `seen`. Lone surrogates
+    become U+FFFD.
 
-    Bad rows (not a JSON object in UTF-8, longer than `max_line_bytes`, without id or text, of a wrong type, an id for the second time) are
-    passed over. Raises ConfigError, naming file and line, for more than `max_bad_rows` of them and for a file that is truncated.
+    Bad rows (not a JSON object in UTF-8, longer than `max_line_bytes`, without id or text, of a wrong type, an id for
+    the second time) are passed over. Raises ConfigError, naming file and line, for more than `max_bad_rows` of them and
+    for a file that is truncated.
     """
     if size < 1:
         raise ConfigError(f"a segment has {size} passages; it needs at least 1")
@@ -127,7 +137,8 @@ def read_segments(
         chunk.report(bad, 0, np.array([], dtype=bool))
         done = 0
         while done < len(chunk.numbers):
-            # A full segment waits for the next good row: known ids are bad rows, and nothing may enter `seen` before it is handed out.
+            # A full segment waits for the next good row: known ids are bad rows, and nothing may enter `seen` before it
+            # is handed out.
             ids = chunk.passages.column("id").slice(done, missing or _LOOK_AHEAD)
             repeated = seen.add(ids) if missing else seen.known(ids)
             taken = len(ids) if missing or repeated.all() else int(np.argmin(repeated))
@@ -152,7 +163,9 @@ def read_corpus(path: str | Path | Sequence[str | Path], *, max_bad_rows: int = 
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of wiki-18 contents; the title is "" when there is no line of its own. Quotes that belong to the title stay."""
+    """Title and text of wiki-18 contents; the title is "" when there is no line of its own.
+    Quotes that belong to the title stay.
+    """
     title, newline, text = contents.partition("\n")
     if not newline:
         return "", contents.strip()
@@ -163,12 +176,16 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def join_contents(title: str, text: str) -> str:
-    """The wiki-18 contents that `split_contents` splits again; a title's newlines become spaces, since its line ends with the first."""
+    """The wiki-18 contents that `split_contents` splits again; a title's newlines become spaces, since its line ends
+    with the first.
+    """
     return f'"{title.replace(chr(10), " ")}"\n{text}'
 
 
 class _Chunk:
-    """Some rows of one file: the good ones as PASSAGE_COLUMNS with their numbers (counted from 1), ids not yet compared, and the faults."""
+    """Some rows of one file:
+    the good ones as PASSAGE_COLUMNS with their numbers (counted from 1), ids not yet compared, and the faults.
+    """
 
     def __init__(
         self,
@@ -182,7 +199,9 @@ class _Chunk:
         self._place, self._faults = place, faults
 
     def report(self, bad: BadRows, done: int, repeated: npt.NDArray[np.bool_]) -> None:
-        """Counts the `repeated` ones of the passages from `done` on, and the faults up to the passage behind them, in the file's order."""
+        """Counts the `repeated` ones of the passages from `done` on, and the faults up to the passage behind them,
+        in the file's order.
+        """
         following = self.numbers[done + len(repeated) :][:1]
         before = [fault for fault in self._faults if not len(following) or fault[0] < following[0]]
         self._faults = self._faults[len(before) :]
@@ -222,7 +241,9 @@ def _read_lines(lines: Sequence[bytes | None], before: int, max_line_bytes: int)
 
 
 def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
-    """One row per line, of `id` and the source texts; None unless every line is for certain one plain object that Python reads alike."""
+    """One row per line, of `id` and the source texts; None unless every line is for certain one plain object that
+    Python reads alike.
+    """
     if None in lines:
         return None
     joined = b"\n".join(lines)  # pyrefly: ignore[bad-argument-type]
@@ -249,7 +270,9 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
 
 
 def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
-    """Whether fields that Arrow passes over are for certain what JSON allows: it does not look for text that is no UTF-8, nor the rest."""
+    """Whether fields that Arrow passes over are for certain what JSON allows:
+    it does not look for text that is no UTF-8, nor the rest.
+    """
     try:
         joined.decode()
     except UnicodeDecodeError:
@@ -261,7 +284,9 @@ def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
 
 
 def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Read | None:
-    """The passages of rows whose columns all have the right type, or None; what `parse_passage` does, for a whole column at a time."""
+    """The passages of rows whose columns all have the right type, or None; what `parse_passage` does, for a whole
+    column at a time.
+    """
     columns = {name: batch.column(name) for name in batch.schema.names}
     identities = columns.pop("id", None)
     if (

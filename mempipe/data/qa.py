@@ -1,6 +1,7 @@
 """Question files of every published format, read into one record: `Question`.
 
-A row's fields tell its format (`_FORMATS`); a file is `.jsonl`, `.jsonl.gz`, `.json` (one list) or `.parquet`, local or by URL.
+A row's fields tell its format (`_FORMATS`); a file is `.jsonl`, `.jsonl.gz`, `.json` (one list) or `.parquet`, local or
+by URL.
 """
 
 from __future__ import annotations
@@ -41,18 +42,22 @@ def read_questions(path: str | Path, *, max_bad_rows: int = 0) -> list[Question]
 def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFile:
     """The questions of a file (or a folder of files), in order. Lone surrogates in texts become U+FFFD.
 
-    `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Supporting facts give `num_hops` (the different
-    titles) but no `evidence`: a title is no passage id, and what a middle fact contributes is not recorded.
+    `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Supporting facts give
+    `num_hops` (the different titles) but no `evidence`: a title is no passage id, and what a middle fact contributes is
+    not recorded.
 
-    Bad rows (of no known format, with a missing or wrong value, without golden answers, an id for the second time) are passed over. Raises
-    ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot be read, has no question or lacks its texts.
+    Bad rows (of no known format, with a missing or wrong value, without golden answers, an id for the second time) are
+    passed over. Raises ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot be
+    read, has no question or lacks its texts.
     """
     bad, formats = BadRows(max_bad_rows), Counter[str]()
     return QuestionFile(questions=list(_read(path, bad=bad, formats=formats)), formats=formats, bad=bad)
 
 
 def iter_questions(path: str | Path) -> Iterator[Question]:
-    """The questions of `read_questions` one by one: long contexts are never in memory together. Raises as it does, on the way."""
+    """The questions of `read_questions` one by one:
+    long contexts are never in memory together. Raises as it does, on the way.
+    """
     return _read(path, bad=BadRows(), formats=Counter())
 
 
@@ -77,14 +82,18 @@ def _read(path: str | Path, *, bad: BadRows, formats: Counter[str]) -> Iterator[
 
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
-    """Writes mempipe's own parquet: one column per field. The file appears whole or not at all; an existing one is replaced."""
+    """Writes mempipe's own parquet:
+    one column per field. The file appears whole or not at all; an existing one is replaced.
+    """
     table = pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question))
     with whole_file(Path(path)) as partial:
         pq.write_table(table, partial)
 
 
 def describe_questions(file: QuestionFile) -> list[str]:
-    """What is in a question file, for people: formats, sources, what the questions come with, lengths in characters, bad rows."""
+    """What is in a question file, for people:
+    formats, sources, what the questions come with, lengths in characters, bad rows.
+    """
     questions = file.questions
     sources = Counter(question.source or "(none)" for question in questions)
     with_what = {
@@ -108,7 +117,8 @@ def describe_questions(file: QuestionFile) -> list[str]:
     for name, values in lengths.items():
         values.sort()
         lines.append(
-            f"characters of a {name}: {values[0]} to {values[-1]}, half of them at most {values[(len(values) - 1) // 2]}"
+            f"characters of a {name}: {values[0]} to {values[-1]}, half of them at most "
+            f"{values[(len(values) - 1) // 2]}"
         )
     if file.bad.counts:
         lines += [
@@ -253,7 +263,9 @@ _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
 
 def _asked_in(prompt: str, num_objectives: int) -> str:
-    """What follows "Question:" in a MEM1 prompt, up to the end of the line: as many questions as objectives, joined by "; "."""
+    """What follows "Question:" in a MEM1 prompt, up to the end of the line:
+    as many questions as objectives, joined by "; ".
+    """
     for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):
         line = asked.strip().partition("\n")[0].strip()
         if line and line.count("; ") >= num_objectives - 1:
@@ -302,7 +314,9 @@ def _index(row: dict[str, Any], number: int) -> Any:
 
 
 def _num_titles(facts: Any) -> int:
-    """The number of different supporting titles, 0 when the data set names none: {title: [...]} or [[title, sentence], ...]."""
+    """The number of different supporting titles, 0 when the data set names none:
+    {title: [...]} or [[title, sentence], ...].
+    """
     if isinstance(facts, dict):
         titles = facts.get("title")
     else:

@@ -1,8 +1,9 @@
-"""Files of rows: local or by fsspec URL; jsonl, jsonl.gz, json and parquet; with a place for every row and a count of those that are bad.
+"""Files of rows: local or by fsspec URL; jsonl, jsonl.gz, json and parquet; with a place for every row and a count of
+those that are bad.
 
-A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be passed over.
-Faults of a whole file (missing, truncated, of another kind) are a ConfigError whatever the limit; what the disk or the network did stays
-the OSError that it is.
+A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be
+passed over. Faults of a whole file (missing, truncated, of another kind) are a ConfigError whatever the limit; what the
+disk or the network did stays the OSError that it is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Source = str | Path
 
 
 class BadRow(ValueError):
-    """A row that a reader cannot use: `kind` is a short slug to count by, the message says what is wrong with which field."""
+    """A row that a reader cannot use:
+    `kind` is a short slug to count by, the message says what is wrong with which field.
+    """
 
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)
@@ -44,7 +47,9 @@ class BadRow(ValueError):
 
 
 class BadRows:
-    """Bad rows by kind, with the first of them; more than `limit` (`max_bad_rows`) raise ConfigError. `counts` are those of before."""
+    """Bad rows by kind, with the first of them; more than `limit` (`max_bad_rows`) raise ConfigError.
+    `counts` are those of before.
+    """
 
     def __init__(self, limit: int = 0, *, counts: Mapping[str, int] | None = None) -> None:
         if limit < 0:
@@ -58,7 +63,9 @@ class BadRows:
         return sum(self.counts.values())
 
     def add(self, place: str, problem: str, *, kind: str) -> None:
-        """Counts one. Raises ConfigError with the first ones once there are too many; with limit 0 its message is the row's own."""
+        """Counts one. Raises ConfigError with the first ones once there are too many; with limit 0 its message is
+        the row's own.
+        """
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.examples) < _NUM_EXAMPLES:
             self.examples.append(f"{place}: {problem}")
@@ -102,10 +109,11 @@ class InputFile:
 
 
 def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]) -> list[InputFile]:
-    """The files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a list of any.
+    """The files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a list of
+    any.
 
-    A source is a local path, an fsspec URL or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Raises ConfigError for what does not
-    exist or cannot be reached, has another suffix, or is a folder without such files.
+    A source is a local path, an fsspec URL or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Raises
+    ConfigError for what does not exist or cannot be reached, has another suffix, or is a folder without such files.
     """
     listed = [sources] if isinstance(sources, str | Path) else list(sources)
     if not listed:
@@ -114,10 +122,12 @@ def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]
 
 
 def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) in order; a place is "FILE, line 3", "FILE, row 3" or "FILE, item 3", counted from 1. Blank lines are passed over.
+    """(place, row) in order; a place is "FILE, line 3", "FILE, row 3" or "FILE, item 3", counted from 1. Blank lines
+    are passed over.
 
-    Lines and parquet are streamed; a `.json` file is one list, held in memory. Lines that are not a JSON object in UTF-8 go to `bad` (None:
-    the first is fatal). Raises ConfigError, naming the place, for a file that is truncated or of another kind.
+    Lines and parquet are streamed; a `.json` file is one list, held in memory. Lines that are not a JSON object in
+    UTF-8 go to `bad` (None: the first is fatal). Raises ConfigError, naming the place, for a file that is truncated or
+    of another kind.
     """
     bad = bad or BadRows()
     for place, row in _json_items(file) if file.name.endswith(JSON) else _table_or_lines(file):
@@ -130,8 +140,9 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
 def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iterator[tuple[int, list[bytes | None]]]:
     """The lines behind the first `first`, many at a time: (number of lines before, lines without their "\\n").
 
-    Bytes, since only "\\n" ends a line of jsonl. A line of more than `max_line_bytes` is None and never held whole. Lines passed over are
-    counted, not parsed. Raises ConfigError, naming the last whole line, for gzip that is truncated or none.
+    Bytes, since only "\\n" ends a line of jsonl. A line of more than `max_line_bytes` is None and never held whole.
+    Lines passed over are counted, not parsed. Raises ConfigError, naming the last whole line, for gzip that is
+    truncated or none.
     """
     number = 0
     try:
@@ -159,9 +170,11 @@ def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iter
 def parquet_batches(
     file: InputFile, *, first: int = 0, size: int, columns: Iterable[str] | None = None
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The rows behind the first `first`, up to `size` at a time: (number of rows before, rows); of `columns` those that there are.
+    """The rows behind the first `first`, up to `size` at a time: (number of rows before, rows); of `columns` those that
+    there are.
 
-    Row groups passed over are not read. Raises ConfigError, naming the last row that could be read, for what is truncated or no parquet.
+    Row groups passed over are not read. Raises ConfigError, naming the last row that could be read, for what is
+    truncated or no parquet.
     """
     number = 0
     try:

@@ -1,11 +1,13 @@
 """RULER-HQA: HotpotQA questions whose paragraphs stand among as many others as wanted (MemAgent, arXiv 2507.02259).
 
-A document is a title, a newline and the paragraph's sentences; a context is documents under "Document i:" headers. The documents beside a
-question's own are drawn from all paragraphs of the file, by a generator of the question's own: no question depends on another, on order or
-on processes. Positions are drawn per question too; published files have the same ones in every question, which `peer_positions` repeats.
+A document is a title, a newline and the paragraph's sentences; a context is documents under "Document i:" headers. The
+documents beside a question's own are drawn from all paragraphs of the file, by a generator of the question's own: no
+question depends on another, on order or on processes. Positions are drawn per question too; published files have the
+same ones in every question, which `peer_positions` repeats.
 
-A file has one row per question: context, input, answers, num_docs, index, id, evidence_depths (where the needed documents stand, 0 to 1).
-Above 10,000 documents `context` is the list of their numbers in `documents.arrow` beside the file, expanded while it is read.
+A file has one row per question: context, input, answers, num_docs, index, id, evidence_depths (where the needed
+documents stand, 0 to 1). Above 10,000 documents `context` is the list of their numbers in `documents.arrow` beside the
+file, expanded while it is read.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _DEPTH_BINS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceQuestion:
-    """A HotpotQA question with its own documents as (title, text); `needed` are the places of those that support its answer."""
+    """A HotpotQA question with its own documents as (title, text); `needed` are the places of those that support its
+    answer.
+    """
 
     id: str
     text: str
@@ -65,9 +69,11 @@ class Pool:
     def arrange(
         self, question: SourceQuestion, *, num_docs: int, seed: int, peer_positions: bool = False
     ) -> tuple[list[int], list[float]]:
-        """The numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first document, 1 the last.
+        """The numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first document,
+        1 the last.
 
-        Paragraphs that share a title with one of the question's own are not among the others. Raises ConfigError when they are too few.
+        Paragraphs that share a title with one of the question's own are not among the others. Raises ConfigError when
+        they are too few.
         """
         own = [self._number[document] for document in question.documents]
         taken = {number for title, _ in question.documents for number in self._of_title[title]}
@@ -78,7 +84,8 @@ class Pool:
             )
         if num_others > len(self.texts) - len(taken):
             raise ConfigError(
-                f"--num-docs is {num_docs}, but the file has only {len(self.texts) - len(taken)} paragraphs of other titles than "
+                f"--num-docs is {num_docs}, but the file has only {len(self.texts) - len(taken)} paragraphs of "
+                "other titles than "
                 f"those of question {question.id}"
             )
         generator = random.Random(f"{seed}:{num_docs}:{question.id}")
@@ -91,7 +98,9 @@ class Pool:
 
 
 def peer_order(num_docs: int) -> list[int]:
-    """The order of published files: every list is shuffled by the same fresh generator, the question's own documents first."""
+    """The order of published files:
+    every list is shuffled by the same fresh generator, the question's own documents first.
+    """
     order = list(range(num_docs))
     random.Random(_PEER_SEED).shuffle(order)
     return order
@@ -103,7 +112,8 @@ def join_documents(texts: Iterable[str]) -> str:
 
 
 def read_sources(path: str | Path) -> list[SourceQuestion]:
-    """The questions of a HotpotQA distractor file (the published json, or FlashRAG's jsonl with `metadata`), each text once.
+    """The questions of a HotpotQA distractor file (the published json, or FlashRAG's jsonl with `metadata`), each text
+    once.
 
     Raises ConfigError, naming the row and the field, for one that does not hold its own documents.
     """
@@ -133,11 +143,12 @@ def write_ruler(
     exclude: Collection[str] = (),
     are_known: Callable[[list[SourceQuestion]], list[bool]] | None = None,
 ) -> dict[str, Any]:
-    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which is also returned: what is in the files.
+    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which is also returned: what is in
+    the files.
 
-    Questions are drawn once, so all lengths of a split ask the same. No question is in two splits or, by its normalised text, among the
-    texts of `exclude`; those that `are_known` calls known (a model answers them without the documents) are left out. Raises ConfigError
-    when too few are left.
+    Questions are drawn once, so all lengths of a split ask the same. No question is in two splits or, by its normalised
+    text, among the texts of `exclude`; those that `are_known` calls known (a model answers them without the documents)
+    are left out. Raises ConfigError when too few are left.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +187,9 @@ def write_ruler(
 
 
 def expand_context(numbers: Sequence[Any], *, folder: str | Path) -> str:
-    """The context that a list of document numbers stands for. Raises ConfigError when the folder does not hold those documents."""
+    """The context that a list of document numbers stands for.
+    Raises ConfigError when the folder does not hold those documents.
+    """
     path = Path(folder) / DOCUMENTS_FILE
     if not path.is_file():
         raise ConfigError(
@@ -186,13 +199,16 @@ def expand_context(numbers: Sequence[Any], *, folder: str | Path) -> str:
     wrong = [n for n in numbers if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < len(texts)]
     if wrong or not numbers:
         raise ConfigError(
-            f"context names document {wrong[0] if wrong else '(none)'}; expected numbers from 0 to {len(texts) - 1} of {path}"
+            f"context names document {wrong[0] if wrong else '(none)'}; expected numbers from 0 to "
+            f"{len(texts) - 1} of {path}"
         )
     return join_documents(texts.take(pa.array(numbers, pa.int64())).to_pylist())
 
 
 def read_depths(path: str | Path) -> dict[str, list[float]]:
-    """Question id (as `read_questions` gives it) to the depths of its needed documents; empty for a file that does not record them."""
+    """Question id (as `read_questions` gives it) to the depths of its needed documents; empty for a file that does
+    not record them.
+    """
     depths = {}
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
         if file.is_parquet:

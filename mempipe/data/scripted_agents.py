@@ -1,7 +1,9 @@
-"""Scripts that play the agents on questions of the synthetic world, well or badly: what the tiny model imitates before it learns by itself.
+"""Scripts that play the agents on questions of the synthetic world, well or badly: what the tiny model imitates before
+it learns by itself.
 
-Every agent has a script that writes its messages in its own grammar. What they note is the same: a list of facts ("known Velmora mayor
-Osvin;"). So is what they err in: a fact that was read is not noted, a query names no entity, an answer comes too early.
+Every agent has a script that writes its messages in its own grammar. What they note is the same: a list of facts
+("known Velmora mayor Osvin;"). So is what they err in: a fact that was read is not noted, a query names no entity, an
+answer comes too early.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ NO_NOISE = Noise(answer_early=0.0, vague_query=0.0, forget=0.0)
 class ScriptedAgent(ABC):
     """Writes the messages of one trajectory the way a trained policy would, with mistakes drawn from `noise`.
 
-    `reply` reads nothing but the text that a model would see. Same question, same seed and same observations: same replies.
-    `num_noted` is how many facts, the newest, are kept in a memory; 0: all.
+    `reply` reads nothing but the text that a model would see. Same question, same seed and same observations: same
+    replies. `num_noted` is how many facts, the newest, are kept in a memory; 0: all.
     """
 
     question: str
@@ -64,7 +66,9 @@ class ScriptedAgent(ABC):
         """The next message that is sampled, without a stop token, after the decoded `prompt` of a context."""
 
     def _next_query(self, facts: Sequence[Fact]) -> tuple[str, str] | None:
-        """The next missing relation and the query for it; None to answer: once the chain is complete or the turns are spent, or early."""
+        """The next missing relation and the query for it; None to answer:
+        once the chain is complete or the turns are spent, or early.
+        """
         self._turn += 1
         entity, missing = self._progress(facts)
         if (

@@ -1,8 +1,9 @@
-"""Groups and trajectories as Arrow tables and Parquet files, with schemas derived from the dataclasses of `mempipe.types`.
+"""Groups and trajectories as Arrow tables and Parquet files, with schemas derived from the dataclasses of
+`mempipe.types`.
 
-`group_to_table` and `table_to_groups` carry groups through a stream of tables: one row per group.
-`write_trajectories` and `read_trajectories` keep them in a file for people: one row per trajectory, the question repeated.
-Records come back exactly as they went in. The one exception is a lone surrogate in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
+`group_to_table` and `table_to_groups` carry groups through a stream of tables: one row per group. `write_trajectories`
+and `read_trajectories` keep them in a file for people: one row per trajectory, the question repeated. Records come back
+exactly as they went in. The one exception is a lone surrogate in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _GROUPS_PER_ROW_GROUP = 64
 
 @functools.cache
 def arrow_schema(cls: type) -> pa.Schema:
-    """One column per field of the dataclass: int64, float64, string, bool, lists and structs of them. Enums are strings."""
+    """One column per field of the dataclass:
+    int64, float64, string, bool, lists and structs of them. Enums are strings.
+    """
     return pa.schema(list(_arrow_type(cls)))
 
 
@@ -45,17 +48,20 @@ def table_to_groups(table: pa.Table) -> list[Group]:
 
 @functools.cache
 def trajectories_schema() -> pa.Schema:
-    """Columns of the file: `question_*`, `group_num_retries`, `group_seconds`, then the fields of `Trajectory` (`group_id` among them)."""
+    """Columns of the file: `question_*`, `group_num_retries`, `group_seconds`, then the fields of `Trajectory`
+    (`group_id` among them).
+    """
     question = [column.with_name(f"question_{column.name}") for column in arrow_schema(Question)]
     group = [arrow_schema(Group).field(name).with_name(f"group_{name}") for name in _GROUP_FIELDS]
     return pa.schema([*question, *group, *arrow_schema(Trajectory)])
 
 
 def write_trajectories(path: str | Path, groups: Iterable[Group]) -> int:
-    """Writes one row per trajectory and returns their number. The file appears whole or not at all; an existing one is replaced.
+    """Writes one row per trajectory and returns their number. The file appears whole or not at all; an existing one is
+    replaced.
 
-    Raises ValueError for a group that has no trajectories, or whose id was seen before or differs from its trajectories' `group_id`:
-    it could not be read back.
+    Raises ValueError for a group that has no trajectories, or whose id was seen before or differs from its
+    trajectories' `group_id`: it could not be read back.
     """
     num_rows = 0
     with (

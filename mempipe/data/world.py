@@ -1,9 +1,11 @@
-"""The synthetic world: entities, facts, one passage per entity, and questions that take one fact or several, one behind the other.
+"""The synthetic world: entities, facts, one passage per entity, and questions that take one fact or several, one behind
+the other.
 
-A world is drawn from a seed. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a held-out world
-is true in a training world. The language is small on purpose. A question walks its chain from left to right ("What is Velmora's
-mayor's employer?"), and a passage puts every value right behind the name of its relation ("... is led by mayor Osvin ..."). Agents that
-search find the passages in an index; for those that read, every question has a document of a few of them.
+A world is drawn from a seed. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a
+held-out world is true in a training world. The language is small on purpose. A question walks its chain from left to
+right ("What is Velmora's mayor's employer?"), and a passage puts every value right behind the name of its relation
+("... is led by mayor Osvin ..."). Agents that search find the passages in an index; for those that read, every question
+has a document of a few of them.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ LONG_WALKS = 1000
 DOCUMENT_PASSAGES = 4
 """Passages in the document of a question; of a question with more hops there are as many as those."""
 PASSAGE_TOKENS = 21
-"""Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an agent that reads one
-passage at a time."""
+"""Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an
+agent that reads one passage at a time."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -72,18 +74,24 @@ def _blend(heads: str, tails: str) -> tuple[str, ...]:
 
 NAME_POOLS: dict[str, tuple[str, ...]] = {
     "person": _words(
-        "Adela Anselm Astrid Balint Beatrix Benno Carmen Casimir Cosima Dagmar Dario Edith Edgar Eleni Enzo Farid Fiona Florian "
-        "Gerda Giles Gudrun Hakon Hedda Hugo Ilsa Imre Ingrid Jarek Joanna Jorge Kasper Katya Keiko Laszlo Leonie Lucian Magda "
-        "Marius Milena Nestor Noemi Norbert Odette Orson Osvin Paloma Pavel Petra Rafael Ramona Rupert Sabine Selma Stefan "
+        "Adela Anselm Astrid Balint Beatrix Benno Carmen Casimir Cosima Dagmar Dario Edith Edgar Eleni Enzo Farid "
+        "Fiona Florian "
+        "Gerda Giles Gudrun Hakon Hedda Hugo Ilsa Imre Ingrid Jarek Joanna Jorge Kasper Katya Keiko Laszlo Leonie "
+        "Lucian Magda "
+        "Marius Milena Nestor Noemi Norbert Odette Orson Osvin Paloma Pavel Petra Rafael Ramona Rupert Sabine "
+        "Selma Stefan "
         "Tamar Tobias Ursula Valerie Viktor Wanda Wilhelm Yvonne Zelda Zoltan"
     ),
     "film": _words(
-        "Avalanche Backlight Carousel Daybreak Eclipse Firefly Gaslight Headwind Icebound Jackpot Keystone Landslide Masquerade "
-        "Nightfall Outback Pendulum Quicksand Rainmaker Sandstorm Tightrope Undertow Vertigo Waterfall Whirlpool Windmill "
+        "Avalanche Backlight Carousel Daybreak Eclipse Firefly Gaslight Headwind Icebound Jackpot Keystone "
+        "Landslide Masquerade "
+        "Nightfall Outback Pendulum Quicksand Rainmaker Sandstorm Tightrope Undertow Vertigo Waterfall Whirlpool "
+        "Windmill "
         "Wildfire"
     ),
     "book": _words(
-        "Almanac Bestiary Codex Compendium Digest Epistle Fragments Glossary Herbarium Idylls Jottings Lexicon Meditations "
+        "Almanac Bestiary Codex Compendium Digest Epistle Fragments Glossary Herbarium Idylls Jottings Lexicon "
+        "Meditations "
         "Novella Odyssey Parables Quartet Reflections Soliloquy Testament Treatise Vignettes"
     ),
     "company": _blend("Arvo Brix Cypher Dento Fluxo Gravi", "corp dyne nex tron works"),
@@ -154,7 +162,8 @@ class World:
             pool = pools[hops[i % len(hops)]]
             if not pool:
                 raise ValueError(
-                    f"{self.id} has too few {hops[i % len(hops)]}-hop chains for {count} questions; ask for fewer, or of more worlds"
+                    f"{self.id} has too few {hops[i % len(hops)]}-hop chains for {count} questions; ask for fewer, "
+                    "or of more worlds"
                 )
             questions.append(self._question(pool.pop(), rng.choice(OPENINGS)))
         return questions
@@ -173,8 +182,8 @@ class World:
         return self._chains[num_hops]
 
     def long_question(self, num_hops: int, *, seed: int) -> Question:
-        """A question about a random walk of `num_hops` facts. No entity occurs twice, and no three neighbouring relations, so that the
-        last three facts tell how far one has come.
+        """A question about a random walk of `num_hops` facts. No entity occurs twice, and no three neighbouring
+        relations, so that the last three facts tell how far one has come.
 
         Raises ValueError when no such walk is found.
         """
@@ -184,7 +193,8 @@ class World:
             if len(chain.relations) == num_hops:
                 return self._question(chain, rng.choice(OPENINGS))
         raise ValueError(
-            f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a shorter one"
+            f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a "
+            "shorter one"
         )
 
     def _walk(self, num_hops: int, rng: random.Random) -> Chain:
@@ -220,7 +230,9 @@ class World:
         )
 
     def _document(self, chain: Chain, rng: random.Random) -> str:
-        """The passages that the chain needs, in reading order, among others; one a line, filled up with full stops to equal length."""
+        """The passages that the chain needs, in reading order, among others; one a line, filled up with full stops
+        to equal length.
+        """
         needed = chain.entities[:-1]
         others = rng.sample(
             [name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed))
@@ -267,7 +279,8 @@ def question_text(chain: Chain, opening: str) -> str:
 
 
 def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
-    """The entity a question starts from and its relations in order. Raises ValueError for a question of another form."""
+    """The entity a question starts from and its relations in order.
+    Raises ValueError for a question of another form."""
     match = re.fullmatch(rf"(?:{'|'.join(OPENINGS)}) (\w+)((?:'s \w+)+)\?", text)
     if match is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Causal attention within each context of a packed row.
 
 A packed row [1, T] holds whole contexts one after the other. No [T, T] mask is ever built: on CUDA with 16-bit weights
-`torch.nn.attention.varlen` takes the boundaries as they are; everywhere else contexts of similar length are gathered into a
-right-padded batch, where causal attention never looks at the padding, and scattered back. Both are exact.
+`torch.nn.attention.varlen` takes the boundaries as they are; everywhere else contexts of similar length are gathered
+into a right-padded batch, where causal attention never looks at the padding, and scattered back. Both are exact.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class ContextLayout:
 
     @functools.cached_property
     def buckets(self) -> list[tuple[int, int]]:
-        """(number of contexts, padded length), longest first. A bucket takes contexts at most an eighth shorter than its longest."""
+        """(number of contexts, padded length), longest first.
+        A bucket takes contexts at most an eighth shorter than its longest.
+        """
         buckets: list[tuple[int, int]] = []
         for length in sorted(self.lengths, reverse=True):
             if buckets and length >= buckets[-1][1] - max(4, buckets[-1][1] // 8):

@@ -1,8 +1,9 @@
 """Checkpoints that exist whole or not at all, and Hugging Face folders made from trained weights.
 
-A checkpoint is a folder `step-00000012`: the tensors (torch.distributed.checkpoint, every rank its shards, readable by any number of
-ranks), `state.json` and `manifest.json` with the sha256 of every other file. It is written to a hidden folder beside it, synced to
-disk and renamed. With several ranks all of them call together, on a file system that all of them see.
+A checkpoint is a folder `step-00000012`: the tensors (torch.distributed.checkpoint, every rank its shards, readable by
+any number of ranks), `state.json` and `manifest.json` with the sha256 of every other file. It is written to a hidden
+folder beside it, synced to disk and renamed. With several ranks all of them call together, on a file system that all of
+them see.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes `folder/step-…` and removes all but the newest `keep` checkpoints; returns its path.
 
-    `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises CheckpointError, on all
-    ranks, and leaves nothing half-written.
+    `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises
+    CheckpointError, on all ranks, and leaves nothing half-written.
     """
     text = json.dumps(state)
     target = Path(folder) / f"step-{step:08d}"
@@ -83,8 +84,8 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills `tensors` in place with those of the same names, however they were sharded. Raises CheckpointError when one is missing
-    or has another shape. The files are not checked: call `read_state` first."""
+    """Fills `tensors` in place with those of the same names, however they were sharded. Raises CheckpointError when
+    one is missing or has another shape. The files are not checked: call `read_state` first."""
     try:
         with _quiet():
             dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
@@ -99,8 +100,9 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: str | Path) -> Path:
-    """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors, LoRA merged) as
-    safetensors, with configuration and tokenizer of the model at `source`. An existing folder is replaced.
+    """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors,
+    LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`. An existing folder is
+    replaced.
 
     Raises CheckpointError and leaves nothing half-written.
     """

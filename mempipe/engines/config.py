@@ -20,7 +20,9 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     lora_rank: int = Field(0, ge=0)
-    """0 trains all weights; otherwise a LoRA adapter of this rank (the reference is then the base with the adapter off)."""
+    """0 trains all weights; otherwise a LoRA adapter of this rank (the reference is then the base with the adapter
+    off).
+    """
     lora_alpha: float = Field(32.0, gt=0)
     """The adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -28,7 +30,9 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How the policy is sampled. Training needs the full distribution (top_p 1, top_k -1), since the learner's log-probs are of it."""
+    """How the policy is sampled.
+    Training needs the full distribution (top_p 1, top_k -1), since the learner's log-probs are of it.
+    """
 
     temperature: float = Field(1.0, ge=0.0)
     """0 takes the likeliest token."""
@@ -58,7 +62,9 @@ class GenerationConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     canary_tolerance: float = Field(0.05, gt=0)
-    """Largest |Δ log-prob| between learner and engine on the canary prompts after a sync (fp32: 1e-3 is right, bf16: 0.05)."""
+    """Largest |Δ log-prob| between learner and engine on the canary prompts after a sync (fp32:
+    1e-3 is right, bf16: 0.05).
+    """
 
 
 class EndpointConfig(Section):
@@ -82,7 +88,8 @@ class EndpointConfig(Section):
         address = urlsplit(self.url)
         if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
             raise ValueError(
-                f"endpoint.url is {self.url!r}; an address is of the form http://host:8000/v1, without a user or a password"
+                f"endpoint.url is {self.url!r}; an address is of the form http://host:8000/v1, without a user or a "
+                "password"
             )
         return self
 

@@ -1,7 +1,8 @@
 """A model behind an OpenAI-compatible server, as the agents' `generate`, and as somebody who answers plain prompts.
 
-Token ids go in, and come back where the server returns them (vLLM does). Elsewhere the text that comes back is encoded: good enough to
-measure with, not to train on. Whatever the server or the network does wrong is an `EndpointFault`, never a completion.
+Token ids go in, and come back where the server returns them (vLLM does). Elsewhere the text that comes back is encoded:
+good enough to measure with, not to train on. Whatever the server or the network does wrong is an `EndpointFault`, never
+a completion.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Endpoint:
         tokenizer: Tokenizer | None = None,
         stop_texts: Sequence[str] = (),
     ) -> None:
-        """`tokenizer` is needed by `generate` only, whose completions also end with the token in which one of `stop_texts` ends.
+        """`tokenizer` is needed by `generate` only, whose completions also end with the token in which one of
+        `stop_texts` ends.
 
         Raises ConfigError when the variable that holds the key is not set.
         """
@@ -62,8 +64,8 @@ class Endpoint:
         self._places = asyncio.Semaphore(config.max_concurrency)
 
     async def check(self, *, context_tokens: int = 0) -> None:
-        """Raises ConfigError when the server cannot be asked for its models, does not serve the configured one, or says that its contexts
-        are shorter than `context_tokens`."""
+        """Raises ConfigError when the server cannot be asked for its models, does not serve the configured one, or
+        says that its contexts are shorter than `context_tokens`."""
         try:
             answer = await self._ask("GET", "models", None)
         except EndpointFault as fault:
@@ -81,7 +83,8 @@ class Endpoint:
         length = models[self._config.model].get("max_model_len")  # vLLM says it
         if isinstance(length, int) and length < context_tokens:
             raise ConfigError(
-                f"budget.context_tokens is {context_tokens}, but {self._config.model} is served with contexts of {length}"
+                f"budget.context_tokens is {context_tokens}, but {self._config.model} is served with contexts of "
+                f"{length}"
             )
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
@@ -160,7 +163,8 @@ class Endpoint:
     async def _attempt(self, method: str, path: str, request: dict[str, Any] | None) -> dict[str, Any]:
         if self._client is None:  # made where it is used: a client belongs to an event loop
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            # The key goes to the configured host only: no redirects, and no proxy that the environment names for others.
+            # The key goes to the configured host only: no redirects, and no proxy that the environment names for
+            # others.
             limits = httpx.Limits(max_connections=self._config.max_concurrency)
             timeout = httpx.Timeout(self._config.timeout_s, connect=_CONNECT_S)
             self._client = httpx.AsyncClient(
@@ -230,7 +234,8 @@ def _completion(
         raise EndpointFault(f"the server sampled {len(token_ids)} tokens, {max_tokens} were allowed")
     if reason == "length" and exact and len(token_ids) < max_tokens:
         raise EndpointFault(
-            f"the server stopped after {len(token_ids)} of {max_tokens} tokens; its context is shorter than the budget's"
+            f"the server stopped after {len(token_ids)} of {max_tokens} tokens; its context is shorter than the "
+            "budget's"
         )
     return Completion(
         token_ids=token_ids,
@@ -241,7 +246,9 @@ def _completion(
 
 
 def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequence[str]) -> list[int]:
-    """The ids of a text whose own ids are not known, with what ended it: a stop token, or a stop text. What it says stays text."""
+    """The ids of a text whose own ids are not known, with what ended it:
+    a stop token, or a stop text. What it says stays text.
+    """
     if not isinstance(text, str):
         raise EndpointFault(f"text is {str(text)[:80]}; expected a text")
     if stopped and text.endswith(tuple(stop_texts)):

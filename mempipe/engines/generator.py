@@ -1,9 +1,9 @@
-"""A vLLM engine that samples token ids after token ids, under weights of a known version that can be replaced while it runs.
+"""A vLLM engine that samples token ids after token ids, under weights of a known version that can be replaced while it
+runs.
 
-Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names. Every completion is
-sampled by one version of the weights: `load_weights` lets the completions under way finish, holds back new ones, and empties the prefix
-cache.
-Faults raise (`EngineFault`); they are never a completion (promise 8).
+Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names.
+Every completion is sampled by one version of the weights: `load_weights` lets the completions under way finish, holds
+back new ones, and empties the prefix cache. Faults raise (`EngineFault`); they are never a completion (promise 8).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Generator:
     ) -> None:
         """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
 
-        A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer (the model's), since
-        it must read along.
+        A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer
+        (the model's), since it must read along.
         """
         self.max_model_len = max_model_len
         self.policy_version = 0
@@ -122,9 +122,9 @@ class Generator:
     ) -> Completion:
         """One completion after `token_ids`. Any number of calls may be under way.
 
-        Log-probs are of the distribution that was sampled from: temperature applied, and renormalised over what top_k and top_p
-        leave. Temperature 0 takes the likeliest id, with its log-prob at temperature 1. With `seed` the completion depends on
-        nothing else that the engine is doing.
+        Log-probs are of the distribution that was sampled from: temperature applied, and renormalised over what top_k
+        and top_p leave. Temperature 0 takes the likeliest id, with its log-prob at temperature 1. With `seed` the
+        completion depends on nothing else that the engine is doing.
 
         Raises ValueError for ids that the model does not have, and when prompt and completion exceed the model length;
         GenerationTimeout; EngineDead; WeightTransferFailed when the engine has no whole set of weights.
@@ -166,8 +166,9 @@ class Generator:
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
-        Completions under way finish first, under the old ones. `weights` is a handle of the backend's, or packed weights (a row
-        of bytes from `pack_weights`) that came through an object store. Raises WeightTransferFailed, which names the phase.
+        Completions under way finish first, under the old ones. `weights` is a handle of the backend's, or packed
+        weights (a row of bytes from `pack_weights`) that came through an object store. Raises WeightTransferFailed,
+        which names the phase.
         """
         async with self._update:
             self._open.clear()
@@ -267,15 +268,19 @@ class Generator:
             raise ValueError(f"{len(token_ids)} prompt ids and max_tokens {max_tokens}; both must be at least 1")
         if len(token_ids) + max_tokens > self.max_model_len:
             raise ValueError(
-                f"prompt of {len(token_ids)} ids and max_tokens {max_tokens} exceed the model length {self.max_model_len}"
+                f"prompt of {len(token_ids)} ids and max_tokens {max_tokens} exceed the model length "
+                f"{self.max_model_len}"
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(
-                f"prompt holds id {min(token_ids)} or {max(token_ids)}, outside of the model's 0..{self._vocab_size - 1}"
+                f"prompt holds id {min(token_ids)} or {max(token_ids)}, outside of the model's "
+                f"0..{self._vocab_size - 1}"
             )
 
     async def _call(self, phase: str, call: Awaitable[T]) -> T:
-        """The result of one control call. vLLM leaves such calls waiting for ever when the engine dies, so death is watched for."""
+        """The result of one control call.
+        vLLM leaves such calls waiting for ever when the engine dies, so death is watched for.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         assert self._death is not None, "vLLM reads outputs from the moment it is built inside an event loop"
@@ -299,7 +304,9 @@ class Generator:
 async def _final_output(
     engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams
 ) -> RequestOutput:
-    """`AsyncLLM.generate` for a request with one output: no async generator, half the event-loop turns. Aborts when cancelled."""
+    """`AsyncLLM.generate` for a request with one output:
+    no async generator, half the event-loop turns. Aborts when cancelled.
+    """
     from vllm.inputs.engine import tokens_input
     from vllm.outputs import PoolingRequestOutput
 
@@ -385,8 +392,10 @@ def _engine_arguments(
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
         **arguments,
-        "block_size": 32,  # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
-        "enable_chunked_prefill": False,  # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
+        # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
+        "block_size": 32,
+        # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
+        "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
     }
 
@@ -397,7 +406,8 @@ def _engine_environment(config: GenerationConfig, *, device: str, transfer: str)
         FRONTEND_PID: str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the caller has threads, and perhaps CUDA, which a fork does not survive
+        # the caller has threads, and perhaps CUDA, which a fork does not survive
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if transfer == "ipc":  # its handles are pickled (mempipe.engines.weights)
@@ -418,7 +428,9 @@ def _engine_environment(config: GenerationConfig, *, device: str, transfer: str)
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The process environment with `variables`, for children that inherit it; afterwards as before, without what vLLM set as well."""
+    """The process environment with `variables`, for children that inherit it; afterwards as before, without what
+    vLLM set as well.
+    """
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -1,8 +1,9 @@
 """One FSDP rank of the learner: it turns micro-batches into optimiser updates.
 
-All ranks call the same methods in the same order with equally many micro-batches, which is checked before the first collective that
-would hang otherwise. Losses and gradients of micro-batches and ranks are summed, never averaged: the weights of a micro-batch count
-the whole update (`mempipe.rl.packing`), so neither packing nor the number of ranks changes it.
+All ranks call the same methods in the same order with equally many micro-batches, which is checked before the first
+collective that would hang otherwise. Losses and gradients of micro-batches and ranks are summed, never averaged: the
+weights of a micro-batch count the whole update (`mempipe.rl.packing`), so neither packing nor the number of ranks
+changes it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ Objective = Literal["policy", "sft"]
 class Learner:
     """Model and optimiser of one rank.
 
-    `num_updates` is the number of optimiser updates of the whole run, where cosine and linear schedules end. `objective` "sft" is
-    cross-entropy instead of the policy loss: the sum over loss tokens of weight * advantage * -logprob. With LoRA the reference is the
-    base model, and the `ref_logprobs` of micro-batches are filled here. With several ranks, or a 16-bit compute dtype, a process group
-    is joined at `master_address`:`master_port`, unless this process is in one already.
+    `num_updates` is the number of optimiser updates of the whole run, where cosine and linear schedules end.
+    `objective` "sft" is cross-entropy instead of the policy loss: the sum over loss tokens of weight * advantage *
+    -logprob. With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With
+    several ranks, or a 16-bit compute dtype, a process group is joined at `master_address`:`master_port`, unless this
+    process is in one already.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class Learner:
         if world_size > 1 or self._dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
-            # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain nothing.
+            # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
+            # nothing.
             shard(self.policy, mesh, compute_dtype=self._dtype, reshard_after_forward=self._device.type != "cpu")
         self.policy.to(self._device).train()
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -102,10 +105,11 @@ class Learner:
         return self._settings.lr * lr_factor(self._settings, self.num_updates_done, self._num_updates)
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
-        """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of each, over all ranks.
+        """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of
+        each, over all ranks.
 
-        With `old_logprobs: recompute` the ratios of all updates are to the policy before the first.
-        Raises ValueError when ranks were given different numbers of micro-batches, FloatingPointError when a gradient is not finite.
+        With `old_logprobs: recompute` the ratios of all updates are to the policy before the first. Raises ValueError
+        when ranks were given different numbers of micro-batches, FloatingPointError when a gradient is not finite.
         """
         self._check_counts([len(update) for update in updates])
         old_logprobs = self._old_logprobs(updates)
@@ -173,7 +177,9 @@ class Learner:
             return self.logprobs(micro_batch)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For every sequence the log-probs of all its tokens but the first. All ranks must call it with the same sequences."""
+        """For every sequence the log-probs of all its tokens but the first.
+        All ranks must call it with the same sequences.
+        """
         masks = [[0] + [1] * (len(sequence) - 1) for sequence in sequences]
         scores = score(
             self.policy, sequences, loss_masks=masks, temperature=self._temperature, max_tokens=self._max_tokens
@@ -182,14 +188,16 @@ class Learner:
         return [row[1:] for row in scores]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 every weight as the engine takes it: Hugging Face names, LoRA merged, on the CPU in the model's dtype; elsewhere {}.
+        """On rank 0 every weight as the engine takes it: Hugging Face names, LoRA merged, on the CPU in the model's
+        dtype; elsewhere {}.
 
         All ranks must call it together.
         """
         return full_state_dict(self.policy, dtype=self._dtype, keep=self.rank == 0)
 
     def save(self, folder: str | Path, position: Mapping[str, Any], *, keep: int) -> Path:
-        """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest `keep`.
+        """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest
+        `keep`.
 
         `position` is the caller's own state (JSON). Raises CheckpointError.
         """
@@ -287,7 +295,8 @@ class Learner:
         """Ranks with different numbers of micro-batches would wait for each other until the timeout."""
         if not counts or not all(counts):
             raise ValueError(
-                f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at least one"
+                f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at "
+                "least one"
             )
         if self.world_size == 1:
             return
@@ -298,7 +307,9 @@ class Learner:
 
 
 def lr_factor(config: OptimizerConfig, done: int, num_updates: int) -> float:
-    """The share of `config.lr` for the update after `done` ones: linear warm-up, then the schedule, which ends with the last update."""
+    """The share of `config.lr` for the update after `done` ones:
+    linear warm-up, then the schedule, which ends with the last update.
+    """
     if done < config.warmup_steps:
         return (done + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (done - config.warmup_steps) / max(1, num_updates - 1 - config.warmup_steps))

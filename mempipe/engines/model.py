@@ -1,8 +1,8 @@
 """The policy network: a Hugging Face causal LM that scores the loss tokens of packed rows.
 
-Weights are kept in float32; `ModelConfig.dtype` is what FSDP2 computes in. All contexts of a micro-batch are one row [T] without
-padding, attention stays within each context (`mempipe.engines.attention`), and logits exist only where a loss token is predicted,
-a chunk of positions at a time.
+Weights are kept in float32; `ModelConfig.dtype` is what FSDP2 computes in. All contexts of a micro-batch are one row
+[T] without padding, attention stays within each context (`mempipe.engines.attention`), and logits exist only where a
+loss token is predicted, a chunk of positions at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from mempipe.settings import ConfigError
 
 ATTENTION_NAME = "mempipe_packed"
 MAX_LOGITS = 2**26
-"""Logits that may exist at once (256 MiB in float32); more are computed chunk by chunk and once more in the backward pass."""
+"""Logits that may exist at once (256 MiB in float32); more are computed chunk by chunk and once more in the backward
+pass.
+"""
 
 _ADAPTER = "default"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -79,7 +81,8 @@ class PolicyModel(nn.Module):
 
 
 def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
-    """The model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0 (made from `seed`).
+    """The model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0 (made
+    from `seed`).
 
     Raises ConfigError when there is no such model or its architecture needs a head that log-probs here would not match.
     """
@@ -109,7 +112,8 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """FSDP2 in place: each decoder layer is a unit, and the root holds what is left (embedding, norm, head, so that tied ones stay tied).
+    """FSDP2 in place: each decoder layer is a unit, and the root holds what is left (embedding, norm, head, so that
+    tied ones stay tied).
 
     Gradients are summed over the ranks, not averaged: the loss weights already count the whole step.
     """
@@ -131,7 +135,8 @@ def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, tempera
     device = next(policy.parameters()).device
     layout = ContextLayout(micro_batch.sequence_lengths.tolist(), device=device)
     assert sum(layout.lengths) == micro_batch.num_tokens, (
-        f"contexts of {sum(layout.lengths)} tokens in a row of {micro_batch.num_tokens}; sequence_lengths must sum to the row's length"
+        f"contexts of {sum(layout.lengths)} tokens in a row of {micro_batch.num_tokens}; sequence_lengths must sum "
+        "to the row's length"
     )
     columns = (micro_batch.token_ids, micro_batch.position_ids, micro_batch.loss_positions)
     return policy(*(to_device(column, device) for column in columns), layout, temperature)
@@ -168,12 +173,14 @@ def score(
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on `device`. Arrays out of the object store are read-only, so it is copied on the CPU too."""
+    """The array as a tensor on `device`. Arrays out of the object store are read-only,
+    so it is copied on the CPU too."""
     return torch.tensor(values, device=device)
 
 
 def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
-    """While on, backward passes neither reduce gradients nor free gathered weights; the first one after it reduces the sum of all.
+    """While on, backward passes neither reduce gradients nor free gathered weights; the first one after it reduces the
+    sum of all.
 
     It saves communication at the cost of a whole copy of the gradients on every rank.
     """
@@ -183,7 +190,9 @@ def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
 
 
 def reshard(policy: PolicyModel) -> None:
-    """Drops gathered weights that a forward pass without backward left behind; they would outlive a change of the sharded ones."""
+    """Drops gathered weights that a forward pass without backward left behind; they would outlive a change of the
+    sharded ones.
+    """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -205,7 +214,8 @@ def base_model(policy: PolicyModel) -> Iterator[None]:
 
 
 def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """Every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight appears once.
+    """Every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight appears
+    once.
 
     All ranks must call it together; those with `keep` False take part and get an empty dict.
     """

@@ -1,4 +1,5 @@
-"""The frozen reference policy of the KL term. With LoRA none is needed: the learner's own base model is the reference."""
+"""The frozen reference policy of the KL term. With LoRA none is needed:
+the learner's own base model is the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tiny model of the synthetic world: a tokenizer of whole words and a freshly initialised Qwen2, saved as Hugging Face folders."""
+"""The tiny model of the synthetic world:
+a tokenizer of whole words and a freshly initialised Qwen2, saved as Hugging Face folders.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,9 @@ SLOW_ANGLE = 0.02  # radians per position
 def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     """The tokenizer, saved to `folder`.
 
-    Byte-level, so it encodes any text and gives it back (in NFC, as Qwen2 does). Every word of the world is one token with a space before
-    it and one without. The words are reached through merges: whoever loads the folder by its model type gets a tokenizer that knows
-    nothing else.
+    Byte-level, so it encodes any text and gives it back (in NFC, as Qwen2 does). Every word of the world is one token
+    with a space before it and one without. The words are reached through merges: whoever loads the folder by its model
+    type gets a tokenizer that knows nothing else.
     """
     words = ["system", "user", "assistant", *scripts.vocabulary()]
     bpe = Qwen2Tokenizer().backend_tokenizer  # Qwen2's way of cutting text into words
@@ -84,7 +86,9 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
 
 
 def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
-    """The untrained model, saved to `folder`, where `build_tokenizer` has been. All weights but those of `_plant_copying` are random."""
+    """The untrained model, saved to `folder`, where `build_tokenizer` has been.
+    All weights but those of `_plant_copying` are random.
+    """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -112,11 +116,13 @@ def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
 
 @torch.no_grad()
 def _plant_copying(model: Qwen2ForCausalLM) -> None:
-    """Starts the first head group of the first two layers as an induction circuit (arXiv 2209.11895): "what followed this token earlier?".
+    """Starts the first head group of the first two layers as an induction circuit (arXiv 2209.11895): "what followed
+    this token earlier?".
 
-    A model this small finds copying by itself only after hundreds of steps, or never, depending on the seed; from here it takes tens.
-    Layer 0 attends to the previous token and notes it in the residual stream, turned by `frame` so that it is not taken for the token
-    itself. Layer 1 looks for notes of the current token and copies the token they stand at. Both are ordinary weights, trained on.
+    A model this small finds copying by itself only after hundreds of steps, or never, depending on the seed; from here
+    it takes tens. Layer 0 attends to the previous token and notes it in the residual stream, turned by `frame` so that
+    it is not taken for the token itself. Layer 1 looks for notes of the current token and copies the token they stand
+    at. Both are ordinary weights, trained on.
     """
     config = model.config
     size, dim = config.hidden_size, config.hidden_size // config.num_attention_heads
@@ -135,7 +141,8 @@ def _plant_copying(model: Qwen2ForCausalLM) -> None:
 
     previous, match = model.model.layers[0].self_attn, model.model.layers[1].self_attn
     queries, keys = slice(0, group * dim), slice(0, dim)
-    # The same constant key everywhere, and a query turned back by one position: they fit where the key is one position behind.
+    # The same constant key everywhere, and a query turned back by one position: they fit where the key is one position
+    # behind.
     previous.k_proj.weight[keys] = 0.0
     previous.q_proj.weight[queries] = 0.0
     previous.k_proj.bias[keys] = PREVIOUS_BIAS * torch.cat([torch.ones_like(angles), torch.zeros_like(angles)])

@@ -1,7 +1,8 @@
 """A model's own tokenizer, as the agents need it (`mempipe.agents.protocol.Tokenizer`).
 
-Trusted text goes through the tokenizer as it is. Untrusted text goes through a copy that knows neither special nor added tokens, so
-none of them can arise from it, whether it is flagged as special or not (`<tool_call>` of Qwen2.5 is not).
+Trusted text goes through the tokenizer as it is. Untrusted text goes through a copy that knows neither special nor
+added tokens, so none of them can arise from it, whether it is flagged as special or not (`<tool_call>` of Qwen2.5 is
+not).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def load_tokenizer(path: str) -> HFTokenizer:
     if not path or (_is_local(path) and not Path(path).is_dir()):
         raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
     try:
-        # Not AutoTokenizer: that rebuilds the tokenizer of some model types from parts of its file, and imports torch to do so.
+        # Not AutoTokenizer: that rebuilds the tokenizer of some model types from parts of its file, and imports torch
+        # to do so.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
@@ -45,13 +47,16 @@ def load_tokenizer(path: str) -> HFTokenizer:
 
 
 def _is_local(path: str) -> bool:
-    """Whether this cannot be meant as OWNER/NAME: a mistyped folder is refused at once, without a minute of asking the hub for it."""
+    """Whether this cannot be meant as OWNER/NAME:
+    a mistyped folder is refused at once, without a minute of asking the hub for it.
+    """
     parent = Path(path).parent
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
 
 
 class HFTokenizer:
-    """A fast Hugging Face tokenizer. `stop_token_ids` are the model's own, beside the tokenizer's end-of-sequence token.
+    """A fast Hugging Face tokenizer. `stop_token_ids` are the model's own, beside the tokenizer's end-of-sequence
+    token.
 
     Raises ConfigError when there is no chat template or no stop token.
     """

@@ -1,6 +1,8 @@
-"""What mempipe adds inside a vLLM worker process: a weight-transfer backend, CPU weights that can be written, an end with its owner.
+"""What mempipe adds inside a vLLM worker process: a weight-transfer backend, CPU weights that can be written, an end
+with its owner.
 
-vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all three: import it nowhere else.
+vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all three: import
+it nowhere else.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads a published safetensors file into the running model.
 
-    On a GPU this goes through vLLM's layerwise reload, as its own backends do. On CPU that reload leaves a tied output head at
-    its old values, so the parameters are written in place, which `keep_weights_writable` makes exact.
+    On a GPU this goes through vLLM's layerwise reload, as its own backends do. On CPU that reload leaves a tied output
+    head at its old values, so the parameters are written in place, which `keep_weights_writable` makes exact.
     """
 
     init_info_cls = InitInfo
@@ -85,14 +87,15 @@ class WorkerExtension:
 
 
 def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
-    """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original: the layer
-    multiplies by its parameter, so that writing the parameter changes the layer (and the layer tied to it)."""
+    """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original:
+    the layer multiplies by its parameter, so that writing the parameter changes the layer (and the layer tied to
+    it)."""
     layer.cpu_linear = F.linear
 
 
 def end_with(frontend: psutil.Process) -> None:
-    """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down, but one whose front-end was killed would
-    stay, with its memory."""
+    """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down, but one whose front-end
+    was killed would stay, with its memory."""
     frontend.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,9 +1,9 @@
 """How trained weights reach the engines, and the canary that proves they did (promise 5).
 
-Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through `Generator.load_weights`:
-`mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to shared memory or any folder; `nccl` and
-`ipc` (vLLM's) move GPU memory and are driven from the learner by `GpuWeightSender`. This module imports no vLLM until a GPU
-sender is made, so the learner can use it.
+Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through
+`Generator.load_weights`: `mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to
+shared memory or any folder; `nccl` and `ipc` (vLLM's) move GPU memory and are driven from the learner by
+`GpuWeightSender`. This module imports no vLLM until a GPU sender is made, so the learner can use it.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ def pack_weights(state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype |
 
 
 def publish(weights: Mapping[str, torch.Tensor] | np.ndarray, folder: str | Path, version: int) -> WeightHandle:
-    """Writes `weights` (named as in the Hugging Face checkpoint, or packed by `pack_weights`) for engines on this machine.
+    """Writes `weights` (named as in the Hugging Face checkpoint, or packed by `pack_weights`) for engines on this
+    machine.
 
-    `folder` is best on /dev/shm. A reader sees a whole file or none, and `newest_weights` finds the last one that was written. The
-    one before stays for an engine that may be reading it; older ones are removed. A resumed run may publish a version again.
+    `folder` is best on /dev/shm. A reader sees a whole file or none, and `newest_weights` finds the last one that was
+    written. The one before stays for an engine that may be reading it; older ones are removed. A resumed run may
+    publish a version again.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,21 +124,24 @@ def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequenc
 def check_canary(
     engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float
 ) -> float:
-    """The `canary_gap`. Raises StaleWeights when it exceeds `tolerance`, ValueError when there is nothing to compare."""
+    """The `canary_gap`. Raises StaleWeights when it exceeds `tolerance`,
+    ValueError when there is nothing to compare."""
     if not any(len(scores) for scores in engine_scores):
         raise ValueError("the canary has no tokens to compare; give it at least one sequence of two ids")
     gap = canary_gap(engine_scores, learner_scores)
     if gap > tolerance:
         num_tokens = sum(len(scores) for scores in engine_scores)
         raise StaleWeights(
-            f"engine and learner differ by {gap:.6g} in log-prob on {num_tokens} canary tokens, more than generation.canary_tolerance "
+            f"engine and learner differ by {gap:.6g} in log-prob on {num_tokens} canary tokens, more than "
+            "generation.canary_tolerance "
             f"{tolerance:g}: the engine does not serve the learner's weights"
         )
     return gap
 
 
 class EngineControl(Protocol):
-    """The engines as a GPU sender needs them: blocking calls that reach every engine and return when all have finished."""
+    """The engines as a GPU sender needs them: blocking calls that reach every engine and return
+    when all have finished."""
 
     def connect(self, init_info: dict[str, Any]) -> None:
         """`Generator.connect` on every engine, with the `rank_offset` of `replica_init_info`."""
@@ -148,7 +153,9 @@ class EngineControl(Protocol):
 
 
 def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_parallel: int) -> dict[str, Any]:
-    """What engine number `replica` gets of a sender's `init_info`: with nccl each engine's workers follow the previous engine's."""
+    """What engine number `replica` gets of a sender's `init_info`:
+    with nccl each engine's workers follow the previous engine's.
+    """
     info = dict(init_info)
     if "rank_offset" in info:
         info["rank_offset"] += replica * tensor_parallel
@@ -156,10 +163,11 @@ def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_para
 
 
 class GpuWeightSender:
-    """The learner's end of vLLM's `nccl` and `ipc` backends. Make one per learner rank, and call `send` on all ranks together.
+    """The learner's end of vLLM's `nccl` and `ipc` backends. Make one per learner rank, and call `send` on all ranks
+    together.
 
-    `model` has the names of the Hugging Face checkpoint and may be sharded by FSDP2; rank 0 transmits and drives the engines.
-    `address` (host, port) and `num_engine_ranks` (replicas x tensor_parallel) are the nccl group's.
+    `model` has the names of the Hugging Face checkpoint and may be sharded by FSDP2; rank 0 transmits and drives the
+    engines. `address` (host, port) and `num_engine_ranks` (replicas x tensor_parallel) are the nccl group's.
     """
 
     def __init__(
@@ -193,8 +201,8 @@ class GpuWeightSender:
 class TrainerClient:
     """The control plane that vLLM's trainer engines drive, ending in `EngineControl`.
 
-    Start and finish of an update are part of `Generator.load_weights`, one call per update, so an update must come in one piece:
-    nccl's is one however it is packed, ipc's is one unpacked.
+    Start and finish of an update are part of `Generator.load_weights`, one call per update, so an update must come in
+    one piece: nccl's is one however it is packed, ipc's is one unpacked.
     """
 
     def __init__(self, control: EngineControl) -> None:
@@ -226,12 +234,15 @@ def _trainer_init_info(backend: str, *, rank: int, address: tuple[str, int], num
 
         return IPCTrainerInitInfo(rank=rank)
     raise ValueError(
-        f"backend is {backend!r}; a GPU sender has 'nccl' (learner and engines on different GPUs) and 'ipc' (on the same)"
+        f"backend is {backend!r}; a GPU sender has 'nccl' (learner and engines on different GPUs) and 'ipc' (on "
+        "the same)"
     )
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """CUDA IPC handles hold Python types that the engine's message format lacks; they travel pickled, as vLLM's HTTP client sends them."""
+    """CUDA IPC handles hold Python types that the engine's message format lacks; they travel pickled, as vLLM's HTTP
+    client sends them.
+    """
     handles = update_info.get("ipc_handles")
     if handles is None:
         return {key: value for key, value in update_info.items() if value is not None}

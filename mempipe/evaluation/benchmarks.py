@@ -25,7 +25,9 @@ _HASH_BYTES = 2**20
 
 
 def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
-    """The question file of a set. Raises ConfigError for a set of unknown name without a file, and for a file that does not exist."""
+    """The question file of a set.
+    Raises ConfigError for a set of unknown name without a file, and for a file that does not exist.
+    """
     if benchmark.file:
         candidates = [benchmark.file]
     elif benchmark.name not in (*SEARCH_QA, RULER):
@@ -61,7 +63,8 @@ def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
 
 
 def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
-    """Every `objectives` neighbours as one question, their texts (ending in "?") joined by "; "; a remainder is left out.
+    """Every `objectives` neighbours as one question, their texts (ending in "?") joined by "; "; a remainder is left
+    out.
 
     As published (MEM1) neighbours are those of the file; with `seed` the questions are shuffled before.
     """

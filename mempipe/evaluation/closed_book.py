@@ -1,4 +1,6 @@
-"""Which questions a model answers without a text: a set that measures reading leaves them out (MemAgent, arXiv 2507.02259)."""
+"""Which questions a model answers without a text:
+a set that measures reading leaves them out (MemAgent, arXiv 2507.02259).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _PROMPT = (
 def closed_book_filter(
     url: str, models: Sequence[str], *, api_key_env: str = ""
 ) -> Callable[[list[SourceQuestion]], list[bool]]:
-    """Whether each question is known: in one of two samples of one of the models. Raises ConfigError when the server lacks a model, and
-    EndpointFault while it is asked."""
+    """Whether each question is known: in one of two samples of one of the models. Raises ConfigError when the server
+    lacks a model, and EndpointFault while it is asked."""
     configs = [EndpointConfig(url=url, model=model, api_key_env=api_key_env) for model in models]
 
     async def ask(questions: list[SourceQuestion]) -> list[bool]:

@@ -1,7 +1,7 @@
 """Two evaluated runs on the same questions: what the one gains over the other, and how far that can be trusted.
 
-The interval is a paired bootstrap over questions; McNemar's test is of exact match, where a question is right or wrong: asked once, with
-one objective. Questions that only one side has are left out and counted.
+The interval is a paired bootstrap over questions; McNemar's test is of exact match, where a question is right or wrong:
+asked once, with one objective. Questions that only one side has are left out and counted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _COLUMNS = ["question_id", "question", "golden_answers", "em_by_objective", "ans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetComparison:
-    """One set, or all of them: means over the shared questions, and the difference second - first. `mcnemar` is None where it has no
-    meaning: several attempts or objectives."""
+    """One set, or all of them: means over the shared questions, and the difference second - first. `mcnemar` is None
+    where it has no meaning: several attempts or objectives."""
 
     label: str
     num_shared: int
@@ -41,10 +41,11 @@ class SetComparison:
 def compare_runs(
     first: Path, second: Path, *, metric: str = "em", seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
 ) -> list[SetComparison]:
-    """Every set that both have, then all of them together: the unweighted mean over sets, and McNemar's test over all questions.
+    """Every set that both have, then all of them together: the unweighted mean over sets, and McNemar's test over all
+    questions.
 
-    `first` and `second` are folders of a run (EVALUATION/RUN), or of an evaluation of a single run. Raises ConfigError when they are not,
-    or share no question.
+    `first` and `second` are folders of a run (EVALUATION/RUN), or of an evaluation of a single run. Raises ConfigError
+    when they are not, or share no question.
     """
     if metric not in METRICS:
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
@@ -80,7 +81,9 @@ def compare_runs(
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
-    """What a reader has to know beside the table: questions and sets left out, settings that differ beside the run's own."""
+    """What a reader has to know beside the table:
+    questions and sets left out, settings that differ beside the run's own.
+    """
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     lines = [f"only {folder} has {_names(own)}" for folder, own in _lonely(first, second, *sets)]
     for each in comparisons:

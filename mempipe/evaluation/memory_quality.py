@@ -1,23 +1,24 @@
-"""How well an agent uses its memory, measured on recorded trajectories: what it found, kept, lost, and whether it answered too early.
+"""How well an agent uses its memory, measured on recorded trajectories: what it found, kept, lost, and whether it
+answered too early.
 
-Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of its value
-stand there next to each other (`contains_value`). In a turn, the *next needed* fact is the first one that `memory_before` does
-not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was followed by another turn, or searched
-and did not answer (where MEM1 answers, it reads its last passages and notes them nowhere).
+Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
+its value stand there next to each other (`contains_value`). In a turn, the *next needed* fact is the first one that
+`memory_before` does not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was
+followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
+nowhere).
 
-    found_rate         turns whose searches returned the passage of the next needed fact / turns that searched while a fact was needed
-    kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage a memory turn retrieved
-    lost_rate          known facts missing from memory_after / needed facts known in memory_before, over memory turns
-    early_answer_rate  answers given although no memory of the trajectory ever knew the last needed fact, nor did the answering turn
-                       read its passage / answers
-    truncation_rate    memory turns whose memory was cut / memory turns
-    memory_tokens      mean tokens of the memory that a memory turn left
-    budget_use         memory_tokens / budget.memory_tokens
-    copy_rate          words of new memories inside runs of at least 5 words taken verbatim from the turn's passages / words of new memories
-    compression        tokens of new memories / tokens of the passages read, over memory turns
+    found_rate         turns whose searches returned the passage of the next needed fact / turns that searched while a
+    fact was needed kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage
+    a memory turn retrieved lost_rate          known facts missing from memory_after / needed facts known in
+    memory_before, over memory turns early_answer_rate  answers given although no memory of the trajectory ever knew the
+    last needed fact, nor did the answering turn read its passage / answers
+    truncation_rate    memory turns whose memory was cut / memory turns memory_tokens      mean tokens of the memory
+    that a memory turn left budget_use         memory_tokens / budget.memory_tokens copy_rate          words of new
+    memories inside runs of at least 5 words taken verbatim from the turn's passages / words of new memories compression
+    tokens of new memories / tokens of the passages read, over memory turns
 
-All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is absent.
-Questions without evidence count for memory tokens, truncation, copying and compression only.
+All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
+absent. Questions without evidence count for memory tokens, truncation, copying and compression only.
 """
 
 from __future__ import annotations

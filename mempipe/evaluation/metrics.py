@@ -1,7 +1,9 @@
-"""Answer metrics that published results are stated in. Each takes a prediction and its golds and gives a number in [0, 1].
+"""Answer metrics that published results are stated in. Each takes a prediction and its golds and gives a number in [0,
+1].
 
-`METRICS` names them all; `score_question` applies them to one attempt. A question that was not answered scores 0 and stays in the
-denominator. With several objectives a question scores the mean over them, so that the mean over questions is the papers' sum / n.
+`METRICS` names them all; `score_question` applies them to one attempt. A question that was not answered scores 0 and
+stays in the denominator. With several objectives a question scores the mean over them, so that the mean over questions
+is the papers' sum / n.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ Metric = Callable[[str, Sequence[str]], float]
 
 
 def em(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Exact match after SQuAD normalisation: the main figure of MemSearcher (arXiv 2511.02805), MEM1 (arXiv 2506.15841) and Search-R1
-    (arXiv 2503.09516)."""
+    """Exact match after SQuAD normalisation: the main figure of MemSearcher (arXiv 2511.02805), MEM1 (arXiv
+    2506.15841) and Search-R1 (arXiv 2503.09516)."""
     return exact_match(prediction, golden_answers)
 
 
@@ -30,19 +32,24 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def precision(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of the prediction's words that a gold has: FlashRAG's precision, beside f1 in MemSearcher's evaluation."""
+    """Best share of the prediction's words that a gold has:
+    FlashRAG's precision, beside f1 in MemSearcher's evaluation.
+    """
     return max((_shared(prediction, gold)[0] for gold in _as_list(golden_answers)), default=0.0)
 
 
 def recall(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of a gold's words that the prediction has: FlashRAG's recall, beside f1 in MemSearcher's evaluation."""
+    """Best share of a gold's words that the prediction has: FlashRAG's recall,
+    beside f1 in MemSearcher's evaluation."""
     return max((_shared(prediction, gold)[1] for gold in _as_list(golden_answers)), default=0.0)
 
 
 def acc(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Cover-EM, whether a normalised gold stands inside the normalised prediction: FlashRAG's acc and Search-R1's subem.
+    """Cover-EM, whether a normalised gold stands inside the normalised prediction: FlashRAG's acc and Search-R1's
+    subem.
 
-    Rewards long answers. A gold that normalises to nothing ("the") is covered by a prediction that does so too, not by every one.
+    Rewards long answers. A gold that normalises to nothing ("the") is covered by a prediction that does so too, not by
+    every one.
     """
     predicted = normalize_answer(prediction)
     return float(
@@ -51,9 +58,11 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Whether gold stands in prediction or prediction in gold: the number that MemAgent (arXiv 2507.02259) reports on RULER-HQA.
+    """Whether gold stands in prediction or prediction in gold: the number that MemAgent (arXiv 2507.02259) reports on
+    RULER-HQA.
 
-    Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction for anything.
+    Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction
+    for anything.
     """
     predicted = normalize_answer(prediction)
     return float(
@@ -80,7 +89,8 @@ def definitions() -> dict[str, str]:
 
 
 def score_objectives(answer: str | None, question: Question) -> list[dict[str, float]]:
-    """Every metric for each objective of a question (a question without objectives is a single one), 0 where there is no answer.
+    """Every metric for each objective of a question (a question without objectives is a single one), 0 where there is
+    no answer.
 
     With objectives the answer is split at ";": one that is missing or empty is none, those too many are left out.
     """
@@ -101,7 +111,9 @@ def score_question(answer: str | None, question: Question) -> dict[str, float]:
 
 
 def _shared(prediction: str, gold: str) -> tuple[float, float]:
-    """Precision and recall of the normalised words; 0 where `answer_f1` finds nothing right (yes and no match only themselves)."""
+    """Precision and recall of the normalised words; 0 where `answer_f1` finds nothing right (yes and no match only
+    themselves).
+    """
     if not answer_f1(prediction, [gold]):
         return 0.0, 0.0
     predicted, expected = normalize_answer(prediction).split(), normalize_answer(gold).split()

@@ -1,6 +1,8 @@
-"""The results of one run on one set: a folder of parquet parts, one row per question, that an interrupted evaluation goes on from.
+"""The results of one run on one set: a folder of parquet parts, one row per question, that an interrupted evaluation
+goes on from.
 
-A part appears whole or not at all, and no question is in two. `settings.json` says how the results came about; other settings are refused.
+A part appears whole or not at all, and no question is in two. `settings.json` says how the results came about; other
+settings are refused.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class ResultFolder:
         state = self._read()
         if state and (differing := sorted(_differences(state["settings"], settings))):
             raise ConfigError(
-                f"{path} holds results of other settings ({', '.join(differing[:5])}); give the run, the set or the evaluation another "
+                f"{path} holds results of other settings ({', '.join(differing[:5])}); give the run, the set or "
+                "the evaluation another "
                 "name, or delete that folder"
             )
         self._state: dict[str, Any] = state or {"settings": dict(settings), "finished": False}
@@ -122,7 +125,9 @@ class ResultFolder:
         return {row["question_id"] for row in read_results(self.path, columns=["question_id"])}
 
     def append(self, groups: Sequence[Group], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one part: the rows, and with each its whole group (without the text that it read). An empty one is not written."""
+        """Writes one part: the rows, and with each its whole group (without the text that it read).
+        An empty one is not written.
+        """
         if not rows:
             return
         table = pa.Table.from_pylist(list(rows), schema=_COLUMNS)

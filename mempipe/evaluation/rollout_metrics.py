@@ -1,4 +1,6 @@
-"""What trajectories look like as flat numbers: rewards, ends, turns, tokens, staleness; what a step or an evaluation logs."""
+"""What trajectories look like as flat numbers:
+rewards, ends, turns, tokens, staleness; what a step or an evaluation logs.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
 
-    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…` (shares), `measure/…` (of a reward of the user's own),
-    advantage_mean, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens).
-    Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum);
-    with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
+    Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
+    (shares), `measure/…` (of a reward of the user's own), advantage_mean, advantage_std. Means over turns:
+    context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over groups: zero_variance_groups (share
+    whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum); with `policy_version` (the
+    learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
 
-    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`); of such an agent there is no memory and no other history.
+    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`); of such an agent there is no memory
+    and no other history.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -83,8 +87,8 @@ def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
     """Prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
 
-    Template and question as in the first turn, plus the action and the passages of every earlier turn. To be compared with
-    `num_prompt_tokens` of the same turns: template, question and bounded memory.
+    Template and question as in the first turn, plus the action and the passages of every earlier turn. To be compared
+    with `num_prompt_tokens` of the same turns: template, question and bounded memory.
     """
     if not trajectory.contexts:
         return []

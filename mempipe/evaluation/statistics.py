@@ -1,7 +1,7 @@
 """Intervals and tests for scores over questions: how far a difference can be trusted.
 
-The unit is the question, never the attempt: attempts at one question are not independent, so give one score per question
-(the mean over its attempts).
+The unit is the question, never the attempt: attempts at one question are not independent, so give one score per
+question (the mean over its attempts).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """McNemar's test of two runs on the same questions: `gained` are right only in the second run, `lost` only in the first."""
+    """McNemar's test of two runs on the same questions:
+    `gained` are right only in the second run, `lost` only in the first.
+    """
 
     gained: int
     lost: int
@@ -35,13 +37,15 @@ class PairedTest:
 
 
 def wilson_interval(num_right: int, num_questions: int, *, confidence: float = 0.95) -> Interval:
-    """Score interval of a proportion; it stays within [0, 1] and is sensible at 0 and 1, unlike the normal approximation.
+    """Score interval of a proportion; it stays within [0, 1] and is sensible at 0 and 1, unlike the normal
+    approximation.
 
     Raises ValueError unless 0 <= num_right <= num_questions and num_questions >= 1.
     """
     if not 0 <= num_right <= num_questions or num_questions < 1:
         raise ValueError(
-            f"{num_right} right of {num_questions} questions; expected 0 <= right <= questions and at least one question"
+            f"{num_right} right of {num_questions} questions; expected 0 <= right <= questions and at least one "
+            "question"
         )
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     n, share = num_questions, num_right / num_questions
@@ -83,7 +87,8 @@ def bootstrap_average(
 ) -> Interval:
     """Interval of the unweighted mean over sets of their means; each maps a question to its score.
 
-    Sets with the same questions (a text at several lengths) are drawn together: the question is the cluster. Others are drawn apart.
+    Sets with the same questions (a text at several lengths) are drawn together: the question is the cluster. Others are
+    drawn apart.
     """
     clusters: dict[frozenset[str], list[Mapping[str, float]]] = {}
     for scores in sets:
@@ -98,7 +103,9 @@ def bootstrap_average(
 
 
 def mcnemar_test(before: Sequence[bool], after: Sequence[bool]) -> PairedTest:
-    """Exact two-sided test that a question is as likely to be gained as to be lost. With no change at all the p-value is 1."""
+    """Exact two-sided test that a question is as likely to be gained as to be lost.
+    With no change at all the p-value is 1.
+    """
     if len(before) != len(after):
         raise ValueError(f"paired answers need the same questions, got {len(before)} before and {len(after)} after")
     gained = sum(bool(b) and not a for a, b in zip(before, after, strict=True))

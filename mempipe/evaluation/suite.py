@@ -1,4 +1,6 @@
-"""What an evaluation is: which agents under which weights, on which question sets, sampled how. One YAML file, `mempipe evaluate`."""
+"""What an evaluation is:
+which agents under which weights, on which question sets, sampled how. One YAML file, `mempipe evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class EvaluatedRun(Section):
             raise ValueError(f"runs: {self.name} has a checkpoint and an endpoint; it is served by one of them")
         if self.endpoint is not None and not self.endpoint.tokenizer:
             raise ValueError(
-                f"runs: {self.name} has an endpoint without tokenizer; agents send token ids, so name the model's tokenizer"
+                f"runs: {self.name} has an endpoint without tokenizer; agents send token ids, so name the model's "
+                "tokenizer"
             )
         return self
 
@@ -47,9 +50,13 @@ class Benchmark(Section):
     """A question set: a column of the table."""
 
     name: str = Field(pattern=_NAME)
-    """One of the seven search-QA sets (nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle), ruler_hqa, or any name."""
+    """One of the seven search-QA sets (nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle),
+    ruler_hqa, or any name.
+    """
     file: str = ""
-    """A question file; empty: DATA_DIR/NAME/test.jsonl or dev.jsonl, for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json."""
+    """A question file; empty:
+    DATA_DIR/NAME/test.jsonl or dev.jsonl, for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json.
+    """
     num_docs: int = Field(0, ge=0)
     """Documents in a context of ruler_hqa."""
     num_questions: int = Field(0, ge=0)
@@ -122,7 +129,9 @@ def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> EvaluationSui
 
 
 def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
-    """The whole config that `run` is evaluated with: its file, its settings over it, its weights. Raises ConfigError naming the run."""
+    """The whole config that `run` is evaluated with:
+    its file, its settings over it, its weights. Raises ConfigError naming the run.
+    """
     try:
         values = _merged(_run_values(run), run.settings)
         for name in _NOT_EVALUATED:

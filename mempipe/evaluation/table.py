@@ -1,4 +1,5 @@
-"""Results in the layout of the papers: runs as rows, sets as columns, averages behind them, published numbers beside ours.
+"""Results in the layout of the papers: runs as rows, sets as columns, averages behind them, published numbers beside
+ours.
 
 All values are shares in [0, 1]; they are written in percent.
 """
@@ -50,7 +51,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of a table. `published` says where it is from; ours have intervals. None is a set that was not evaluated."""
+    """A line of a table. `published` says where it is from; ours have intervals.
+    None is a set that was not evaluated."""
 
     name: str
     values: Sequence[Interval | None]
@@ -90,7 +92,8 @@ def family(benchmark: Benchmark) -> tuple[str, int]:
 def evidence_lines(
     cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int
 ) -> list[list[str]]:
-    """The metric by where the needed documents stand: a line per run and length, behind its name a text per equal part of the context.
+    """The metric by where the needed documents stand: a line per run and length, behind its name a text per equal part
+    of the context.
 
     A question counts once for each of its needed documents.
     """
@@ -203,7 +206,9 @@ def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
 
 
 def _interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
-    """Bootstrap over questions; Wilson's interval where all are right or all wrong, of which every resample is the same."""
+    """Bootstrap over questions; Wilson's interval where all are right or all wrong, of which every resample is the
+    same.
+    """
     if not scores:
         return None
     values = list(scores.values())

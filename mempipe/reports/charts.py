@@ -1,4 +1,6 @@
-"""Small charts as SVG elements, coloured by the page's style sheet: lines, grouped bars with intervals, one stacked bar."""
+"""Small charts as SVG elements, coloured by the page's style sheet:
+lines, grouped bars with intervals, one stacked bar.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The report of an evaluation: `report.md`, `report.html` (one page that needs nothing else), `report.json` and the plot as SVG."""
+"""The report of an evaluation:
+`report.md`, `report.html` (one page that needs nothing else), `report.json` and the plot as SVG.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def _means(cell: Cell) -> dict[str, float]:
-    """The metrics over all questions, failed ones included, and what the answers cost over those that were attempted."""
+    """The metrics over all questions, failed ones included,
+    and what the answers cost over those that were attempted."""
     attempts = sum(len(row["answers"]) for row in cell.rows)
     means = {name: fmean(row[name] for row in cell.rows) for name in METRICS}
     if judged := cell.scores(JUDGE):
@@ -136,7 +139,9 @@ def _evidence_head() -> list[str]:
 
 
 def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
-    """Context tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where history grows."""
+    """Context tokens by turn, a line per run, over all its sets:
+    flat where memory is bounded, rising where history grows.
+    """
     lines = []
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
         attempts = [
@@ -161,7 +166,10 @@ def _head(suite: EvaluationSuite) -> list[str]:
     greedy = (
         "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
     )
-    interval = f"{100 * suite.bootstrap.confidence:g} % bootstrap intervals over questions ({suite.bootstrap.num_resamples} resamples)"
+    bootstrap = suite.bootstrap
+    interval = (
+        f"{100 * bootstrap.confidence:g} % bootstrap intervals over questions ({bootstrap.num_resamples} resamples)"
+    )
     return [
         f"{greedy}, {suite.num_samples} attempt{'s' * (suite.num_samples > 1)} per question",
         f"seed {suite.seed}",

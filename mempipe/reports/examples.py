@@ -1,4 +1,6 @@
-"""Example trajectories of a report: the same questions before and after training, turn by turn, with what changed in the memory."""
+"""Example trajectories of a report:
+the same questions before and after training, turn by turn, with what changed in the memory.
+"""
 
 from __future__ import annotations
 

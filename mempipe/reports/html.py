@@ -19,7 +19,8 @@ class Markup(str):
 def element(tag: str, /, *children: str | None, **attributes: str | float | None) -> Markup:
     """An element. Children that are no `Markup` are escaped; None children and attributes are left out.
 
-    Attribute names are given as in Python: `class_`, `stroke_width` and `aria_label` become class, stroke-width and aria-label.
+    Attribute names are given as in Python: `class_`, `stroke_width` and `aria_label` become class, stroke-width and
+    aria-label.
     """
     values = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     head = "".join(f' {key}="{_escape(_short(value))}"' for key, value in values.items())

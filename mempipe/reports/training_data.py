@@ -101,9 +101,10 @@ def read_report_data(folder: str | Path) -> ReportData:
 def summarise(data: ReportData) -> dict[str, Number]:
     """The flat numbers of report.json.
 
-    `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high` (95 %
-    intervals over questions), and the names of `rollout_metrics`. em_difference, questions_gained, questions_lost and mcnemar_p
-    compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
+    `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high`
+    (95 % intervals over questions), and the names of `rollout_metrics`. em_difference, questions_gained, questions_lost
+    and mcnemar_p compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the
+    learner steps.
     """
     numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
     numbers["num_questions"] = len(data.after or data.before)
@@ -123,7 +124,9 @@ def summarise(data: ReportData) -> dict[str, Number]:
 
 
 def em_interval(groups: Sequence[Group]) -> Interval:
-    """Mean EM over questions with its 95 % interval: Wilson's when each was asked once, else a bootstrap over questions."""
+    """Mean EM over questions with its 95 % interval:
+    Wilson's when each was asked once, else a bootstrap over questions.
+    """
     scores = _per_question(groups, "em")
     if all(len(group.trajectories) == 1 for group in groups):
         return wilson_interval(round(sum(scores)), len(scores))

@@ -1,4 +1,5 @@
-"""The page of a report: HTML with its style sheet and charts inside, without scripts and without anything from outside."""
+"""The page of a report: HTML with its style sheet and charts inside,
+without scripts and without anything from outside."""
 
 from __future__ import annotations
 
@@ -264,7 +265,8 @@ def _memory_size_chart(data: ReportData) -> Markup | None:
 
 
 def _memory_sizes(groups: Sequence[Group]) -> list[list[float]]:
-    """Tokens of the memories that each trajectory left, in turn order. Turns without a search write none and come last."""
+    """Tokens of the memories that each trajectory left, in turn order.
+    Turns without a search write none and come last."""
     return [
         [float(c.num_new_memory_tokens) for c in t.contexts if c.searches or c.memory_after]
         for g in groups
@@ -365,7 +367,9 @@ def _value(numbers: Numbers, name: str) -> float | None:
 
 
 def _column(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric, whether it is logged as `name` or as `part/name`. Steps start at 1; step 0 is evaluation."""
+    """(step, value) of a metric, whether it is logged as `name` or as `part/name`.
+    Steps start at 1; step 0 is evaluation.
+    """
     found = []
     for row in metrics:
         for key in (name, f"learner/{name}"):

@@ -36,8 +36,8 @@ _WORDS = pa.schema([("word", pa.large_string())])
 class LexicalIndex:
     """An opened BM25 index; for any number of threads.
 
-    A passage is the words of its title and text, a query a bag of words: one that occurs twice counts twice. Case, accents and stop words
-    do not count (`encoders.words`); nothing is stemmed.
+    A passage is the words of its title and text, a query a bag of words: one that occurs twice counts twice. Case,
+    accents and stop words do not count (`encoders.words`); nothing is stemmed.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class LexicalIndex:
     def build(cls, batches: Iterable[pa.RecordBatch], folder: str | Path, *, k1: float = 1.2, b: float = 0.75) -> Self:
         """Writes the index of the passages (columns `title` and `text`) into `folder` and opens it.
 
-        The same passages give the same bytes, however they are cut into batches. k1 and b are Lucene's defaults. Raises ConfigError
-        for an impossible k1 or b, and when there is no passage or none with a word that counts.
+        The same passages give the same bytes, however they are cut into batches. k1 and b are Lucene's defaults. Raises
+        ConfigError for an impossible k1 or b, and when there is no passage or none with a word that counts.
         """
         from bm25s import BM25
 
@@ -67,7 +67,8 @@ class LexicalIndex:
         documents, vocabulary = _read_documents(batches)
         if not len(vocabulary):
             raise ConfigError(
-                f"BM25: none of the corpus's {len(documents)} passages has a word that counts; an index needs at least one"
+                f"BM25: none of the corpus's {len(documents)} passages has a word that counts; an index needs at "
+                "least one"
             )
         bm25: Any = BM25(k1=k1, b=b, method="lucene", csc_backend="scipy")
         postings = bm25.build_index_from_ids(range(len(vocabulary)), documents, show_progress=False)
@@ -108,7 +109,8 @@ class LexicalIndex:
         return dict(self._settings)
 
     def search(self, queries: Sequence[str], depth: int, rows: tuple[int, int] | None = None) -> list[Scored]:
-        """For every query the best `depth` passages of the row range (None: all) that share a word with it; ties by row.
+        """For every query the best `depth` passages of the row range (None: all) that share a word with it; ties by
+        row.
 
         An answer does not depend on the other queries, nor on the order of a query's words.
         """

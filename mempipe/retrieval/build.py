@@ -1,4 +1,5 @@
-"""From a corpus to an index folder, in steps that may be killed at any point and begun again: read, encode, assemble, finish.
+"""From a corpus to an index folder, in steps that may be killed at any point and begun again: read, encode, assemble,
+finish.
 
     .NAME.building/                 becomes NAME in the end, in one rename
         passages/00000000.arrow     a segment: `segment_passages` passages, in the order of the corpus
@@ -6,9 +7,10 @@
         lexical/                    a BM25 index
         unfinished/                 settings, how far reading came, vectors that are in no shard yet
 
-Every file appears by a rename when it is whole, and depends on nothing but corpus and settings; so an interrupted build ends with the same
-bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage (ids seen), one shard of vectors, and
-the BM25 index. Needs no Ray: `mempipe.actors.indexing` runs `read` and `encode` as a stream.
+Every file appears by a rename when it is whole, and depends on nothing but corpus and settings; so an interrupted build
+ends with the same bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage
+(ids seen), one shard of vectors, and the BM25 index. Needs no Ray: `mempipe.actors.indexing` runs `read` and `encode`
+as a stream.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ class IndexBuild:
     """One unfinished index."""
 
     def __init__(self, config: IndexConfig, files: Sequence[CorpusFile], *, lock: bool = True) -> None:
-        """Takes up the unfinished build of the same settings and corpus, or begins one. `lock` is for the process in charge.
+        """Takes up the unfinished build of the same settings and corpus, or begins one. `lock` is for the process in
+        charge.
 
-        Raises ConfigError when the output holds something, when an unfinished build is of other settings or another corpus, or is
-        under way, and when faiss does not know the factory.
+        Raises ConfigError when the output holds something, when an unfinished build is of other settings or another
+        corpus, or is under way, and when faiss does not know the factory.
         """
         self._config = config
         self._files = list(files)
@@ -97,8 +100,8 @@ class IndexBuild:
             (self.folder / name).mkdir(exist_ok=True)
 
     def read(self) -> Iterator[Segment]:
-        """All segments: first those that are there, then the rest of the corpus. Raises ConfigError as `read_segments` does, for an empty
-        corpus, and for one whose partitions do not hang together."""
+        """All segments: first those that are there, then the rest of the corpus. Raises ConfigError as
+        `read_segments` does, for an empty corpus, and for one whose partitions do not hang together."""
         seen, known, position = SeenIds(), _Partitions(), CorpusPosition()
         number = 0
         factory = self._config.faiss.factory if self._config.encoder is not None else "Flat"
@@ -122,7 +125,8 @@ class IndexBuild:
             known.extend(segment)
             if known.rows and not EXHAUSTIVE.fullmatch(factory):
                 raise ConfigError(
-                    f"faiss.factory is {factory!r}, but a corpus with partitions needs one of which rows can be searched: Flat, SQ or PQ"
+                    f"faiss.factory is {factory!r}, but a corpus with partitions needs one of which rows can be "
+                    "searched: Flat, SQ or PQ"
                 )
             number += 1
             yield segment
@@ -158,7 +162,8 @@ class IndexBuild:
         return not encoded_file(self.folder, segment.number).exists() and not shard.exists()
 
     def finish(self, encoder: Encoder | None, note: Callable[[str], None] = lambda _: None) -> Manifest:
-        """Assembles what was read and encoded, writes the manifest and puts the index in its place. `note` hears what is done.
+        """Assembles what was read and encoded, writes the manifest and puts the index in its place. `note` hears what
+        is done.
 
         Raises ConfigError when faiss cannot make or train such an index of these vectors.
         """
@@ -192,7 +197,8 @@ class IndexBuild:
         for name in sorted(settings.keys() | found.keys()):
             if found.get(name) != settings.get(name):
                 raise ConfigError(
-                    f"{self.folder} is an unfinished build with {name} {found.get(name)!r}, now it is {settings.get(name)!r}; "
+                    f"{self.folder} is an unfinished build with {name} {found.get(name)!r}, now it is "
+                    f"{settings.get(name)!r}; "
                     "remove that folder, or go on with its settings"
                 )
 
@@ -335,10 +341,12 @@ class IndexBuild:
 def build_index(
     passages: Iterable[Passage], folder: str | Path, *, encoder: Encoder | None = None, **settings: Any
 ) -> Manifest:
-    """The index of a few passages, made in this process (by default with a HashingEncoder); `settings` are those of IndexConfig.
+    """The index of a few passages, made in this process (by default with a HashingEncoder); `settings` are those of
+    IndexConfig.
 
-    Passages of one partition must come one after the other. The same passages and encoder give the same bytes. Raises ConfigError when
-    they do not, when there are none, and when `folder` exists and holds anything; OSError when the disk is full. Nothing is left then.
+    Passages of one partition must come one after the other. The same passages and encoder give the same bytes. Raises
+    ConfigError when they do not, when there are none, and when `folder` exists and holds anything; OSError when the
+    disk is full. Nothing is left then.
     """
     encoder = encoder or HashingEncoder()
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
@@ -360,7 +368,9 @@ def build_index(
 
 
 def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
-    """Writes the vectors of one segment, float32 [count, dimension]. For any number of processes, each with other segments."""
+    """Writes the vectors of one segment, float32 [count, dimension].
+    For any number of processes, each with other segments.
+    """
     passages = [Passage(**row) for batch in read_batches(segment_file(folder, number)) for row in batch.to_pylist()]
     vectors = encoder.encode_passages(passages)
     assert vectors.shape == (len(passages), encoder.dimension), (
@@ -372,9 +382,11 @@ def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
 
 
 def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
-    """Makes an index folder of other people's files, which stay where they are: a faiss index and the jsonl that it was built from.
+    """Makes an index folder of other people's files, which stay where they are: a faiss index and the jsonl that it was
+    built from.
 
-    Raises ConfigError when they do not fit together, when the index is not by inner product, and when `output` holds something.
+    Raises ConfigError when they do not fit together, when the index is not by inner product, and when `output` holds
+    something.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output is {str(output)!r}, which exists; remove it or choose another")
@@ -391,11 +403,13 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
     offsets = line_offsets(corpus)
     if opened.ntotal != len(offsets) - 1:
         raise ConfigError(
-            f"{index} holds {opened.ntotal} vectors, but {corpus} has {len(offsets) - 1} lines; they do not belong together"
+            f"{index} holds {opened.ntotal} vectors, but {corpus} has {len(offsets) - 1} lines; they do not belong "
+            "together"
         )
     if opened.d != encoder.dimension:
         raise ConfigError(
-            f"{index} has {opened.d} dimensions, but the encoder makes {encoder.dimension}; it was built with another one"
+            f"{index} has {opened.d} dimensions, but the encoder makes {encoder.dimension}; it was built with "
+            "another one"
         )
     index, corpus = index.resolve(), corpus.resolve()
     with whole_folder(output) as partial:
@@ -417,7 +431,9 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
 
 
 def make_index(config: FaissConfig, dimension: int) -> Any:
-    """An empty, untrained index by inner product. Raises ConfigError when faiss does not know the factory or the search parameters."""
+    """An empty, untrained index by inner product.
+    Raises ConfigError when faiss does not know the factory or the search parameters.
+    """
     with _faiss_faults(config):
         index = faiss.index_factory(dimension, config.factory, faiss.METRIC_INNER_PRODUCT)
     if config.search:
@@ -485,7 +501,8 @@ def _faiss_faults(config: FaissConfig) -> Iterator[None]:
 
 @contextmanager
 def _threads(factory: str, graph_threads: int) -> Iterator[None]:
-    """A graph depends on who adds first, so that only one thread builds the same one twice; other kinds take all cores."""
+    """A graph depends on who adds first, so that only one thread builds the same one twice;
+    other kinds take all cores."""
     before = faiss.omp_get_max_threads()
     if "HNSW" in factory or "NSG" in factory:
         faiss.omp_set_num_threads(graph_threads)

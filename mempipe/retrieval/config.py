@@ -16,7 +16,9 @@ class RetrievalConfig(Section):
     index: str = ""
     """Folder made by `mempipe index build`: passages, faiss index, manifest."""
     url: str = ""
-    """Address of a running service (`mempipe index serve`, or Search-R1's server) that is searched instead of an index folder."""
+    """Address of a running service (`mempipe index serve`, or Search-R1's server) that is searched instead of an
+    index folder.
+    """
     mode: Literal["auto", "dense", "lexical", "fusion"] = "auto"
     """By vectors, by words (BM25), by both (reciprocal rank fusion), or by all that the index has."""
     encoder_path: str = ""
@@ -30,7 +32,9 @@ class RetrievalConfig(Section):
     num_replicas: int = Field(1, ge=1)
     """Actors that answer searches, each with encoder, caches and passages."""
     shard_actors: int = Field(0, ge=0)
-    """Actors among which the vectors are split; 0: every replica holds all of them (memory-mapped, shared by those on one machine)."""
+    """Actors among which the vectors are split; 0:
+    every replica holds all of them (memory-mapped, shared by those on one machine).
+    """
     num_gpus: int = Field(0, ge=0)
     """GPUs of every actor that holds vectors, over which faiss spreads them in float16; 0: searched on CPUs."""
     num_threads: int = Field(0, ge=0)
@@ -70,9 +74,13 @@ class FaissConfig(Section):
     train_passages: int = Field(1_000_000, ge=1)
     """Passages drawn at random to train the kinds that need it (IVF, PQ, SQ8)."""
     shard_passages: int = Field(4_000_000, ge=1)
-    """Passages in one faiss file. The build holds one shard in memory; shards can be searched by actors on several nodes."""
+    """Passages in one faiss file.
+    The build holds one shard in memory; shards can be searched by actors on several nodes.
+    """
     graph_threads: int = Field(1, ge=1)
-    """Threads that add to an HNSW graph. With more than one the graph, and so its checksum, differs from build to build."""
+    """Threads that add to an HNSW graph.
+    With more than one the graph, and so its checksum, differs from build to build.
+    """
 
 
 class IndexConfig(Section):
@@ -92,7 +100,9 @@ class IndexConfig(Section):
     num_encoders: int = Field(0, ge=0)
     """Actors that encode; 0: one for every GPU of the cluster, or for every two CPUs."""
     max_bad_rows: int = Field(0, ge=0)
-    """Rows that may be left out because they are no passages (not JSON, no text, an id for the second time, ...); one more is an error."""
+    """Rows that may be left out because they are no passages (not JSON, no text, an id for the second time, ...);
+    one more is an error.
+    """
     max_line_bytes: int = Field(2**20, ge=1)
     """A longer line of jsonl is a bad row."""
     seed: int = 1

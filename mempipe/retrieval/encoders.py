@@ -1,4 +1,6 @@
-"""Text encoders for dense retrieval: hashed bags of words, Hugging Face models such as E5, and sentence-transformers models."""
+"""Text encoders for dense retrieval:
+hashed bags of words, Hugging Face models such as E5, and sentence-transformers models.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ Vectors = npt.NDArray[np.float32]
 class Encoder(Protocol):
     """Texts to vectors, float32 [n, dimension], of length 1 (0 for a text without a known word). Any string is a text.
 
-    The same list gives the same vectors to the last bit, whatever was encoded before; equal texts of one list have equal vectors. Between
-    lists a model's vector of a text may differ by rounding, since it depends on the texts that share its batch; HashingEncoder's does not.
+    The same list gives the same vectors to the last bit, whatever was encoded before; equal texts of one list have
+    equal vectors. Between lists a model's vector of a text may differ by rounding, since it depends on the texts that
+    share its batch; HashingEncoder's does not.
     """
 
     name: str
@@ -47,7 +50,9 @@ class Encoder(Protocol):
 
 
 def _checked(init: Callable[P, None]) -> Callable[P, None]:
-    """The constructor of an encoder with its arguments checked against their types. Raises ConfigError, one line per wrong setting."""
+    """The constructor of an encoder with its arguments checked against their types.
+    Raises ConfigError, one line per wrong setting.
+    """
     validated = validate_call(init)
     parameters = list(inspect.signature(init).parameters)
     allowed = ", ".join(parameters[1:])
@@ -74,8 +79,8 @@ def _checked(init: Callable[P, None]) -> Callable[P, None]:
 class HashingEncoder:
     """Hashed bags of words: deterministic, nothing to download; finds the passages that share words with the query.
 
-    A word weighs 1 + ln(its occurrences) in the text, plus `title_weight` when the title has it, so that the passage about an entity comes
-    before those that mention it. Case, accents and `STOP_WORDS` do not count.
+    A word weighs 1 + ln(its occurrences) in the text, plus `title_weight` when the title has it, so that the passage
+    about an entity comes before those that mention it. Case, accents and `STOP_WORDS` do not count.
     """
 
     name = "hashing"
@@ -111,7 +116,8 @@ class HashingEncoder:
 
 
 _STOP_WORDS = (
-    "a an and are as at be been but by did do does for from had has have he her his how i in into is it its of on or s she that the their "
+    "a an and are as at be been but by did do does for from had has have he her his how i in into is it its of on "
+    "or s she that the their "
     "them then there these they this to was were what when where which who whom whose why will with would you"
 )
 STOP_WORDS = frozenset(_STOP_WORDS.split())
@@ -132,8 +138,8 @@ def _word_weights(text: str) -> dict[str, float]:
 class HFEncoder:
     """A Hugging Face encoder: prefix, last hidden states, pooling, L2 norm. The defaults are E5's (arXiv 2212.03533).
 
-    `pooling` is "mean" (over the text's own tokens), "cls" (the first token) or "last" (the last token of the text). Texts are cut after
-    `max_tokens` tokens; `batch_size` is in texts. On a GPU the model runs in float16.
+    `pooling` is "mean" (over the text's own tokens), "cls" (the first token) or "last" (the last token of the text).
+    Texts are cut after `max_tokens` tokens; `batch_size` is in texts. On a GPU the model runs in float16.
     """
 
     name = "huggingface"
@@ -201,7 +207,8 @@ class HFEncoder:
         for start in range(0, len(by_length), self._batch_size):
             rows = by_length[start : start + self._batch_size]
             tokens = [torch.tensor(token_ids[i]) for i in rows]
-            # Padded here, on the right: where a tokenizer pads (and whether it can) must not change what is pooled, nor any position.
+            # Padded here, on the right: where a tokenizer pads (and whether it can) must not change what is pooled, nor
+            # any position.
             inputs = pad_sequence(tokens, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0).to(
                 self._device
             )
@@ -215,10 +222,11 @@ class HFEncoder:
 
 
 class SentenceTransformerEncoder:
-    """A sentence-transformers model (a folder or name with `modules.json`), as that library runs it; vectors are normalised.
+    """A sentence-transformers model (a folder or name with `modules.json`), as that library runs it; vectors are
+    normalised.
 
-    `query_prompt` and `passage_prompt` come before the texts; None takes the model's own. `max_tokens` None is the model's own limit.
-    The library is an extra: `pip install 'mempipe[sentence]'`. On a GPU the model runs in float16.
+    `query_prompt` and `passage_prompt` come before the texts; None takes the model's own. `max_tokens` None is the
+    model's own limit. The library is an extra: `pip install 'mempipe[sentence]'`. On a GPU the model runs in float16.
     """
 
     name = "sentence_transformers"
@@ -233,7 +241,9 @@ class SentenceTransformerEncoder:
         max_tokens: PositiveInt | None = None,
         batch_size: PositiveInt = 64,
     ) -> None:
-        """Raises ConfigError when the library is missing, `path` is no such model, or one of fewer positions than `max_tokens`."""
+        """Raises ConfigError when the library is missing, `path` is no such model, or one of fewer positions than
+        `max_tokens`.
+        """
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
@@ -298,10 +308,11 @@ ENCODERS: dict[str, Callable[..., Encoder]] = {
 
 
 def make_encoder(spec: Mapping[str, Any], path: str = "") -> Encoder:
-    """The encoder that a config or an index's manifest describes: its kind and settings, those left out at their defaults.
+    """The encoder that a config or an index's manifest describes: its kind and settings, those left out at their
+    defaults.
 
-    `path` says where the model lies now, if not where the spec says. Raises ConfigError when there is no such encoder or setting, and when
-    the spec has a dimension or fingerprint and the model's is another.
+    `path` says where the model lies now, if not where the spec says. Raises ConfigError when there is no such encoder
+    or setting, and when the spec has a dimension or fingerprint and the model's is another.
     """
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in ENCODERS:
@@ -376,7 +387,9 @@ def _encode_distinct(
     *,
     normalize: bool = True,
 ) -> Vectors:
-    """Vectors in the order of `texts`; equal texts are encoded once. Raises RuntimeError for a vector that is not finite."""
+    """Vectors in the order of `texts`; equal texts are encoded once.
+    Raises RuntimeError for a vector that is not finite.
+    """
     texts = [replace_surrogates(text) for text in texts]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     distinct = encode(list(places)) if places else np.empty((0, dimension), dtype=np.float32)

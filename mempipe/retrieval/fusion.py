@@ -13,9 +13,11 @@ Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, constant: int = 60) -> list[tuple[int, float]]:
-    """Rows and their scores, best first, ties by row: 1 / (constant + rank) from every ranking that holds the row (Cormack et al. 2009).
+    """Rows and their scores, best first, ties by row: 1 / (constant + rank) from every ranking that holds the row
+    (Cormack et al. 2009).
 
-    A ranking holds rows, best first, each once; ranks start at 1. The order of the rankings changes nothing, not even the last digit.
+    A ranking holds rows, best first, each once; ranks start at 1. The order of the rankings changes nothing, not even
+    the last digit.
     """
     shares: dict[int, list[float]] = {}
     for ranking in rankings:

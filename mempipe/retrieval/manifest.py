@@ -5,8 +5,8 @@
     vectors/          faiss indexes, one a shard, in row order
     lexical/          a BM25 index
 
-`vectors` or `lexical` may be absent, not both. Files may lie elsewhere: an adopted index names other people's by their absolute path.
-The hash of the manifest is the snapshot that every search result carries.
+`vectors` or `lexical` may be absent, not both. Files may lie elsewhere: an adopted index names other people's by their
+absolute path. The hash of the manifest is the snapshot that every search result carries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class _Part(BaseModel):
 
 
 class FileRecord(_Part):
-    """One file's size and sha256; `sampled`: of its size and 256 blocks spread over it, for files of others that are not read through."""
+    """One file's size and sha256; `sampled`:
+    of its size and 256 blocks spread over it, for files of others that are not read through.
+    """
 
     bytes: int
     sha256: str
@@ -124,7 +126,9 @@ def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0
 
 
 def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
-    """The mode that "auto" stands for, or the one that is wanted. Raises ConfigError when the index lacks what it needs."""
+    """The mode that "auto" stands for, or the one that is wanted.
+    Raises ConfigError when the index lacks what it needs.
+    """
     natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
     if wanted not in ("auto", natural) and natural != "fusion":
         raise ConfigError(
@@ -134,7 +138,9 @@ def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
 
 
 def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int) -> list[Path]:
-    """The shards of one part of the vectors: parts follow one another in row order. Raises ConfigError when there are fewer shards."""
+    """The shards of one part of the vectors:
+    parts follow one another in row order. Raises ConfigError when there are fewer shards.
+    """
     files = manifest.vectors.files if manifest.vectors else []
     if num_parts > max(len(files), 1):
         raise ConfigError(
@@ -146,7 +152,8 @@ def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int)
 
 
 def verify(folder: str | Path) -> None:
-    """Reads the files and compares them with the manifest's checksums. Raises ConfigError for a file that was changed."""
+    """Reads the files and compares them with the manifest's checksums.
+    Raises ConfigError for a file that was changed."""
     folder = Path(folder)
     manifest, _ = read_manifest(folder)
     for name, record in manifest.files.items():

@@ -1,6 +1,8 @@
-"""The passages of an index, looked up by row: our own Arrow files, or the jsonl file that somebody else's index was built from.
+"""The passages of an index, looked up by row: our own Arrow files, or the jsonl file that somebody else's index was
+built from.
 
-Both are memory-mapped, so that opening 21 million passages takes seconds and a lookup microseconds, whatever lies in memory.
+Both are memory-mapped, so that opening 21 million passages takes seconds and a lookup microseconds, whatever lies in
+memory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Passages(Protocol):
 
 
 class ArrowPassages:
-    """Arrow IPC files one after the other; the columns are those of a corpus (`mempipe.data.corpus.PASSAGE_COLUMNS`)."""
+    """Arrow IPC files one after the other; the columns are those of a corpus
+    (`mempipe.data.corpus.PASSAGE_COLUMNS`)."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises ConfigError for a file that is not one of ours."""
@@ -96,7 +99,8 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
 def line_offsets(file: Path) -> npt.NDArray[np.int64]:
     """Where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
 
-    Blank lines are skipped over only at the end of the file; elsewhere rows of the vectors and lines of the text would part ways.
+    Blank lines are skipped over only at the end of the file; elsewhere rows of the vectors and lines of the text would
+    part ways.
     """
     starts = [np.zeros(1, dtype=np.int64)]
     position = 0

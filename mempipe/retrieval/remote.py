@@ -1,7 +1,7 @@
 """A running retrieval service as a `Retriever`: the same searches over HTTP, repeated while the service cannot answer.
 
-The service is `mempipe index serve` or any server with Search-R1's POST /retrieve. Ours says what it is at GET /health and names the
-snapshot of every answer; another one's snapshot is "unknown", and it knows no partitions.
+The service is `mempipe index serve` or any server with Search-R1's POST /retrieve. Ours says what it is at GET /health
+and names the snapshot of every answer; another one's snapshot is "unknown", and it knows no partitions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RemoteRetriever:
     def __init__(self, url: str, config: RetrievalConfig) -> None:
         """Asks the service what it is, and repeats that for `config.timeout_s` while it cannot be reached.
 
-        Raises RetrievalError when nothing at `url` can be searched, ConfigError when the service's limits are below the run's.
+        Raises RetrievalError when nothing at `url` can be searched, ConfigError when the service's limits are below the
+        run's.
         """
         self.url = url.rstrip("/")
         self.snapshot = UNKNOWN
@@ -67,7 +68,8 @@ class RemoteRetriever:
             return
         if self._partitions is None:
             raise ValueError(
-                f"partition {query.partition!r}: the service at {self.url} knows no partitions; it is no mempipe service"
+                f"partition {query.partition!r}: the service at {self.url} knows no partitions; it is no mempipe "
+                "service"
             )
         if query.partition not in self._partitions:
             raise ValueError(f"partition {query.partition!r} is none of the {len(self._partitions)} of {self.url}")
@@ -79,8 +81,8 @@ class RemoteRetriever:
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
         """The answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
-        Raises RetrievalTimeout when the service did not answer in time however often it was asked, RetrievalError when it refused or
-        answered what is no answer.
+        Raises RetrievalTimeout when the service did not answer in time however often it was asked, RetrievalError when
+        it refused or answered what is no answer.
         """
         deadline = time.monotonic() + self._timeout_s
         results: dict[Query, SearchResult] = {}
@@ -160,7 +162,8 @@ class RemoteRetriever:
         self._cache = ResultCache(CACHED_RESULTS)
 
     def _ask(self, method: str, path: str, deadline: float, body: dict[str, Any] | None = None) -> _Reply:
-        """The reply of status 200. Requests change nothing at the service, so any that brought no answer may be made again.
+        """The reply of status 200. Requests change nothing at the service, so any that brought no answer may be made
+        again.
 
         Also after 500: that is what a Serve proxy answers for a replica that died.
         """

@@ -1,7 +1,8 @@
-"""Retrieval: the passages of an index folder that answer a query best, and a batching front for many concurrent searches.
+"""Retrieval: the passages of an index folder that answer a query best, and a batching front for many concurrent
+searches.
 
-A search ranks by vectors (inner product), by words (BM25) or by both (reciprocal rank fusion), whichever the index has. An answer does not
-depend on the searches that share its batch.
+A search ranks by vectors (inner product), by words (BM25) or by both (reciprocal rank fusion), whichever the index has.
+An answer does not depend on the searches that share its batch.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class Retriever:
         checksums: bool = False,
         vectors: VectorIndex | None = None,
     ) -> None:
-        """`mode` is "dense", "lexical", "fusion", or "auto": all that the index has. `encoder` spares loading the one that the manifest
-        names, `encoder_path` says where that one lies now; `vectors` are the index's own, opened elsewhere; `checksums` reads every byte.
+        """`mode` is "dense", "lexical", "fusion", or "auto": all that the index has. `encoder` spares loading the one
+        that the manifest names, `encoder_path` says where that one lies now; `vectors` are the index's own, opened
+        elsewhere; `checksums` reads every byte.
 
-        Raises ConfigError when a file is missing, truncated, or not what the manifest says, when the encoder is another, and when the index
-        has not what the mode needs.
+        Raises ConfigError when a file is missing, truncated, or not what the manifest says, when the encoder is
+        another, and when the index has not what the mode needs.
         """
         folder = Path(folder)
         manifest, self.snapshot = read_manifest(folder)
@@ -117,8 +119,8 @@ class Retriever:
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
         """The answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
-        A partition, or a corpus, of fewer passages than asked for is returned whole by a search by vectors; a search by words returns the
-        passages that share one with the query.
+        A partition, or a corpus, of fewer passages than asked for is returned whole by a search by vectors; a search by
+        words returns the passages that share one with the query.
         """
         results: dict[Query, SearchResult] = {}
         missing: list[Query] = []
@@ -139,7 +141,9 @@ class Retriever:
         return [results[query] for query in queries]
 
     def _ranked(self, queries: Sequence[Query]) -> list[Scored]:
-        """Searched together are those that ask for as many passages of the same partition: how deep is searched may change an answer."""
+        """Searched together are those that ask for as many passages of the same partition:
+        how deep is searched may change an answer.
+        """
         vectors = self._encoder.encode_queries([query.text for query in queries]) if self._encoder else None
         groups: dict[tuple[int, str], list[int]] = {}
         for i, query in enumerate(queries):
@@ -191,7 +195,9 @@ class Searcher(Protocol):
 
 
 class BatchingRetriever:
-    """The searches of many trajectories, gathered for `batch_wait_ms` and made together in a thread; for one event loop at a time."""
+    """The searches of many trajectories, gathered for `batch_wait_ms` and made together in a thread; for one event
+    loop at a time.
+    """
 
     def __init__(self, retriever: Searcher, config: RetrievalConfig) -> None:
         self.snapshot = retriever.snapshot
@@ -205,7 +211,9 @@ class BatchingRetriever:
         self._thread = search_thread(config.num_threads)
 
     async def search(self, query: str, *, num_passages: int, partition: str = "") -> SearchResult:
-        """The best passages. Raises ValueError for a query that cannot be answered, RetrievalTimeout, and RetrievalError."""
+        """The best passages. Raises ValueError for a query that cannot be answered, RetrievalTimeout, and
+        RetrievalError.
+        """
         request = Query(text=query, num_passages=num_passages, partition=partition)
         self._retriever.check(request)  # here, so that one caller's mistake does not fail a batch
         if (known := self._retriever.cached(request)) is not None:
@@ -226,7 +234,8 @@ class BatchingRetriever:
 
     async def _flush(self) -> None:
         """Makes batch after batch until nobody waits; while one is searched, the next one gathers."""
-        # After a batch of one nobody else is likely to come; if somebody does, that search makes him wait for the next batch anyway.
+        # After a batch of one nobody else is likely to come; if somebody does, that search makes him wait for the next
+        # batch anyway.
         await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]

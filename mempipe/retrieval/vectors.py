@@ -1,8 +1,9 @@
-"""Nearest passages by inner product: faiss indexes of any kind, one or several shards, memory-mapped, with an exact merge.
+"""Nearest passages by inner product: faiss indexes of any kind, one or several shards, memory-mapped, with an exact
+merge.
 
-An exhaustive index (Flat, SQ, PQ: every vector is compared) is searched exactly, whatever the batch: faiss proposes candidates, and their
-score is the inner product with the stored vector in float64, rounded to float32; equal scores are ordered by row. So sharded equals
-unsharded. Other indexes (IVF, HNSW, transforms) answer as faiss does.
+An exhaustive index (Flat, SQ, PQ: every vector is compared) is searched exactly, whatever the batch: faiss proposes
+candidates, and their score is the inner product with the stored vector in float64, rounded to float32; equal scores are
+ordered by row. So sharded equals unsharded. Other indexes (IVF, HNSW, transforms) answer as faiss does.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ Rows = tuple[int, int]
 """The rows from the first up to, not including, the second."""
 
 SCAN_LIMIT = 2**14
-"""Numbers (rows x non-zero columns) up to which a query is scored against every row; beyond, faiss proposes candidates."""
+"""Numbers (rows x non-zero columns) up to which a query is scored against every row; beyond, faiss proposes candidates.
+"""
 SCAN_BLOCK = 2**20  # numbers at once, when all rows must be scored after all
 NUM_SPARE = 16
-"""Candidates beyond those asked for: faiss rounds otherwise, so that passages of nearly the same score may come in another order."""
+"""Candidates beyond those asked for:
+faiss rounds otherwise, so that passages of nearly the same score may come in another order.
+"""
 
 
 def search_thread(num_threads: int) -> ThreadPoolExecutor:
@@ -59,7 +63,9 @@ class VectorIndex(Protocol):
     dimension: int
 
     def search(self, vectors: Vectors, count: int, *, rows: Rows | None = None) -> list[Scored]:
-        """The best `count` rows (of `rows`, None: of all) for each of `vectors` [n, dimension]; fewer when there are no more."""
+        """The best `count` rows (of `rows`, None:
+        of all) for each of `vectors` [n, dimension]; fewer when there are no more.
+        """
         ...
 
 
@@ -67,7 +73,9 @@ class Shard:
     """One faiss index file, memory-mapped; its rows count from 0."""
 
     def __init__(self, path: str | Path, *, search: str = "") -> None:
-        """`search` are faiss search parameters, e.g. "nprobe=64". Raises ConfigError when the file or the parameters are no good."""
+        """`search` are faiss search parameters, e.g.
+        "nprobe=64". Raises ConfigError when the file or the parameters are no good.
+        """
         self._index = read_index(Path(path))
         if search:
             set_search_parameters(self._index, search)
@@ -98,7 +106,8 @@ class Shard:
             ):
                 candidates = np.sort(candidates[candidates >= 0])  # faiss fills up with -1
                 found, scores = _rank(candidates, self._stored(candidates), vectors[i])
-                # With equal scores down to the last candidate, more of them may lie outside, and the first rows are due.
+                # With equal scores down to the last candidate, more of them may lie outside, and the first rows are
+                # due.
                 tied = len(found) >= count and len(found) < last - first and scores[count - 1] == scores[-1]
                 best[i] = self._scan(vectors[i], count, (first, last)) if tied else (found[:count], scores[:count])
         return [found for found in best if found is not None]
@@ -144,7 +153,9 @@ class Shards:
     """Several shards as one index: shard i holds the rows after those of shard i - 1."""
 
     def __init__(self, shards: Sequence[VectorIndex], *, num_threads: int = 1) -> None:
-        """`num_threads` shards are searched at the same time: for those that are elsewhere, since faiss itself takes all cores."""
+        """`num_threads` shards are searched at the same time:
+        for those that are elsewhere, since faiss itself takes all cores.
+        """
         self._shards = list(shards)
         self._threads = (
             ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="shards") if num_threads > 1 else None
@@ -211,7 +222,9 @@ def set_search_parameters(index: Any, search: str) -> None:
 
 
 def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, count: int | None = None) -> Scored:
-    """The best `count` (None: all) of `rows`, which ascend and have `vectors` [len(rows), dimension]; equal scores by row."""
+    """The best `count` (None:
+    all) of `rows`, which ascend and have `vectors` [len(rows), dimension]; equal scores by row.
+    """
     columns = np.flatnonzero(query)
     if 4 * len(columns) < len(query):  # few words: most of a vector need not be read from memory
         vectors, query = vectors[:, columns], query[columns]

@@ -11,9 +11,9 @@ from mempipe.types import Group
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-6) -> list[float]:
     """(R - mean) / (std + eps) with the standard deviation of n - 1 (GRPO), or R - mean (Dr. GRPO, arXiv 2503.20783).
 
-    A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as MemSearcher, MemAgent and
-    Search-R1 do, so that `group_size` 1 is plain REINFORCE. Equal rewards give exact zeros.
-    Raises ValueError for an empty group or a reward that is not finite.
+    A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as MemSearcher, MemAgent
+    and Search-R1 do, so that `group_size` 1 is plain REINFORCE. Equal rewards give exact zeros. Raises ValueError for
+    an empty group or a reward that is not finite.
     """
     if not rewards or not all(map(math.isfinite, rewards)):
         raise ValueError(f"a group needs at least one reward and finite ones only, got {list(rewards)}")
@@ -28,7 +28,9 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
 
 
 def has_signal(group: Group) -> bool:
-    """Whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv 2503.14476)."""
+    """Whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv
+    2503.14476).
+    """
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
@@ -40,7 +42,8 @@ def check_group(group: Group, *, group_size: int) -> None:
         )
     if strangers := {t.group_id for t in group.trajectories} - {group.id}:
         raise ValueError(
-            f"group {group.id} (question {group.question.id}) holds trajectories of group {', '.join(sorted(strangers))}"
+            f"group {group.id} (question {group.question.id}) holds trajectories of group "
+            f"{', '.join(sorted(strangers))}"
         )
     for field in ("id", "member"):
         if len({getattr(t, field) for t in group.trajectories}) != group_size:

@@ -13,13 +13,17 @@ class AlgorithmConfig(Section):
     """Group statistics and loss (mempipe.rl)."""
 
     loss: Literal["grpo", "gspo", "cispo"] = "grpo"
-    """Per-token objective: clipped ratio (GRPO/PPO), sequence-level ratio (GSPO), clipped importance weight on log-prob (CISPO)."""
+    """Per-token objective: clipped ratio (GRPO/PPO), sequence-level ratio (GSPO), clipped importance weight on
+    log-prob (CISPO).
+    """
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """(R - mean) / std, or R - mean."""
     aggregation: Literal["token", "context", "trajectory"] = "token"
     """What the mean of the loss is over: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
     group_size: int = Field(5, ge=1)
-    """Attempts at one question. A group of one has nothing to compare with and learns nothing under `dr_grpo` or `grpo`."""
+    """Attempts at one question.
+    A group of one has nothing to compare with and learns nothing under `dr_grpo` or `grpo`.
+    """
     groups_per_step: int = Field(256, ge=1)
     """Questions per learner step."""
     updates_per_step: int = Field(1, ge=1)
@@ -44,28 +48,35 @@ class RewardConfig(Section):
     """What a trajectory earns."""
 
     answer: Literal["f1", "em", "math", "objectives_em"] = "f1"
-    """What a right answer earns: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or the number of
-    objectives that match exactly (MEM1). All but the last are means over the objectives of a question."""
+    """What a right answer earns: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or
+    the number of objectives that match exactly (MEM1). All but the last are means over the objectives of a question."""
     wrong_answer: float = Field(0.1, ge=0, le=1)
     """Reward of a well-formed answer that scores 0 (MemSearcher: 0.1)."""
     monotone: bool = False
-    """Pay a partly right answer at least wrong_answer. Off, as published: MemSearcher pays an F1 of 0.06 less than a wrong answer."""
+    """Pay a partly right answer at least wrong_answer.
+    Off, as published: MemSearcher pays an F1 of 0.06 less than a wrong answer.
+    """
     format: Literal["none", "search_r1"] = "none"
-    """search_r1: exact match and the order of the tags are paid together, by the three scores below (react with answer: em)."""
+    """search_r1: exact match and the order of the tags are paid together, by the three scores below (react with answer:
+    em).
+    """
     structure_score: float = Field(0.2, ge=0, le=1)
-    """search_r1: worth of the right order of tags: a right answer without it earns that much less, a wrong one with it that much."""
+    """search_r1: worth of the right order of tags:
+    a right answer without it earns that much less, a wrong one with it that much.
+    """
     retrieval_score: float = Field(0.0, ge=0, le=1)
     """search_r1: added for a wrong answer in the right order of tags when a search found a gold."""
     attempt_score: float = Field(0.1, ge=0, le=1)
     """search_r1: earned by a wrong answer in the wrong order of tags."""
     function: str = ""
-    """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces `answer` and what follows;
-    exact match and F1 are still measured."""
+    """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
+    `answer` and what follows; exact match and F1 are still measured."""
 
     @model_validator(mode="after")
     def _one_measure(self) -> RewardConfig:
         if self.format != "none" and self.answer != "em":
             raise ValueError(
-                f"reward.format is {self.format!r}, which pays exact match, but reward.answer is {self.answer!r}; set it to em"
+                f"reward.format is {self.format!r}, which pays exact match, but reward.answer is {self.answer!r}; "
+                "set it to em"
             )
         return self

@@ -1,7 +1,7 @@
 """The policy loss of one micro-batch, by name, and the sums from which its metrics are made.
 
-`loss` is `sum(weights * token_loss)`, and the weights count the whole optimiser step (`mempipe.rl.packing`): losses and gradients of
-micro-batches and ranks are added, never averaged.
+`loss` is `sum(weights * token_loss)`, and the weights count the whole optimiser step (`mempipe.rl.packing`): losses and
+gradients of micro-batches and ranks are added, never averaged.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ def policy_loss(
     config: AlgorithmConfig,
     sampler_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`, `mean_metrics`).
+    """The loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`,
+    `mean_metrics`).
 
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
-    `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own go into
-    `sampler_logprobs`, and with staleness each token is weighed by their ratio (arXiv 2505.24298), truncated at
-    `max_importance_ratio`. Without `sampler_logprobs` the ratio is the importance weight itself, and `max_importance_ratio` bounds it
-    where only the dual clip does: for negative advantages.
+    `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own
+    go into `sampler_logprobs`, and with staleness each token is weighed by their ratio (arXiv 2505.24298), truncated at
+    `max_importance_ratio`. Without `sampler_logprobs` the ratio is the importance weight itself, and
+    `max_importance_ratio` bounds it where only the dual clip does: for negative advantages.
 
-    - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip (arXiv 1912.09729).
-    - gspo: one ratio per context, the geometric mean of its tokens' (arXiv 2507.18071). The paper's sequence is the whole answer; here
-      it is one context, so two contexts of a trajectory may be clipped differently. Its mean over sequences is `aggregation: trajectory`
-      when trajectories have one context.
-    - cispo: the clipped ratio as a constant weight on the log-prob (arXiv 2506.13585), so that no token loses its gradient.
-      `clip_low: 1` leaves the lower side open, as in the paper. The dual clip has no part in it.
+    - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip
+    (arXiv 1912.09729).
+    - gspo: one ratio per context, the geometric mean of its tokens' (arXiv 2507.18071). The paper's sequence is the
+      whole answer; here it is one context, so two contexts of a trajectory may be clipped differently. Its mean over
+      sequences is `aggregation: trajectory` when trajectories have one context.
+    - cispo: the clipped ratio as a constant weight on the log-prob (arXiv 2506.13585), so that no token loses its
+      gradient. `clip_low: 1` leaves the lower side open, as in the paper. The dual clip has no part in it.
 
-    `advantage: dr_grpo` changes the advantages only. With `kl_coef` the low-variance estimator of KL(policy || reference) is added.
+    `advantage: dr_grpo` changes the advantages only. With `kl_coef` the low-variance estimator of KL(policy ||
+    reference) is added.
     """
     if logprobs.dtype in (torch.float16, torch.bfloat16):
         logprobs = logprobs.float()
@@ -93,7 +96,9 @@ def policy_loss(
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = ref - logprob: never negative, unbiased for tokens of the policy, cut at `MAX_KL`. [N] -> [N]."""
+    """exp(d) - d - 1 with d = ref - logprob:
+    never negative, unbiased for tokens of the policy, cut at `MAX_KL`. [N] -> [N].
+    """
     d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(d) - d).clamp(max=MAX_KL)
 
@@ -174,8 +179,8 @@ def _sums_by(values: Tensor, keys: Tensor, num_keys: int) -> Tensor:
 
 
 def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str, float]:
-    """How far the learner's log-probs are from the sampler's, over all tokens and by context index: sums of |Δ|, of the k3
-    estimate of KL(sampler || learner), and the largest importance ratio."""
+    """How far the learner's log-probs are from the sampler's, over all tokens and by context index: sums of |Δ|, of
+    the k3 estimate of KL(sampler || learner), and the largest importance ratio."""
     if not len(logprobs):
         return {}
     d = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,7 +1,7 @@
 """Packs the training samples of one optimiser step into micro-batches for every learner rank.
 
-The weight of a token is its share of the mean that the loss is, and counts the whole step: the gradient is the sum over all
-micro-batches of all ranks of `weights * loss(token)`, however the contexts were ordered, packed and dealt out.
+The weight of a token is its share of the mean that the loss is, and counts the whole step: the gradient is the sum over
+all micro-batches of all ranks of `weights * loss(token)`, however the contexts were ordered, packed and dealt out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one rank takes in one forward and backward pass: T tokens of S whole contexts in a row, N of them loss tokens.
+    """What one rank takes in one forward and backward pass: T tokens of S whole contexts in a row, N of them loss
+    tokens.
 
-    A filler (`weights` all zero) keeps ranks in step when one of them has less to do; it adds nothing to loss or gradient.
+    A filler (`weights` all zero) keeps ranks in step when one of them has less to do; it adds nothing to loss or
+    gradient.
     """
 
     token_ids: Ints  # [T]
@@ -58,9 +60,9 @@ def pack_step(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of one optimiser step, one list per rank, all lists equally long.
 
-    Contexts are never split; those of similar length share a micro-batch, and micro-batches that ranks work on at the same
-    time hold similar numbers of tokens. The result depends on the set of samples only, not on their order.
-    Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
+    Contexts are never split; those of similar length share a micro-batch, and micro-batches that ranks work on at the
+    same time hold similar numbers of tokens. The result depends on the set of samples only, not on their order. Raises
+    ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
     """
     if num_ranks < 1:
         raise ValueError(f"learner.num_ranks must be >= 1, got {num_ranks}")
@@ -94,7 +96,8 @@ def pack_step(
 
 
 def split_updates(groups: Sequence[Sequence[TrainingSample]], updates_per_step: int) -> list[list[TrainingSample]]:
-    """The samples of each optimiser update: whole groups, in order, as evenly as possible (the first updates take the rest).
+    """The samples of each optimiser update: whole groups, in order, as evenly as possible (the first updates take the
+    rest).
 
     Groups without samples are passed over. Raises ValueError when there are fewer groups than updates.
     """
@@ -118,7 +121,8 @@ def _check(sample: TrainingSample, max_tokens: int) -> None:
     length = len(sample.token_ids)
     if length > max_tokens:
         raise ValueError(
-            f"{name} has {length} tokens and does not fit learner.max_tokens_per_micro_batch {max_tokens}; raise it to at least {length}"
+            f"{name} has {length} tokens and does not fit learner.max_tokens_per_micro_batch {max_tokens}; raise "
+            f"it to at least {length}"
         )
     for field in ("loss_mask", "logprobs", "policy_versions", "ref_logprobs"):
         found = len(getattr(sample, field))
@@ -144,7 +148,8 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
     for sample in samples:
         if sample.trajectory_tokens != tokens[sample.trajectory_id]:
             raise ValueError(
-                f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but {tokens[sample.trajectory_id]} are in "
+                f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but "
+                f"{tokens[sample.trajectory_id]} are in "
                 "this optimiser step; a trajectory must be in one step as a whole"
             )
     return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
@@ -155,7 +160,9 @@ def _tokens(contexts: Sequence[TrainingSample]) -> int:
 
 
 def _bins(ordered: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int) -> list[list[TrainingSample]]:
-    """Runs of neighbours of at most `max_tokens` each: as many as the ranks need rounds for, with the smallest possible maximum."""
+    """Runs of neighbours of at most `max_tokens` each:
+    as many as the ranks need rounds for, with the smallest possible maximum.
+    """
     num_rounds = -(-len(_runs(ordered, max_tokens)) // num_ranks)
     low, high = len(ordered[0].token_ids), max_tokens
     while low < high:
@@ -209,7 +216,9 @@ def _flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArr
 
 
 def _filler(sample: TrainingSample) -> MicroBatch:
-    """The smallest thing that a model runs through forward and backward: two tokens, the second in the loss with weight zero."""
+    """The smallest thing that a model runs through forward and backward:
+    two tokens, the second in the loss with weight zero.
+    """
     zero = np.zeros(1, dtype=np.float32)
     return MicroBatch(
         token_ids=np.array(sample.token_ids[:2], dtype=np.int64),

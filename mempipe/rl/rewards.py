@@ -1,7 +1,8 @@
-"""What an attempt earns: token F1 or exact match of its answer, Search-R1's reward of answer and form, and MemTrain's recall bonus.
+"""What an attempt earns: token F1 or exact match of its answer, Search-R1's reward of answer and form, and MemTrain's
+recall bonus.
 
-Whether a trajectory has an answer is for its agent to say (`mempipe.agents`): training and evaluation score the same one. Everything
-here is total: no answer or gold, however long or odd, raises.
+Whether a trajectory has an answer is for its agent to say (`mempipe.agents`): training and evaluation score the same
+one. Everything here is total: no answer or gold, however long or odd, raises.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _MATH_FORMS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """`reward` is what is optimised: in [0, 1], or up to the number of objectives. `em` and `f1`, in [0, 1], are means over the
-    objectives, and 0 unless the trajectory ended with an answer."""
+    """`reward` is what is optimised: in [0, 1], or up to the number of objectives. `em` and `f1`, in [0, 1], are
+    means over the objectives, and 0 unless the trajectory ended with an answer."""
 
     reward: float
     em: float
@@ -62,14 +63,15 @@ def score(
     objectives: Sequence[Sequence[str]] = (),
     message: str = "",
 ) -> Scores:
-    """What a trajectory earns: nothing unless it ended with an answer; then what `config.answer` measures, and `wrong_answer` where
-    that is 0.
+    """What a trajectory earns: nothing unless it ended with an answer; then what `config.answer` measures, and
+    `wrong_answer` where that is 0.
 
-    With `objectives` (the golden answers of each) the answer is split at ";" and scored position by position: a missing answer counts 0,
-    one too many is ignored. `message` is the assistant's last one, observations included; only `config.format` looks at it.
+    With `objectives` (the golden answers of each) the answer is split at ";" and scored position by position: a missing
+    answer counts 0, one too many is ignored. `message` is the assistant's last one, observations included; only
+    `config.format` looks at it.
 
-    As published the reward is not monotone: an F1 between 0 and `wrong_answer` earns less than an answer that is all wrong.
-    With `config.monotone` it earns `wrong_answer` as well.
+    As published the reward is not monotone: an F1 between 0 and `wrong_answer` earns less than an answer that is all
+    wrong. With `config.monotone` it earns `wrong_answer` as well.
     """
     if answer is None or end_reason is not EndReason.ANSWERED:
         return Scores(reward=0.0, em=0.0, f1=0.0)
@@ -100,8 +102,8 @@ def split_answers(answer: str, count: int) -> list[str]:
 
 
 def follows_format(message: str) -> bool:
-    """Whether the assistant's message is turns of thought, search and information, then a thought and an answer, with nothing but
-    space between the tags: the form that Search-R1 rewards (arXiv 2505.15117)."""
+    """Whether the assistant's message is turns of thought, search and information, then a thought and an answer,
+    with nothing but space between the tags: the form that Search-R1 rewards (arXiv 2505.15117)."""
     pieces = _TAG.split(message)
     tags, between = pieces[1::2], pieces[::4]
     num_searches, rest = divmod(len(tags) - len(_LAST_TURN), len(_SEARCH_TURN))
@@ -125,7 +127,8 @@ def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """1.0 when the prediction is one of the golds written in another way, case aside, as MATH compares them: what MemAgent trains on.
+    """1.0 when the prediction is one of the golds written in another way, case aside, as MATH compares them: what
+    MemAgent trains on.
 
     Spaces, units and LaTeX variants do not count; articles and punctuation do.
     """
@@ -134,18 +137,22 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv 1606.05250). Accents stay."""
+    """Lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv 1606.05250).
+    Accents stay.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight: float = 0.5) -> float:
-    """MemTrain's reward of an end-to-end rollout: its own score plus `weight` times the mean score of the recall samples that
-    questioned its memory. With scores in [0, 1] it is in [0, 1 + weight]."""
+    """MemTrain's reward of an end-to-end rollout: its own score plus `weight` times the mean score of the recall
+    samples that questioned its memory. With scores in [0, 1] it is in [0, 1 + weight]."""
     return answer_score + (weight * sum(recall_scores) / len(recall_scores) if recall_scores else 0.0)
 
 
 def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, config: RewardConfig) -> float:
-    """Search-R1's reward (v0.3): 1, or less without the form; for a wrong answer what the form, the retrieval or the attempt are worth."""
+    """Search-R1's reward (v0.3):
+    1, or less without the form; for a wrong answer what the form, the retrieval or the attempt are worth.
+    """
     in_form = follows_format(message)
     if em == 1:
         return 1.0 if in_form else 1.0 - config.structure_score

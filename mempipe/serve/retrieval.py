@@ -1,4 +1,5 @@
-"""The retrieval service on Ray Serve: replicas of one index behind one address (`mempipe index serve`, or `serve run`, or a Serve config).
+"""The retrieval service on Ray Serve: replicas of one index behind one address (`mempipe index serve`, or `serve run`,
+or a Serve config).
 
 Replicas on one machine share the index through the page cache, since its files are memory-mapped.
 """
@@ -55,7 +56,8 @@ def app(args: dict[str, Any]) -> Application:
     return deployment.options(
         name=NAME,
         num_replicas=config.num_replicas,
-        # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns requests away before.
+        # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns
+        # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": WORKER_ENV}},
@@ -94,7 +96,8 @@ def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
             signal.signal(number, lambda *_: stop.set())
         print(f"serving {settings['index']} at {url} until Ctrl-C; try")
         print(
-            f"""  curl {url}/search -H 'content-type: application/json' -d '{{"query": "capital of Peru", "top_n": 3}}'""",
+            f"  curl {url}/search -H 'content-type: application/json' "
+            """-d '{"query": "capital of Peru", "top_n": 3}'""",
             flush=True,
         )
         stop.wait()

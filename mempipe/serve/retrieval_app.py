@@ -1,15 +1,20 @@
 """The retrieval service as an ASGI application, without Ray: the routes of the published search servers, with limits.
 
-- POST /retrieve is Search-R1's and MEM1's. Their server fails for `return_scores` false, or mixes documents up when there are exactly two
-  queries; here it answers documents without scores. An empty query is answered, as there: their clients post the searches of a whole
-  batch at once, and one trajectory's empty search must not take the others' answers.
+- POST /retrieve is Search-R1's and MEM1's. Their server fails for `return_scores` false, or mixes documents up when
+  there are exactly two queries; here it answers documents without scores. An empty query is answered, as there: their
+  clients post the searches of a whole batch at once, and one trajectory's empty search must not take the others'
+  answers.
 - POST /search and /batch_search are MemSearcher's. An empty query is refused with 400, as there.
-- All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are ignored, as there.
-- The published servers have no limits; these are in the OpenAPI schema, and what is beyond them is refused with 422 (413 for the body).
-- 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one that failed.
+- All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are
+ignored, as there.
+- The published servers have no limits; these are in the OpenAPI schema, and what is beyond them is refused with 422
+(413 for the body).
+- 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one
+that failed.
 """
 
-# No postponed annotations: FastAPI reads those of the routes, and they name types that are made with the service's limits.
+# No postponed annotations: FastAPI reads those of the routes, and they name types that are made with the service's
+# limits.
 
 import asyncio
 import logging
@@ -72,7 +77,9 @@ class RetrievalService:
         self._num_failures = 0
 
     async def search(self, queries: Sequence[str], *, num_passages: int | None, partition: str) -> list[SearchResult]:
-        """One result per query. Raises HTTPException 422 for what the index cannot answer, RetrievalTimeout and RetrievalError."""
+        """One result per query.
+        Raises HTTPException 422 for what the index cannot answer, RetrievalTimeout and RetrievalError.
+        """
         count = self.config.num_passages if num_passages is None else num_passages
         try:
             results = await asyncio.gather(
@@ -134,7 +141,10 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     503: {
         "model": Problem,
-        "description": "Too many requests are under way, or the search failed or took too long; the same request may be made again.",
+        "description": (
+            "Too many requests are under way, or the search failed or took too long; the same request "
+            "may be made again."
+        ),
         "headers": {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}},
     },
 }
@@ -227,7 +237,8 @@ def make_app(service: RetrievalService) -> FastAPI:
 
 
 class _Gate:
-    """Reads the body before anything else does, up to its limit, and turns requests away when too many are under way."""
+    """Reads the body before anything else does, up to its limit,
+    and turns requests away when too many are under way."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_in_flight: int) -> None:
         self._app = app

@@ -91,7 +91,10 @@ class MlflowWriter:
                 num_unwritten=unwritten,
             )
         if unwritten or self._refused:
-            text = "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed; metrics.jsonl has every metric"
+            text = (
+                "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed; "
+                "metrics.jsonl has every metric"
+            )
             _logger.warning(text, _public(self._store.uri), unwritten, self._refused, self._failed)
         return summary
 
@@ -302,7 +305,9 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _quiet_mlflow() -> None:
-    """No usage statistics; failures are seen soon, since the writer tries again itself. Before the first import of mlflow."""
+    """No usage statistics; failures are seen soon, since the writer tries again itself.
+    Before the first import of mlflow.
+    """
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

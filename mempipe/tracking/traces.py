@@ -33,7 +33,9 @@ class Wording:
 
 
 def sample_groups(groups: Sequence[Group], *, num_trajectories: int, seed: int) -> list[Group]:
-    """At most `num_trajectories` random trajectories of different questions, each in a copy of its group. The seed fixes the choice."""
+    """At most `num_trajectories` random trajectories of different questions, each in a copy of its group.
+    The seed fixes the choice.
+    """
     generator = random.Random(seed)
     groups = [group for group in groups if group.trajectories]
     chosen = generator.sample(groups, min(num_trajectories, len(groups)))
@@ -51,8 +53,9 @@ def build_trace(
 ) -> tuple[TraceInfo, list[Span]]:
     """The trace of one trajectory, linked to the run.
 
-    Spans follow one another and last as long as the engine and the retriever took; the clock of the trajectory itself is not recorded.
-    Ids come from run, step and trajectory, so that a trace which is sent again after a fault is still one trace.
+    Spans follow one another and last as long as the engine and the retriever took; the clock of the trajectory itself
+    is not recorded. Ids come from run, step and trajectory, so that a trace which is sent again after a fault is still
+    one trace.
     """
     from mlflow.entities.trace_info import TraceInfo
     from mlflow.entities.trace_location import TraceLocation

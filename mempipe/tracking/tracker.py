@@ -1,8 +1,8 @@
 """The record of a run: every metric in `metrics.jsonl`, and parameters, metrics, traces and files in MLflow.
 
-The file is written at once and always. MLflow is written by a background thread, so that a slow, dead or wrong server neither
-slows nor stops training: what was not accepted yet is kept in memory and tried again until `Tracker.finish` gives up.
-One tracker per run; its methods may be called from several threads.
+The file is written at once and always. MLflow is written by a background thread, so that a slow, dead or wrong server
+neither slows nor stops training: what was not accepted yet is kept in memory and tried again until `Tracker.finish`
+gives up. One tracker per run; its methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Tracker:
         run_name: str,
         run_config: Mapping[str, Any],
         resume_run_id: str | None = None,
-        wording: Wording = Wording(),
+        wording: Wording | None = None,
     ) -> None:
         """`run_config` holds plain values (numbers, strings, lists, dicts). `resume_run_id` continues that MLflow run
         (`last_run_id(folder)`)."""
         self._config = config
-        self._wording = wording
+        self._wording = wording or Wording()
         self._finished = False
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,9 @@ class Tracker:
             self._writer = MlflowWriter(store)
 
     def log_metrics(self, metrics: Mapping[str, SupportsFloat | None], step: float) -> None:
-        """Records numbers of one step. None means "not measured" and is left out. Raises ValueError for what is no number."""
+        """Records numbers of one step.
+        None means "not measured" and is left out. Raises ValueError for what is no number.
+        """
         assert not self._finished, "log_metrics after finish"
         step, now = int(step), time.time()
         values = {name: _as_float(name, value) for name, value in metrics.items() if value is not None}
@@ -94,13 +96,17 @@ class Tracker:
         return self._writer.wait_for_run_id(timeout_s) if self._writer else None
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until every metric is in MLflow, at most `timeout_s`; False when some are not. `metrics.jsonl` has them at once."""
+        """Waits until every metric is in MLflow, at most `timeout_s`; False when some are not.
+        `metrics.jsonl` has them at once.
+        """
         return self._writer.flush(timeout_s) if self._writer else True
 
     def finish(
         self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED", timeout_s: float = 60.0
     ) -> TrackingSummary:
-        """Writes what is waiting, closes the MLflow run and says what is missing. Returns after `timeout_s` at the latest."""
+        """Writes what is waiting, closes the MLflow run and says what is missing.
+        Returns after `timeout_s` at the latest.
+        """
         assert not self._finished, "finish was called twice"
         self._finished = True
         self._file.close()
@@ -111,7 +117,8 @@ class Tracker:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, one per step in order of steps. Of a step written twice (a resumed run) the last value counts.
+    """The rows of a `metrics.jsonl`, one per step in order of steps. Of a step written twice (a resumed run) the last
+    value counts.
 
     Values that were not finite are NaN. A line that a crash left half written is passed over.
     """

@@ -1,7 +1,8 @@
-"""How published cases of parsing, prompts, searches and whole trajectories are put to MemSearcher, and where we mean to differ.
+"""How published cases of parsing, prompts, searches and whole trajectories are put to MemSearcher, and where we mean to
+differ.
 
-Trajectories run through our own rollout with a tokenizer of one token per character and a prompt set that writes the published layout,
-its double-escaped separator between passages included.
+Trajectories run through our own rollout with a tokenizer of one token per character and a prompt set that writes the
+published layout, its double-escaped separator between passages included.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ FINISHES = {"eos": "<|im_end|>", "eot": "<|endoftext|>", "ims": "<|im_start|>", 
 
 
 class CharTokenizer:
-    """One token per character, and one per chat marker; a message ends with either of the stop tokens that Qwen2.5 has."""
+    """One token per character, and one per chat marker;
+    a message ends with either of the stop tokens that Qwen2.5 has."""
 
     special_tokens = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     special_token_ids = frozenset({0x110000, 0x110001, 0x110002})  # just past the last character
@@ -334,7 +336,10 @@ DIFFERENCES = [
         function=ROLLOUT,
         applies=lambda case: "response_length" in case["input"],
         ours=without_cut_observation,
-        reason="a call whose observation does not fit ends the trajectory before the search; nothing is cut in the middle of a message",
+        reason=(
+            "a call whose observation does not fit ends the trajectory before the search; nothing is cut in the "
+            "middle of a message"
+        ),
     ),
     Difference(
         function=LAST_ANSWER,

@@ -266,7 +266,8 @@ DIFFERENCES = [
             ),
             (
                 lambda case: True,
-                "words are SQuAD's (no articles, punctuation deleted) and F1 counts repeated ones, in all metrics alike",
+                "words are SQuAD's (no articles, punctuation deleted) and F1 counts repeated ones, in all metrics "
+                "alike",
             ),
         )
     ),
@@ -286,7 +287,9 @@ DIFFERENCES = [
         function=STATE,
         applies=lambda case: True,
         ours=text_up_to_search,
-        reason="the state is all that was sampled up to the search, id by id; no part of it is cut out and written anew",
+        reason=(
+            "the state is all that was sampled up to the search, id by id; no part of it is cut out and written anew"
+        ),
     ),
     Difference(
         function=JUDGE,

@@ -1,7 +1,8 @@
 """How published cases of MEM1's state, masks, parsing and reward are put to ours, and where we mean to differ.
 
-Published, one row holds the whole trajectory under a mask; here every turn is a context. What a token may see, its position and whether
-it is trained are read off the contexts of a trajectory that our agent plays with the case's tokens.
+Published, one row holds the whole trajectory under a mask; here every turn is a context. What a token may see, its
+position and whether it is trained are read off the contexts of a trajectory that our agent plays with the case's
+tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def names_of(parts: Sequence[tuple[str, int, list[int]]]) -> list[str]:
 
 
 def view(trajectory: dict[str, Any]) -> dict[str, Any]:
-    """Every token of a trajectory with what it saw, where it stood and whether it is trained, in the shape of the published row."""
+    """Every token of a trajectory with what it saw, where it stood and whether it is trained, in the shape of the
+    published row.
+    """
     parts, last = parts_of(trajectory), trajectory["num_rounds"] - 1
     texts: dict[int, str] = {}
     for i in range(last + 1):
@@ -116,7 +119,9 @@ def flat(parts: Sequence[tuple[str, int, list[int]]]) -> list[int]:
 
 
 def view_by_hand(trajectory: dict[str, Any]) -> dict[str, Any]:
-    """A token sees the question, the turn before its own and what precedes it in its own; an observation opens the turn that reads it."""
+    """A token sees the question, the turn before its own and what precedes it in its own; an observation opens the
+    turn that reads it.
+    """
     parts = parts_of(trajectory)
     order = names_of(parts)
     turn = [-1 if name == "q" else int(name[1:]) + (name[0] == "i") for name in order]
@@ -157,7 +162,9 @@ def causal_means(case: Case) -> dict[str, list[float]]:
 
 
 def next_prompt(case: Case) -> list[list[int]]:
-    """The prompt of the turn after the rolled history, whose last `kept_last` tokens are the last turn's message and observation."""
+    """The prompt of the turn after the rolled history, whose last `kept_last` tokens are the last turn's message and
+    observation.
+    """
     (row,), question, kept = case["input"]["rolling_ids"], case["input"]["question"], case["input"]["kept_last"]
     history = [i for i in row if i]
     history = history[len(question) :] if history[: len(question)] == question else history
@@ -204,7 +211,8 @@ def parse_by_hand(case: Case) -> dict[str, Any]:
 
 
 def ends_otherwise(case: Case) -> bool:
-    """Whether the message goes on with another action, or closes one that it has not opened, or searches for nothing."""
+    """Whether the message goes on with another action, or closes one that it has not opened,
+    or searches for nothing."""
     text = case["input"]["response"]
     searches_nothing = re.search(r"<search>\s*</search>", text) is not None
     return len(CLOSING.findall(text)) > 1 or parse_by_hand(case)["action"] is None or searches_nothing
@@ -321,7 +329,10 @@ DIFFERENCES = [
         function=REWARD,
         applies=lambda case: num_answers(case) != 1,
         ours=reward_by_hand,
-        reason="the answer is the first that the policy writes: it ends the trajectory, and tags in what was found are none of it",
+        reason=(
+            "the answer is the first that the policy writes: it ends the trajectory, and tags in what was found "
+            "are none of it"
+        ),
     ),
     Difference(
         function=REWARD,
@@ -353,7 +364,10 @@ DIFFERENCES = [
         function=ONE_TRAJECTORY,
         applies=lambda case: True,
         ours=lambda case: view_by_hand(case["input"]["trajectory"]),
-        reason="a turn is trained on what its sampler saw, the last message's thought included, at the positions that it had",
+        reason=(
+            "a turn is trained on what its sampler saw, the last message's thought included, at the positions "
+            "that it had"
+        ),
     ),
     Difference(
         function=SEEN_BY_THOUGHT,
@@ -395,7 +409,9 @@ DIFFERENCES = [
         function=PARSE,
         applies=ends_otherwise,
         ours=parse_by_hand,
-        reason="a message ends with its first action: nothing that was made up behind it is kept; a search needs a query",
+        reason=(
+            "a message ends with its first action: nothing that was made up behind it is kept; a search needs a query"
+        ),
     ),
     Difference(
         function=STATE,
@@ -407,7 +423,9 @@ DIFFERENCES = [
         function=STATE_LENGTH,
         applies=lambda case: True,
         ours=lambda case: len(carried_by_hand(case)),
-        reason="all of a message that searches is carried, what stands before its thought too, and nothing of any other",
+        reason=(
+            "all of a message that searches is carried, what stands before its thought too, and nothing of any other"
+        ),
     ),
     Difference(
         function=STEP,

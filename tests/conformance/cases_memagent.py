@@ -180,19 +180,28 @@ DIFFERENCES = [
         function=REWARD,
         applies=lambda case: isinstance(case["input"]["ground_truth"], str) or not case["input"]["ground_truth"],
         ours=reward_by_hand,
-        reason="a gold given as a string is one answer, not its letters; without a gold nothing is right, and nothing raises",
+        reason=(
+            "a gold given as a string is one answer, not its letters; without a gold nothing is right, and "
+            "nothing raises"
+        ),
     ),
     Difference(
         function=SYNC_PROMPT,
         applies=lambda case: True,
         ours=lambda case: {"boxed_literal": "\\boxed{}", "keywords": ["question", "memory"]},
-        reason="one prompt for training and evaluation, with the braces that the answer is read from; the slots have our names",
+        reason=(
+            "one prompt for training and evaluation, with the braces that the answer is read from; the slots "
+            "have our names"
+        ),
     ),
     Difference(
         function=UNPAD,
         applies=lambda case: any(reply_of(row, case) != without_marks(row, case) for row in case["input"]["tensor"]),
         ours=lambda case: [reply_of(row, case) for row in case["input"]["tensor"]],
-        reason="all that was sampled before the stop token is kept, also where it is the id that others pad with, and nothing else",
+        reason=(
+            "all that was sampled before the stop token is kept, also where it is the id that others pad with, "
+            "and nothing else"
+        ),
     ),
     Difference(
         function=EQUAL_LENGTHS,

@@ -34,7 +34,8 @@ class OneDocumentEach:
 
 def retrieve_without_scores(case: Case) -> Any:
     """What the service answers, by HTTP; documents by their id, as the case writes them."""
-    service: Any = RetrievalService(OneDocumentEach(), ServiceConfig(index="unused"))  # pyrefly: ignore[bad-argument-type]
+    # pyrefly: ignore[bad-argument-type]
+    service: Any = RetrievalService(OneDocumentEach(), ServiceConfig(index="unused"))
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(
@@ -57,6 +58,7 @@ DIFFERENCES = [
         RETRIEVE,
         lambda case: True,
         lambda case: {"status": 200, "result": [[f"d{i}"] for i in range(case["input"]["n_queries"])]},
-        "every query has its list of documents; published, the handler takes one list for two and fails or mixes them up",
+        "every query has its list of documents; published, the handler takes one list for two and fails or mixes "
+        "them up",
     )
 ]

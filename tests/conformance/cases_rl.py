@@ -1,4 +1,5 @@
-"""How published cases of rewards, advantages, losses and batches are put to our functions, and where we mean to differ."""
+"""How published cases of rewards, advantages, losses and batches are put to our functions,
+and where we mean to differ."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ OBSERVATION = re.compile(
 
 
 def reward_with_reason(case: Case) -> list[Any]:
-    """Reward and reason of the conversation, played again by our own agent as the last turn of a trajectory and scored like any other.
+    """Reward and reason of the conversation, played again by our own agent as the last turn of a trajectory and scored
+    like any other.
 
     The reason is in the published words where they mean our end reason, and the name of our end reason elsewhere.
     """
@@ -92,7 +94,8 @@ def answer_reason(f1: float, answer: str) -> str:
 
 
 def sampled_messages(case: Case) -> tuple[list[str], str]:
-    """What an engine sampled in a transcript: all but the prompt and the observations; and what ended the last message."""
+    """What an engine sampled in a transcript: all but the prompt and the observations;
+    and what ended the last message."""
     text = case["input"]["solution_str"]
     finish = next((name for name in ("eos", "eot") if text.endswith(FINISHES[name])), "len")
     return OBSERVATION.split(text.removesuffix(FINISHES[finish]).partition(HEADER)[2]), finish
@@ -149,7 +152,9 @@ def grouped_advantages(case: Case, *, key: str, normalize_std: bool) -> list[flo
 
 
 def spread(case: Case) -> list[list[float]]:
-    """Trajectories with their advantage become samples and packed tokens; each packed loss token is put back in its row."""
+    """Trajectories with their advantage become samples and packed tokens; each packed loss token is put back in its
+    row.
+    """
     scalars, owners, mask = (case["input"][key] for key in ("advantage_scalar", "sample_index", "response_mask"))
     masks = mask if isinstance(mask[0], list) else [mask] * len(owners)
     spread_rows = [[0.0] * len(row) for row in masks]
@@ -252,7 +257,9 @@ def round_robin(case: Case) -> dict[str, list[int]]:
 
 
 def restored_order(case: Case) -> list[int]:
-    """Contexts that arrive in any order lie in the batch in the order of their trajectory; tokens tell where they came from."""
+    """Contexts that arrive in any order lie in the batch in the order of their trajectory; tokens tell where they
+    came from.
+    """
     contexts = [context(number, [arrived, arrived], [0, 1]) for arrived, number in enumerate(case["input"]["tensor"])]
     (batch,) = packed(to_samples(trajectory("t", contexts)))
     return batch.token_ids[batch.loss_positions].tolist()
@@ -470,13 +477,19 @@ DIFFERENCES: list[Difference] = [
         function=SCORE,
         applies=writes_role_mark,
         ours=lambda case: [0, "no_action"],
-        reason="what a model writes behind a role mark of its own is no message; published, the last one of a transcript is scored",
+        reason=(
+            "what a model writes behind a role mark of its own is no message; published, the last one of a "
+            "transcript is scored"
+        ),
     ),
     Difference(
         function=SCORE,
         applies=lambda case: not all(map(call_is_valid, calls(case))),
         ours=lambda case: [0, "invalid_call"],
-        reason="a call is checked against the one tool's schema, and a wrong one ends the trajectory whatever else the message holds",
+        reason=(
+            "a call is checked against the one tool's schema, and a wrong one ends the trajectory whatever else "
+            "the message holds"
+        ),
     ),
     Difference(
         function=SCORE,
@@ -488,7 +501,9 @@ DIFFERENCES: list[Difference] = [
         function=SCORE,
         applies=lambda case: not all(tags_pair(sampled_messages(case)[0][0], tag) for tag in ("think", "tool_call")),
         ours=lambda case: [0, "no_action"],
-        reason="tags pair when each opening one is closed behind it; published, it is enough that they are equally many",
+        reason=(
+            "tags pair when each opening one is closed behind it; published, it is enough that they are equally many"
+        ),
     ),
     Difference(
         function=SCORE,
@@ -500,13 +515,19 @@ DIFFERENCES: list[Difference] = [
         function=SCORE,
         applies=is_other_stop,
         ours=read_by_hand,
-        reason="every stop token of the model ends a message, for the engine as for the reward; published, only one of them is paid",
+        reason=(
+            "every stop token of the model ends a message, for the engine as for the reward; published, only "
+            "one of them is paid"
+        ),
     ),
     Difference(
         function=SCORE,
         applies=lambda case: "<think>" not in sampled_messages(case)[0][0],
         ours=read_by_hand,
-        reason="a thought is asked for by the prompt set, not by the reward: evaluation, as published too, takes an answer without one",
+        reason=(
+            "a thought is asked for by the prompt set, not by the reward: evaluation, as published too, takes "
+            "an answer without one"
+        ),
     ),
     Difference(
         function=SCORE,
@@ -524,7 +545,10 @@ DIFFERENCES: list[Difference] = [
         function=POLICY_LOSS,
         applies=dual_clip_acts,
         ours=true_dual_clip_fraction,
-        reason="the dual-clip metric counts the tokens that it clips; code that compares values after the clip always reports 0",
+        reason=(
+            "the dual-clip metric counts the tokens that it clips; code that compares values after the clip "
+            "always reports 0"
+        ),
     ),
     Difference(
         function=AGG_LOSS,
@@ -536,7 +560,10 @@ DIFFERENCES: list[Difference] = [
         function=PADDING,
         applies=lambda case: case["input"]["bsz"] > 0,
         ours=round_robin,
-        reason="no row is trained twice: ranks take rows in turn and the last round is filled up with micro-batches of weight 0",
+        reason=(
+            "no row is trained twice: ranks take rows in turn and the last round is filled up with "
+            "micro-batches of weight 0"
+        ),
     ),
     Difference(
         function=PADDING,
@@ -562,7 +589,8 @@ DIFFERENCES: list[Difference] = [
         function=SPLIT,
         applies=lambda case: case["input"]["rows"] < case["input"]["sections"],
         ours=lambda case: refusal(
-            f"algorithm.updates_per_step is {case['input']['sections']}, but the step holds {case['input']['rows']} groups with samples; "
+            f"algorithm.updates_per_step is {case['input']['sections']}, but the step holds "
+            f"{case['input']['rows']} groups with samples; "
             "it must be at least 1 and at most the number of groups"
         ),
         reason="an update without groups is refused, with the setting that asks for it",
@@ -571,7 +599,10 @@ DIFFERENCES: list[Difference] = [
         function=MICRO_WEIGHT,
         applies=lambda case: True,
         ours=lambda case: {"MemAgent (token weighted)": case["expected"]["MemAgent (token weighted)"]},
-        reason="tokens weigh the same however they are packed; MemSearcher's weighting by rows makes the gradient depend on the packing",
+        reason=(
+            "tokens weigh the same however they are packed; MemSearcher's weighting by rows makes the gradient "
+            "depend on the packing"
+        ),
     ),
 ]
 

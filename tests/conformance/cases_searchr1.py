@@ -1,4 +1,5 @@
-"""How published cases of Search-R1's loop, masks and rewards are put to our ReAct agent, and where we mean to differ."""
+"""How published cases of Search-R1's loop, masks and rewards are put to our ReAct agent,
+and where we mean to differ."""
 
 from __future__ import annotations
 
@@ -219,7 +220,9 @@ DIFFERENCES = [
         function=EXACT,
         applies=answers_otherwise,
         ours=lambda case: float(is_right(case) or False),
-        reason="the answer is the first that the policy writes: it ends the trajectory; prompt and found text hold none",
+        reason=(
+            "the answer is the first that the policy writes: it ends the trajectory; prompt and found text hold none"
+        ),
     ),
     Difference(
         function=FORM,

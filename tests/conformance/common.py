@@ -1,4 +1,5 @@
-"""What the conformance tables share: the shape of a case, of a deliberate difference, and when two values are the same."""
+"""What the conformance tables share: the shape of a case, of a deliberate difference,
+and when two values are the same."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ def limited(kind: type[B], limits: Mapping[str, Any]) -> B:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where we mean to differ. It covers every case of `function` ("System:function") for which `applies` is true, by a property
-    of the input and never by id; there our answer must be `ours(case)`, so the difference itself is checked too."""
+    """Where we mean to differ. It covers every case of `function` ("System:function") for which `applies` is true,
+    by a property of the input and never by id; there our answer must be `ours(case)`, so the difference itself is
+    checked too."""
 
     function: str
     applies: Callable[[Case], bool]
@@ -34,7 +36,9 @@ class Difference:
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Equality of nested values. Numbers written with at most six decimals were rounded to them; all others must agree to 1e-12."""
+    """Equality of nested values.
+    Numbers written with at most six decimals were rounded to them; all others must agree to 1e-12.
+    """
     if isinstance(expected, dict):
         return (
             isinstance(got, dict)

@@ -1,4 +1,6 @@
-"""Plays published transcripts again with our own agents: scripted messages, scripted passages, and tokens that a case can name."""
+"""Plays published transcripts again with our own agents:
+scripted messages, scripted passages, and tokens that a case can name.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ Search = Callable[[str], str]
 
 
 class PlainTokenizer(CharTokenizer):
-    """One token per character and no chat markup around messages. `texts` gives tokens of a case a text of their own."""
+    """One token per character and no chat markup around messages.
+    `texts` gives tokens of a case a text of their own."""
 
     def __init__(self, texts: Mapping[int, str] | None = None) -> None:
         self._texts = {FIRST_ID + i: text for i, text in (texts or {}).items()}
@@ -120,7 +123,9 @@ def _play(
     context: str = "",
     **limits: Any,
 ) -> Replay:
-    """Messages are texts, or tokens of the case; a text that does not stop itself is stopped. `search` gives the text that is found."""
+    """Messages are texts, or tokens of the case; a text that does not stop itself is stopped.
+    `search` gives the text that is found.
+    """
     tokenizer, steps = tokenizer or PlainTokenizer(), iter(script)
     prompts: list[list[int]] = []
     queries: list[str] = []
@@ -150,7 +155,9 @@ INFORMATION = re.compile("<information>(.*?)</information>", re.DOTALL)
 
 
 def response(transcript: str) -> str:
-    """What follows the prompt, which ends in an assistant's header or else in a question; all of it when there is no prompt."""
+    """What follows the prompt, which ends in an assistant's header or else in a question; all of it when there is no
+    prompt.
+    """
     for end in (ASSISTANT, "?\n"):
         if end in transcript:
             return transcript.partition(end)[2]
@@ -164,7 +171,9 @@ def messages(text: str) -> tuple[list[str], list[str]]:
 
 
 def first_answer(text: str) -> str | None:
-    """By hand: what stands between the first pair of answer tags that the policy wrote, unless it searches in that message."""
+    """By hand: what stands between the first pair of answer tags that the policy wrote, unless it searches in that
+    message.
+    """
     for message in messages(text)[0]:
         before, found, rest = message.partition("<answer>")
         inner, closed, _ = rest.partition("</answer>")

@@ -1,7 +1,8 @@
 """Compares mempipe with published behaviour, case by case: `python tests/conformance/run_cases.py FILE [--verbose]`.
 
-FILE is a JSON list of cases (id, system, function, input, expected). Every module `cases_*.py` beside this one says which of our
-functions answers which published function (ADAPTERS) and where we mean to differ (DIFFERENCES). Exits with 1 when a case fails.
+FILE is a JSON list of cases (id, system, function, input, expected). Every module `cases_*.py` beside this one says
+which of our functions answers which published function (ADAPTERS) and where we mean to differ (DIFFERENCES). Exits with
+1 when a case fails.
 """
 
 from __future__ import annotations

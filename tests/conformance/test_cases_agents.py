@@ -1,4 +1,5 @@
-"""The table of MemSearcher's text side against hand-worked cases: every deliberate difference is reached, and checked."""
+"""The table of MemSearcher's text side against hand-worked cases: every deliberate difference is reached,
+and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tables of MemAgent, MEM1 and Search-R1 against hand-worked cases: what agrees, and every deliberate difference."""
+"""The tables of MemAgent, MEM1 and Search-R1 against hand-worked cases: what agrees,
+and every deliberate difference."""
 
 from __future__ import annotations
 

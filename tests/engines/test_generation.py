@@ -1,4 +1,6 @@
-"""Ids in, ids out: what was sampled, from which distribution, by which weights; and what happens when the engine is gone."""
+"""Ids in, ids out: what was sampled, from which distribution, by which weights; and what happens when the engine is
+gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Completions that end with a text: the ids and log-probs are those of a longer completion, up to the token in which the text ends."""
+"""Completions that end with a text:
+the ids and log-probs are those of a longer completion, up to the token in which the text ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The learner on one CUDA device: attention kernels agree with the exact path, and bfloat16 stays within rounding of float32."""
+"""The learner on one CUDA device:
+attention kernels agree with the exact path, and bfloat16 stays within rounding of float32.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ class Marked:
         return [process for process in psutil.process_iter() if self._is_marked(process)]
 
     def survivors(self, *, within_s: float) -> list[str]:
-        """Command lines of the processes that are still there after `within_s` seconds; returns as soon as there are none."""
+        """Command lines of the processes that are still there after `within_s` seconds; returns as soon as there are
+        none.
+        """
         deadline = time.monotonic() + within_s
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -71,7 +73,10 @@ class Marked:
 @contextmanager
 def locked_elsewhere(folder: Path) -> Iterator[None]:
     """While another process is at work in the folder."""
-    code = "import pathlib, sys; from mempipe.runs import lock; lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    code = (
+        "import pathlib, sys; from mempipe.runs import lock; "
+        "lock(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         try:

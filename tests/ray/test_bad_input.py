@@ -21,7 +21,9 @@ from mempipe.settings import ConfigError
 
 @pytest.fixture
 def train(world: RunConfig, tmp_path: Path) -> Callable[..., int]:
-    """The command on a config of real files, as a user with data of their own has; every file is a copy that may be damaged."""
+    """The command on a config of real files, as a user with data of their own has; every file is a copy that may be
+    damaged.
+    """
     inputs = tmp_path / "inputs"
     shutil.copytree(world.model.path, inputs / "model")
     shutil.copytree(world.retrieval.index, inputs / "index")
@@ -41,7 +43,9 @@ def train(world: RunConfig, tmp_path: Path) -> Callable[..., int]:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., None]:
-    """Checks that a command ended with `code` and one sentence that holds all of `parts`, before any cluster was started."""
+    """Checks that a command ended with `code` and one sentence that holds all of `parts`, before any cluster was
+    started.
+    """
 
     def check(code: int, *parts: str, expected: int = EXIT_CONFIG) -> None:
         lines = capsys.readouterr().err.splitlines()

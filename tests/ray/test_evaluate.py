@@ -1,4 +1,6 @@
-"""The real `mempipe evaluate`: its driver killed after the first part, then the same command again, and a look at all that it leaves."""
+"""The real `mempipe evaluate`:
+its driver killed after the first part, then the same command again, and a look at all that it leaves.
+"""
 
 from __future__ import annotations
 

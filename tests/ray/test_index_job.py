@@ -1,4 +1,6 @@
-"""`mempipe index build` as a user runs it: on Ray Data, killed in the middle, refused by name; and the index behind actors."""
+"""`mempipe index build` as a user runs it:
+on Ray Data, killed in the middle, refused by name; and the index behind actors.
+"""
 
 from __future__ import annotations
 

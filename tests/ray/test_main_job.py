@@ -1,4 +1,6 @@
-"""The quickstart's first steps: the real command, its driver killed after step 2, then resumed, and a look at all that it leaves."""
+"""The quickstart's first steps:
+the real command, its driver killed after step 2, then resumed, and a look at all that it leaves.
+"""
 
 from __future__ import annotations
 
@@ -299,7 +301,8 @@ def test_promise_3_no_context_exceeds_the_budget(job):
 
 @pytest.mark.parametrize("label, model, version", [("before", "warm_start", 0), ("after", "huggingface", NUM_STEPS)])
 def test_promise_1_recorded_logprobs_are_those_of_the_model_that_sampled(job, label, model, version):
-    """From the engine's sampling through stream and file: scoring the recorded ids again gives the recorded log-probs."""
+    """From the engine's sampling through stream and file:
+    scoring the recorded ids again gives the recorded log-probs."""
     policy = AutoModelForCausalLM.from_pretrained(job.folder / model, dtype=torch.float32).eval()
     contexts = _contexts(read_trajectories(job.folder / "evaluation" / f"{label}.parquet")[:FEW])
     for context in contexts:

@@ -1,4 +1,6 @@
-"""ReAct, MEM1 and MemAgent through the whole real job in miniature: a short warm start, two learner steps, evaluations, export."""
+"""ReAct, MEM1 and MemAgent through the whole real job in miniature:
+a short warm start, two learner steps, evaluations, export.
+"""
 
 from __future__ import annotations
 

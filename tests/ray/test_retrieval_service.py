@@ -1,4 +1,6 @@
-"""The retrieval service on Ray Serve, over real sockets: nothing lost, nothing crossed, and never an answer that is not documented."""
+"""The retrieval service on Ray Serve, over real sockets:
+nothing lost, nothing crossed, and never an answer that is not documented.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,8 @@ def test_each_of_many_clients_gets_its_own_answers(service, retriever):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        # Search-R1's trainer, MEM1's trainer and inference, MemSearcher's rollout (which adds what the model wrote), its evaluation.
+        # Search-R1's trainer, MEM1's trainer and inference, MemSearcher's rollout (which adds what the model wrote),
+        # its evaluation.
         ("/retrieve", {"queries": ["word1 word2", "word3"], "topk": 3, "return_scores": True}),
         ("/retrieve", {"queries": ["word1 word2"], "topk": 3, "return_scores": True}),
         ("/search", {"query": "word1 word2"}),

@@ -1,4 +1,6 @@
-"""The trajectory stream over a real Ray Data pipeline and a real retriever. The engine is the world's script: faults can be chosen."""
+"""The trajectory stream over a real Ray Data pipeline and a real retriever.
+The engine is the world's script: faults can be chosen.
+"""
 
 import asyncio
 import os
@@ -185,7 +187,8 @@ def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag
 
 
 def test_groups_without_signal_are_replaced(world, engines):
-    """Every scripted answer is right, so no group has signal: all are dropped, and the stream runs dry without a step."""
+    """Every scripted answer is right, so no group has signal: all are dropped,
+    and the stream runs dry without a step."""
     name = f"admission-{time.monotonic_ns()}"
     admission = start_actor(
         Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=2, max_off_policy_steps=0

@@ -1,4 +1,6 @@
-"""Builders for the agents' tests: small byte-level tokenizers with published chat templates, a scripted engine, a tiny retriever."""
+"""Builders for the agents' tests:
+small byte-level tokenizers with published chat templates, a scripted engine, a tiny retriever.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,8 @@ def build_question(text: str = "What is the capital of France?", **changes: obje
 
 
 class ScriptedEngine:
-    """Samples what the script says. Log-probs are -1/8, -2/8, …, so that every token has its own; versions count calls."""
+    """Samples what the script says. Log-probs are -1/8, -2/8, …, so that every token has its own;
+    versions count calls."""
 
     def __init__(self, tokenizer: HFTokenizer, script: Sequence[Step], *, stop: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -224,8 +227,8 @@ def injected_text(renderer: Renderer, context: Context) -> str:
 
 
 def assert_token_exact(contexts: Sequence[Context], engine: ScriptedEngine) -> None:
-    """Every context is the prompts that the engine was called with and the first tokens that it sampled for each, with their log-probs
-    and version, and nothing else; what is missing of a sample is counted as dropped."""
+    """Every context is the prompts that the engine was called with and the first tokens that it sampled for each,
+    with their log-probs and version, and nothing else; what is missing of a sample is counted as dropped."""
     calls = iter(zip(engine.prompts, engine.completions, strict=True))
     for context in contexts:
         assert len(context.token_ids) == len(context.loss_mask) == len(context.logprobs) == len(context.policy_versions)

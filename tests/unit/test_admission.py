@@ -62,7 +62,8 @@ async def test_consuming_without_a_ticket_is_an_error():
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(5))
 async def test_promise_6_staleness_is_bounded(lag, seed):
-    """Groups finish in random order and some are dropped; no step trains a group older than `lag`, and none gets stuck."""
+    """Groups finish in random order and some are dropped; no step trains a group older than `lag`,
+    and none gets stuck."""
     rng = random.Random(seed)
     size = 5
     admission = Admission(groups_per_step=size, max_off_policy_steps=lag)

@@ -1,4 +1,6 @@
-"""BatchedClient and BatchedServer, joined without Ray: an object whose `exchange.remote` is the desk's coroutine stands where the actor handle would."""
+"""BatchedClient and BatchedServer, joined without Ray:
+an object whose `exchange.remote` is the desk's coroutine stands where the actor handle would.
+"""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""A checkpoint is whole or absent, damage is noticed, and a resumed run is the undisturbed one bit by bit (promise 7)."""
+"""A checkpoint is whole or absent, damage is noticed,
+and a resumed run is the undisturbed one bit by bit (promise 7)."""
 
 from __future__ import annotations
 

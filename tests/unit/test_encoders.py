@@ -1,5 +1,5 @@
-"""The model encoders, on tiny random models and on the real MiniLM: pooling, prefixes, cuts, and the fingerprint that ties an index to its
-weights."""
+"""The model encoders, on tiny random models and on the real MiniLM: pooling, prefixes, cuts, and the fingerprint
+that ties an index to its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The gradient is that of a dense one-by-one computation, whatever the packing, the order and the number of ranks (promise 4)."""
+"""The gradient is that of a dense one-by-one computation, whatever the packing, the order and the number of ranks
+(promise 4).
+"""
 
 from __future__ import annotations
 
@@ -208,7 +210,8 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found["metrics"] = full.step([mine, mine[::-1]])
     found["weights"] = full.full_state_dict()
 
-    # As on GPUs, where memory counts: gathered layers are freed between the passes, and activations and logits computed twice.
+    # As on GPUs, where memory counts: gathered layers are freed between the passes, and activations and logits computed
+    # twice.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             learner_module,

@@ -19,7 +19,9 @@ LOSSES = ("grpo", "gspo", "cispo")
 
 
 def loss_of(log_ratios, advantages, *, sequences=None, weights=None, ref=None, sampler=None, contexts=None, **settings):
-    """Loss, gradient of the log-probs and metric means for tokens whose old log-prob is -1 and whose new one is -1 + log_ratio."""
+    """Loss, gradient of the log-probs and metric means for tokens whose old log-prob is -1 and whose new one is -1 +
+    log_ratio.
+    """
     size = len(log_ratios)
     logprobs = (torch.tensor(log_ratios, dtype=torch.float64) - 1).requires_grad_()
     sequences = torch.tensor(sequences if sequences is not None else range(size))

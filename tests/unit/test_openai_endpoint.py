@@ -74,7 +74,8 @@ async def faulty(answers: Sequence[Answer]) -> AsyncIterator[tuple[str, list[dic
 def says(body: object, *, status: int = 200, length: int | None = None) -> Answer:
     async def answer(request: dict, writer: asyncio.StreamWriter) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content) if length is None else length}\r\nConnection: close\r\n\r\n"
+        size = len(content) if length is None else length
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + content)
         await writer.drain()
 

@@ -21,7 +21,9 @@ STEPS = st.lists(st.lists(st.lists(CONTEXT, min_size=1, max_size=8), max_size=4)
 
 
 def step_of(shape) -> list[list[TrainingSample]]:
-    """Samples whose token ids are unique in the step, and whose log-probs, advantages and versions tell which token they are of."""
+    """Samples whose token ids are unique in the step, and whose log-probs, advantages and versions tell which token
+    they are of.
+    """
     groups, token = [], 0
     for g, trajectories in enumerate(shape):
         group = []

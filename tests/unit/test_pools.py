@@ -1,4 +1,6 @@
-"""Calls through a pool, with scripted replicas: infrastructure faults are sat out (promise 8), everything else passes through."""
+"""Calls through a pool, with scripted replicas:
+infrastructure faults are sat out (promise 8), everything else passes through.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mempipe.retrieval.retriever import RetrievalError, RetrievalTimeout
 
 
 class ScriptedLine:
-    """Answers a request with what the script says next: an exception is raised, anything else returned; "hang" never answers."""
+    """Answers a request with what the script says next:
+    an exception is raised, anything else returned; "hang" never answers.
+    """
 
     def __init__(self, script: Sequence[Any]) -> None:
         self._script = list(script)

@@ -1,4 +1,6 @@
-"""The client of a retrieval service, over real sockets: it answers as the index itself would, or raises; no fault becomes a passage."""
+"""The client of a retrieval service, over real sockets:
+it answers as the index itself would, or raises; no fault becomes a passage.
+"""
 
 from __future__ import annotations
 

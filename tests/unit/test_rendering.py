@@ -100,7 +100,8 @@ def test_a_system_message_is_left_out_when_its_text_is_empty(family):
 
 def test_a_system_message_that_the_template_ignores_goes_into_the_user_message():
     template = (
-        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% "
+        "endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     renderer = build_renderer(build_tokenizer(chat_template=template), prompts=build_prompts(system="Be brief."))
@@ -115,7 +116,10 @@ def test_the_thought_that_the_template_opens_is_not_opened_twice_and_counts_as_w
 
 
 def test_a_template_that_closes_a_message_without_a_stop_token_is_refused():
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     with pytest.raises(
         ConfigError, match=r"'user: .*does not start with a stop token \['<\|im_end\|>'\].*generation_config"
     ):
@@ -181,7 +185,8 @@ def test_an_unknown_prompt_set_is_refused_with_the_names_of_the_known_ones():
 def test_the_published_layout_can_be_written_as_a_prompt_file(tmp_path: Path):
     path = tmp_path / "published.yaml"
     path.write_text(
-        'system: "S"\nuser: "<question> {question} </question>\\n\\n<memory> {memory} </memory>"\naction_prefill: "<think>"\n'
+        'system: "S"\nuser: "<question> {question} </question>\\n\\n<memory> {memory} </memory>"\naction_prefill: '
+        '"<think>"\n'
         'observation: "<tool_response>{call}\\n{passages}\\n</tool_response>\\nI"\npassage: "{title}\\n{text}\\n\\n"\n'
         'passage_separator: ""\nmemory_prefill: ""\nempty_memory: ""\n'
     )

@@ -33,7 +33,10 @@ from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.tracker import Tracker
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
-HOSTILE = """</style></script><script>alert(1)</script><img src=x onerror="alert(2)"><svg/onload=alert(3)>'"&lt;]]><!-- \x00\x1b \u202e"""
+HOSTILE = (
+    """</style></script><script>alert(1)</script><img src=x onerror="alert(2)">"""
+    """<svg/onload=alert(3)>'"&lt;]]><!-- \x00\x1b \u202e"""
+)
 
 
 def make_group(label: str, index: int, *, em: float, hops: int = 1, text: str = "", num_members: int = 1) -> Group:

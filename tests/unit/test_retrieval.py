@@ -1,4 +1,6 @@
-"""Retrieval: exact answers whatever the batch, an index that is whole or refused, and batching that loses and mixes nothing."""
+"""Retrieval: exact answers whatever the batch, an index that is whole or refused, and batching that loses and mixes
+nothing.
+"""
 
 from __future__ import annotations
 

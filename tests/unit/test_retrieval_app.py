@@ -1,4 +1,6 @@
-"""The retrieval service without Ray: the answers that the published clients expect, and a documented refusal for everything else."""
+"""The retrieval service without Ray:
+the answers that the published clients expect, and a documented refusal for everything else.
+"""
 
 from __future__ import annotations
 
@@ -285,6 +287,7 @@ def test_settings_that_cannot_work_are_refused(index):
 
 
 async def test_a_failure_is_told_by_its_kind():
-    service = RetrievalService(Blocked(OSError("broken")), ServiceConfig(index="unused", **LIMITS))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    service = RetrievalService(Blocked(OSError("broken")), ServiceConfig(index="unused", **LIMITS))
     with pytest.raises(RetrievalError, match="broken"):
         await service.search(["a"], num_passages=1, partition="")

@@ -178,7 +178,10 @@ def test_math_answers_keep_articles_and_punctuation_and_need_a_gold():
     )
 
 
-FOUND = "<think>t</think><search>q</search>\n\n<information>Doc Paris</information>\n\n<think>u</think> <answer>Paris</answer>"
+FOUND = (
+    "<think>t</think><search>q</search>\n\n<information>Doc Paris</information>\n\n"
+    "<think>u</think> <answer>Paris</answer>"
+)
 
 
 @pytest.mark.parametrize(

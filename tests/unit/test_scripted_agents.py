@@ -1,4 +1,6 @@
-"""Every agent's script through the agent's own loop, with the tiny tokenizer and a search that finds the passage of a named entity."""
+"""Every agent's script through the agent's own loop, with the tiny tokenizer and a search that finds the passage of
+a named entity.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,8 @@ def test_the_messages_of_every_agent(tokenizer):
     ]
     assert play("react", question, tokenizer)[1] == [searched, searched_next, f"<think>known {next_fact} {answer}"]
     *memories, last = play("memagent", question, tokenizer)[1]
-    # The passages in between change nothing; each is there before the first, between the two or behind them, or not at all.
+    # The passages in between change nothing; each is there before the first, between the two or behind them, or not at
+    # all.
     stages = [f"need {r1} of {start} known nothing", f"need {r1} of {start} known {fact}"]
     stages += [f"need {r2} of {first.value} known {fact}", f"need {r2} of {first.value} known {fact} {next_fact}"]
     stages += [f"answer known {fact} {next_fact}"]

@@ -116,7 +116,8 @@ async def test_a_turn_reads_as_the_protocol_says(tokenizer):
         f"<|im_start|>user\n{question.text}\n<memory>known nothing</memory><|im_end|>\n<|im_start|>assistant\n<think>"
     )
     query = f"{relations[0]} of {entity}"
-    call = f'need {relations[0]}</think><tool_call>{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}</tool_call><|im_end|>'
+    arguments = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
+    call = f"need {relations[0]}</think><tool_call>{arguments}</tool_call><|im_end|>"
     passages = "\n".join(passage.text for passage in trajectory.contexts[0].searches[0].passages)
     observation = f"\n<|im_start|>user\n<tool_response>{passages}</tool_response><|im_end|>\n<|im_start|>assistant\n"
     memory = f"<memory>known {entity} {relations[0]} {question.evidence[0].value};</memory><|im_end|>"
@@ -167,7 +168,9 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_generator_alone(fold
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_untrained_model_prefers_what_followed_the_same_token_before(seed, tmp_path):
-    """A sequence of different tokens comes twice. In the second half the right next token ranks far better than by chance (the middle)."""
+    """A sequence of different tokens comes twice.
+    In the second half the right next token ranks far better than by chance (the middle).
+    """
     vocab_size = len(build_tokenizer(tmp_path))
     model = build_model(tmp_path, seed=seed)
     generator = torch.Generator().manual_seed(seed)
