@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
+from mempipe.evaluation.statistics import (
+    Interval,
+    bootstrap_average,
+    bootstrap_interval,
+    mcnemar_test,
+    paired_bootstrap,
+    wilson_interval,
+)
 
 
 def test_wilson_interval_of_81_in_263():
@@ -65,6 +72,31 @@ def test_pairing_removes_what_the_questions_share():
     easy = np.random.default_rng(2).random(100)
     difference = paired_bootstrap(easy.tolist(), (easy + 0.1).tolist())
     assert math.isclose(difference.low, 0.1) and math.isclose(difference.high, 0.1)
+
+
+def test_paired_intervals_cover_a_known_difference_and_a_tie_names_no_winner():
+    """Right and wrong answers to the same 80 questions; the second run gains 15 points, or nothing."""
+    for gain, seed in ((0.15, 21), (0.0, 22)):
+        generator = np.random.default_rng(seed)
+        covered, significant = 0, 0
+        for repeat in range(200):
+            easiness = generator.random(80) * 0.7
+            before = (generator.random(80) < easiness).astype(float).tolist()
+            after = (generator.random(80) < easiness + gain).astype(float).tolist()
+            interval = paired_bootstrap(before, after, seed=repeat, num_resamples=400)
+            covered += interval.low <= gain <= interval.high
+            significant += mcnemar_test([b == 1 for b in before], [a == 1 for a in after]).p_value < 0.05
+        assert 178 <= covered <= 199, gain  # 95 % of 200 within three standard deviations
+        assert gain or significant <= 19  # 5 % of 200 and three standard deviations
+
+
+def test_one_question_has_an_estimate_and_no_width():
+    assert bootstrap_interval([0.5]) == Interval(value=0.5, low=0.5, high=0.5)
+    alone, several = {"a": 1.0}, {str(i): float(i % 2) for i in range(40)}
+    both = bootstrap_average([alone, several])
+    half = bootstrap_interval(list(several.values()))
+    assert both.value == 0.75 and 0.5 < both.low < both.high < 1.0
+    assert math.isclose(both.low - 0.5, half.low / 2) and math.isclose(both.high - 0.5, half.high / 2)
 
 
 def test_pairs_must_be_of_the_same_questions():
