@@ -8,7 +8,7 @@
 - All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are
 ignored, as there.
 - The published servers have no limits; these are in the OpenAPI schema, and what is beyond them is refused with 422
-(413 for the body).
+(413 for a large body, 408 for a slow one).
 - 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one
 that failed.
 """
@@ -27,16 +27,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, StrictBool, model_validator
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
+from mempipe.serve.gate import Gate, problem, retry_header
 from mempipe.types import Passage, SearchResult
 
 SNAPSHOT_HEADER = "x-mempipe-snapshot"
-RETRY_AFTER_S = 1
 MAX_FAILURES = 3
 """Searches that may fail one after the other, timeouts aside, before the service calls itself unhealthy."""
 logger = logging.getLogger(__name__)
@@ -134,6 +133,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "headers": {SNAPSHOT_HEADER: {"description": "Hash of the index that answered.", "schema": {"type": "string"}}}
     },
     400: {"model": Problem, "description": "The body cannot be read, or a query is empty where that is refused."},
+    408: {"model": Problem, "description": "The body did not arrive in time."},
     413: {"model": Problem, "description": "The body is too large."},
     422: {
         "model": Problem,
@@ -178,7 +178,7 @@ def make_app(service: RetrievalService) -> FastAPI:
 
     # The documentation page would be fetched from elsewhere; /openapi.json says the same.
     app = FastAPI(title="mempipe retrieval", docs_url=None, redoc_url=None)
-    app.add_middleware(_Gate, max_body_bytes=config.max_body_bytes, max_in_flight=config.max_in_flight)
+    app.add_middleware(Gate, max_body_bytes=config.max_body_bytes, max_in_flight=config.max_in_flight)
     app.add_exception_handler(RequestValidationError, _refused)
     app.add_exception_handler(InfrastructureFault, _not_now)
     snapshot = {SNAPSHOT_HEADER: service.retriever.snapshot}
@@ -223,7 +223,7 @@ def make_app(service: RetrievalService) -> FastAPI:
         try:
             service.check_health()
         except RuntimeError as error:
-            raise HTTPException(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)}) from error
+            raise HTTPException(503, str(error), headers=retry_header(503)) from error
         limits = config.model_dump(include={"max_passages", "max_query_chars", "max_queries"})
         return Health(
             status="ok", snapshot=service.retriever.snapshot, num_passages=service.retriever.num_passages, **limits
@@ -236,63 +236,15 @@ def make_app(service: RetrievalService) -> FastAPI:
     return app
 
 
-class _Gate:
-    """Reads the body before anything else does, up to its limit,
-    and turns requests away when too many are under way."""
-
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_in_flight: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._max_in_flight = max_in_flight
-        self._in_flight = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        body = bytearray()
-        more = True
-        while more and len(body) <= self._max_body_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if len(body) > self._max_body_bytes:
-            await _problem(413, f"the body has more than {self._max_body_bytes} bytes; send fewer queries")(
-                scope, receive, send
-            )
-            return
-        if self._in_flight >= self._max_in_flight:
-            await _problem(503, f"{self._in_flight} requests are under way, the most that are allowed")(
-                scope, receive, send
-            )
-            return
-        unread = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def replay() -> Message:
-            return unread.pop() if unread else await receive()
-
-        self._in_flight += 1
-        try:
-            await self._app(scope, replay, send)
-        finally:
-            self._in_flight -= 1
-
-
-def _problem(status: int, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None)
-
-
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     # Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
-    return _problem(422, "; ".join(_sentence(e["loc"][1:], e) for e in error.errors()[:3]))
+    return problem(422, "; ".join(_sentence(e["loc"][1:], e) for e in error.errors()[:3]))
 
 
 async def _not_now(request: Request, error: Exception) -> JSONResponse:
     logger.warning("%s: %s", request.url.path, error)
-    return _problem(503, str(error))
+    return problem(503, str(error))
 
 
 def _sentence(where: Sequence[int | str], error: Any) -> str:

@@ -72,6 +72,7 @@ ALLOWED = {
     "mempipe.retrieval.build": ("faiss",),
     "mempipe.retrieval.retriever": ("faiss",),
     "mempipe.retrieval.remote": ("faiss",),
+    "mempipe.serve.gate": (),
     "mempipe.serve.retrieval_app": ("faiss",),
 }
 

@@ -1,0 +1,154 @@
+"""The gate before the routes: what it lets in, what it turns away, and what it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from mempipe.serve import gate as gates
+from mempipe.serve.gate import Gate
+
+
+class Work:
+    """An application that echoes the length of the body once it is told to, and counts what it does."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.num_begun = self.num_cancelled = self.num_ended = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_begun += 1
+        try:
+            body = (await receive()).get("body", b"") if scope["method"] == "POST" else b""
+            if scope["path"] == "/stream":
+                await StreamingResponse(self._pieces())(scope, receive, send)
+                return
+            if scope["path"] != "/now":
+                await self.go_on.wait()
+            await JSONResponse(len(body))(scope, receive, send)
+            await asyncio.sleep(0)
+            self.num_ended += 1
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        yield b"first"
+        await self.go_on.wait()
+        yield b"last"
+
+
+def client_of(app: Any, **limits: Any) -> httpx.AsyncClient:
+    gate = Gate(app, **{"max_body_bytes": 100, "max_in_flight": 2, **limits})
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://service")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_body_passes_whole_up_to_its_limit():
+    async with client_of(Work()) as client:
+        assert (await client.post("/now", content=b"x" * 100)).json() == 100
+        refused = await client.post("/now", content=b"x" * 101)
+    assert (refused.status_code, "more than 100 bytes" in refused.json()["detail"]) == (413, True)
+
+
+async def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+    monkeypatch.setattr(gates, "BODY_TIMEOUT_S", 0.05)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.sleep(5)
+
+    async with client_of(Work()) as client:
+        refused = await client.post("/now", content=slow())
+    assert (refused.status_code, "0.05 s" in refused.json()["detail"]) == (408, True)
+
+
+async def test_requests_beyond_the_limit_are_refused_and_get_in_once_there_is_room():
+    work = Work()
+    async with client_of(work) as client:
+        under_way = [asyncio.create_task(client.post("/", content=b"a")) for _ in range(2)]
+        await until(lambda: work.num_begun == 2)
+        refused = await client.post("/")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "2 requests are under way" in refused.json()["detail"]
+        assert (await client.get("/now")).status_code == 200
+        work.go_on.set()
+        assert [(await task).json() for task in under_way] == [1, 1]
+        assert (await client.post("/", content=b"abc")).json() == 3
+    assert (work.num_ended, work.num_cancelled) == (4, 0)
+
+
+async def test_an_answer_that_takes_too_long_is_refused_and_its_work_ends():
+    work = Work()
+    async with client_of(work, timeout_s=0.05, max_in_flight=1) as client:
+        for _ in range(2):  # the second finds the place free
+            refused = await client.post("/")
+            assert (refused.status_code, "no answer within 0.05 s" in refused.json()["detail"]) == (503, True)
+    assert work.num_cancelled == 2
+
+
+async def test_the_refusal_has_the_format_of_the_service():
+    def refuse(status: int, reason: str) -> JSONResponse:
+        return JSONResponse({"error": reason}, status)
+
+    async with client_of(Work(), max_body_bytes=1, refuse=refuse) as client:
+        assert "error" in (await client.post("/now", content=b"xx")).json()
+
+
+class Connection:
+    """One request by hand, since httpx's transport hangs up only after a whole answer."""
+
+    def __init__(self, gate: Gate, path: str) -> None:
+        self.events: asyncio.Queue[Message] = asyncio.Queue()
+        self.events.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        self.sent: list[Message] = []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "asgi": {"spec_version": "2.4"}}
+        self.request = asyncio.create_task(gate(scope, self.events.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(1):
+            await self.request
+
+
+@pytest.mark.parametrize("path", ["/", "/stream"])
+async def test_work_ends_when_the_client_hangs_up(path):
+    work = Work()
+    gate = Gate(work, max_body_bytes=100, max_in_flight=1)
+    connection = Connection(gate, path)
+    await until(lambda: work.num_begun == 1 and len(connection.sent) == (2 if path == "/stream" else 0))
+    connection.events.put_nowait({"type": "http.disconnect"})
+    await connection.ended()
+    assert work.num_cancelled == 1
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://service") as client:
+        assert (await client.post("/now")).status_code == 200  # its place is free
+
+
+async def test_a_stream_that_takes_too_long_ends_and_nobody_can_take_it_for_whole():
+    work = Work()
+    connection = Connection(Gate(work, max_body_bytes=100, max_in_flight=1, timeout_s=0.05), "/stream")
+    await connection.ended()
+    assert work.num_cancelled == 1
+    assert [message.get("more_body") for message in connection.sent] == [None, True]
+
+
+async def test_an_error_of_the_application_passes_through():
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError
+
+    async with client_of(broken) as client:
+        with pytest.raises(ZeroDivisionError):
+            await client.post("/")
