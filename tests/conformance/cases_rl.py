@@ -4,10 +4,13 @@ and where we mean to differ."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
 import string
 from collections import defaultdict
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,11 @@ ORDER = "MemSearcher:reverse_indices"
 METRICS = "MemSearcher-eval(flashrag):em / acc(sub-EM) / f1"
 SPLIT = "MemAgent:td_split section sizes (torch.tensor_split)"
 MICRO_WEIGHT = "MemAgent:micro-batch weight (token-mean)"
+NORMALIZED = {
+    "MemSearcher:compute_1D_grpo_advantage(use_adv=True)": "uid",
+    "Search-R1:compute_grpo_outcome_advantage": "index",
+}
+"""Published advantages over the standard deviation, and where their cases keep the group of a row."""
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token",
     "seq-mean-token-sum": "context",
@@ -140,15 +148,20 @@ def memagent_metrics(case: Case) -> dict[str, Any]:
 
 
 def grouped_advantages(case: Case, *, key: str, normalize_std: bool) -> list[float]:
-    rows: dict[Any, list[int]] = defaultdict(list)
-    for row, group in enumerate(case["input"][key]):
-        rows[group].append(row)
     advantages = [0.0] * len(case["input"]["scores"])
-    for members in rows.values():
+    for members in members_of_groups(case, key):
         rewards = [case["input"]["scores"][row] for row in members]
         for row, advantage in zip(members, group_advantages(rewards, normalize_std=normalize_std), strict=True):
             advantages[row] = advantage
     return advantages
+
+
+def members_of_groups(case: Case, key: str) -> list[list[int]]:
+    """The rows of each group."""
+    rows: dict[Any, list[int]] = defaultdict(list)
+    for row, group in enumerate(case["input"][key]):
+        rows[group].append(row)
+    return list(rows.values())
 
 
 def spread(case: Case) -> list[list[float]]:
@@ -416,6 +429,30 @@ def f1_by_hand(given: list[str], gold: list[str]) -> float:
     )
 
 
+def is_nearly_equal(case: Case, key: str) -> bool:
+    """Whether some group's rewards differ by less than an eighth of the largest.
+
+    Published code subtracts the mean in float32. That loses as many digits as the rewards have in common, and six
+    decimals of the advantage no longer hold.
+    """
+    groups = [[case["input"]["scores"][row] for row in members] for members in members_of_groups(case, key)]
+    return any(len(group) > 1 and max(group) - min(group) < max(map(abs, group)) / 8 for group in groups)
+
+
+def exact_advantages(case: Case, key: str) -> list[float]:
+    """(R - mean) / (std + 1e-6) in fractions, up to the square root; a group of one has mean 0 and deviation 1."""
+    scores = list(map(Fraction, case["input"]["scores"]))
+    advantages = [0.0] * len(scores)
+    for members in members_of_groups(case, key):
+        count, mean, std = len(members), Fraction(0), 1.0
+        if count > 1:
+            mean = sum(scores[row] for row in members) / Fraction(count)
+            std = math.sqrt(sum((scores[row] - mean) ** 2 for row in members) / (count - 1))
+        for row in members:
+            advantages[row] = float(scores[row] - mean) / (std + 1e-6)
+    return advantages
+
+
 def true_dual_clip_fraction(case: Case) -> dict[str, float]:
     data = case["input"]
     real = np.array(data["mask"]) > 0
@@ -434,12 +471,20 @@ def without_empty_rows(case: Case) -> float:
     return aggregated({**case, "input": {**case["input"], **rows}})
 
 
+def has_empty_gold(golds: str | Sequence[str]) -> bool:
+    """Whether a gold normalises to nothing."""
+    return not all(map(words, [golds] if isinstance(golds, str) else golds))
+
+
+def covers(answer: str, golds: str | Sequence[str]) -> bool:
+    """By hand: whether a gold stands in the answer; one that normalises to nothing only in an answer that does too."""
+    written = " ".join(words(answer))
+    stated = [" ".join(words(gold)) for gold in ([golds] if isinstance(golds, str) else golds)]
+    return any(gold in written if gold else not written for gold in stated)
+
+
 def empty_gold_answers(case: Case) -> dict[str, float]:
-    """acc counts a gold that normalises to nothing only for an answer that does too."""
-    answer, golds = case["input"]["pred"], case["input"]["golden_answers"]
-    real = [gold for gold in golds if normalize_answer(gold)]
-    covered = any(normalize_answer(gold) in normalize_answer(answer) for gold in real) or not normalize_answer(answer)
-    return {**case["expected"], "acc": float(covered)}
+    return {**case["expected"], "acc": float(covers(case["input"]["pred"], case["input"]["golden_answers"]))}
 
 
 def refusal(message: str) -> dict[str, str]:
@@ -452,13 +497,10 @@ ADAPTERS: dict[str, Adapter] = {
     SCORE: reward_with_reason,
     METRICS: flashrag_metrics,
     "MemAgent-eval:sub_exact_match_score / em / f1": memagent_metrics,
-    "MemSearcher:compute_1D_grpo_advantage(use_adv=True)": lambda case: grouped_advantages(
-        case, key="uid", normalize_std=True
-    ),
+    **{name: functools.partial(grouped_advantages, key=key, normalize_std=True) for name, key in NORMALIZED.items()},
     "MemAgent:compute_1D_grpo_advantage(use_adv=False)": lambda case: grouped_advantages(
         case, key="uid", normalize_std=False
     ),
-    "Search-R1:compute_grpo_outcome_advantage": lambda case: grouped_advantages(case, key="index", normalize_std=True),
     "MemSearcher:spread over conversations": spread,
     POLICY_LOSS: clipped_loss,
     AGG_LOSS: aggregated,
@@ -581,7 +623,7 @@ DIFFERENCES: list[Difference] = [
     ),
     Difference(
         function=METRICS,
-        applies=lambda case: not all(map(normalize_answer, case["input"]["golden_answers"])),
+        applies=lambda case: has_empty_gold(case["input"]["golden_answers"]),
         ours=empty_gold_answers,
         reason='a gold that normalises to nothing ("the") is not covered by every prediction',
     ),
@@ -604,6 +646,18 @@ DIFFERENCES: list[Difference] = [
             "depend on the packing"
         ),
     ),
+    *[
+        Difference(
+            function=name,
+            applies=functools.partial(is_nearly_equal, key=key),
+            ours=functools.partial(exact_advantages, key=key),
+            reason=(
+                "group statistics are float64: rewards that differ in the seventh digit differ, equal ones give exact "
+                "zeros; published, float32 rounds both"
+            ),
+        )
+        for name, key in NORMALIZED.items()
+    ],
 ]
 
 

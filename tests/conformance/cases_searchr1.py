@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from conformance.cases_mem1 import ends_otherwise, parse, parse_by_hand
-from conformance.cases_rl import words
+from conformance.cases_rl import covers, has_empty_gold, words
 from conformance.common import Adapter, Case, Difference, limited
 from conformance.replay import (
     ASSISTANT,
@@ -223,6 +223,12 @@ DIFFERENCES = [
         reason=(
             "the answer is the first that the policy writes: it ends the trajectory; prompt and found text hold none"
         ),
+    ),
+    Difference(
+        function=COVER,
+        applies=lambda case: has_empty_gold(case["input"]["golden_answers"]),
+        ours=lambda case: int(covers(case["input"]["prediction"], case["input"]["golden_answers"])),
+        reason='a gold that normalises to nothing ("the") is not covered by every prediction',
     ),
     Difference(
         function=FORM,
