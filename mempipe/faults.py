@@ -12,8 +12,16 @@ class InfrastructureFault(RuntimeError):
     """An engine, a retriever or a node failed; the question and the policy had nothing to do with it."""
 
 
+class ServiceFault(InfrastructureFault):
+    """A service that is reached over HTTP refused a request, or its answer is not one."""
+
+
+class ServiceTimeout(ServiceFault):
+    """A service gave no answer within the deadline and the attempts of a call."""
+
+
 def retry_pauses(*, first_s: float = 0.25, longest_s: float = 8.0) -> Iterator[float]:
-    """Seconds to wait before each further try, without end: doubling, each drawn from its upper half.
+    """Yields the seconds to wait before each further attempt, without end: doubling, each drawn from its upper half.
 
     The draw keeps callers that failed together from coming back together.
     """

@@ -25,7 +25,7 @@ def closed_book_filter(
     url: str, models: Sequence[str], *, api_key_env: str = ""
 ) -> Callable[[list[SourceQuestion]], list[bool]]:
     """Whether each question is known: in one of two samples of one of the models. Raises ConfigError when the server
-    lacks a model, and EndpointFault while it is asked."""
+    lacks a model, and ServiceFault while it is asked."""
     configs = [EndpointConfig(url=url, model=model, api_key_env=api_key_env) for model in models]
 
     async def ask(questions: list[SourceQuestion]) -> list[bool]:

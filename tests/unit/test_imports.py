@@ -21,6 +21,7 @@ ALLOWED = {
     "mempipe.loader": (),
     "mempipe.text": (),
     "mempipe.files": (),
+    "mempipe.http_client": (),
     "mempipe.cli": (),
     "mempipe.doctor": (),
     "mempipe.runs": (),
@@ -110,7 +111,7 @@ def test_ray_appears_only_in_the_files_that_are_for_it(path):
 
 
 LAYERS = [
-    {"types", "settings", "faults", "text", "files", "user_code"},
+    {"types", "settings", "faults", "text", "files", "user_code", "http_client"},
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},

@@ -1,0 +1,174 @@
+"""The one HTTP client of services outside the process: searches and completions go through it.
+
+A call is repeated while its failure may pass, until its deadline or its last attempt; then it raises a fault of
+`mempipe.faults`. Every request must be safe to repeat: one that brought no answer may have reached the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, stop_before_delay
+
+from mempipe.faults import ServiceFault, ServiceTimeout, retry_pauses
+
+_CONNECT_S = 10.0
+_MAX_REASON_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long and how often a call is tried."""
+
+    timeout_s: float
+    """Deadline of one call: all attempts, the pauses between them, and the wait for a free connection."""
+    setting: str
+    """The setting that `timeout_s` comes from; messages name it."""
+    num_attempts: int = 20
+    """A service that answers errors at once is left alone after this many."""
+
+    @property
+    def attempt_s(self) -> float:
+        """Deadline of one attempt, so that one that hangs leaves time for others."""
+        return self.timeout_s / 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A reply of status 200."""
+
+    headers: Mapping[str, str]
+    content: bytes
+
+    def json(self) -> Any:
+        """Returns the parsed content. Raises ValueError when it is not JSON."""
+        try:
+            return json.loads(self.content)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
+
+
+class HttpClient:
+    """Connections to one service. Any number of calls may be under way, `max_concurrency` of them with the service."""
+
+    def __init__(
+        self, url: str, policy: RetryPolicy, *, max_answer_bytes: int, max_concurrency: int = 1, key: str = ""
+    ) -> None:
+        """`key` is sent as a bearer token, and replaced by *** wherever the service repeats it."""
+        self.url = url.rstrip("/")
+        self._policy = policy
+        self._max_answer_bytes = max_answer_bytes
+        self._key = key
+        self._places = asyncio.Semaphore(max_concurrency)
+        # The key and the request are for this host only: no redirects, and no proxy or password of the environment.
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=max_concurrency),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, deadline: float | None = None
+    ) -> Answer:
+        """Returns the answer. `deadline` (of `time.monotonic`) replaces the policy's, for calls that share one.
+
+        Raises ServiceTimeout when neither the deadline nor the attempts sufficed, and ServiceFault at once for a
+        status that repeating cannot change and for an answer that is too long.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self._policy.timeout_s
+        pauses = retry_pauses()
+
+        def pause(state: RetryCallState) -> float:
+            assert state.outcome is not None, "an attempt has failed"
+            failure = state.outcome.exception()
+            return max(next(pauses), failure.retry_after_s if isinstance(failure, _Passing) else 0.0)
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Passing),
+            stop=stop_after_attempt(self._policy.num_attempts) | stop_before_delay(deadline - time.monotonic()),
+            wait=pause,
+            reraise=True,
+        )
+        try:
+            return await retrying(self._attempt, method, f"{self.url}/{path}", body, deadline)
+        except _Passing as failure:
+            num_attempts = retrying.statistics["attempt_number"]
+            raise ServiceTimeout(
+                f"{self.url}/{path} gave no answer within {self._policy.setting} {self._policy.timeout_s:g} s and "
+                f"{self._policy.num_attempts} attempts; attempt {num_attempts}: {failure}"
+            ) from failure
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+    async def _attempt(self, method: str, url: str, body: Mapping[str, Any] | None, deadline: float) -> Answer:
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            async with (
+                asyncio.timeout(left),
+                self._places,
+                asyncio.timeout(self._policy.attempt_s),
+                self._client.stream(method, url, json=body) as response,
+            ):
+                content = await self._read(response)
+        except TimeoutError as error:
+            raise _Passing(f"no answer within {min(left, self._policy.attempt_s):g} s") from error
+        except (httpx.RequestError, httpx.StreamError) as error:
+            raise _Passing(f"{type(error).__name__}: {self._public(str(error))}") from error
+        if response.status_code == 200:
+            return Answer(headers=response.headers, content=content)
+        reason = f"status {response.status_code}: {self._public(content.decode(errors='replace'))}"
+        if may_pass(response.status_code):
+            raise _Passing(reason, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))
+        raise ServiceFault(f"{url} answered {reason}")
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for piece in response.aiter_bytes():
+            content += piece
+            if len(content) > self._max_answer_bytes:
+                raise ServiceFault(f"{response.url}: the answer has more than {self._max_answer_bytes} bytes")
+        return bytes(content)
+
+    def _public(self, text: str) -> str:
+        """Returns what a service says on one short line, without the key, which some repeat when they refuse it."""
+        text = text.replace(self._key, "***") if self._key else text
+        return " ".join(text.split())[:_MAX_REASON_CHARS]
+
+
+def may_pass(status: int) -> bool:
+    """Returns whether the same request may be answered later: a time-out, a conflict, too many requests, or an error of
+    the server (500 is also what Ray Serve's proxy answers for a replica that died)."""
+    return status in (408, 409, 429) or status >= 500
+
+
+def retry_after_s(value: str) -> float:
+    """Returns the seconds that a Retry-After header asks for, as a number or a date; 0 when it is neither."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
+
+
+class _Passing(Exception):
+    """A failure that the next attempt may not meet."""
+
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
