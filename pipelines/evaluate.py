@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,8 +29,8 @@ from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
-from mempipe.evaluation.judge import judge_row
-from mempipe.evaluation.results import ResultFolder, read_results, result_row
+from mempipe.evaluation.judge import judge_answers
+from mempipe.evaluation.results import ResultFolder, ResultRow, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.files import lock
@@ -162,7 +161,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
             for group in waiting
         ]
         if suite.judge is not None:
-            asyncio.run(_judge(suite, rows))
+            rows = asyncio.run(_judge(suite, rows))
         job.results.append(waiting, rows)
         waiting.clear()
 
@@ -275,11 +274,15 @@ async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> Non
         await endpoint.close()
 
 
-async def _judge(suite: EvaluationSuite, rows: Sequence[dict[str, Any]]) -> None:
+async def _judge(suite: EvaluationSuite, rows: Sequence[ResultRow]) -> list[ResultRow]:
     assert suite.judge is not None, "there is a judge"
     endpoint = Endpoint(suite.judge)
+
+    async def judged(row: ResultRow) -> ResultRow:
+        return row.with_verdicts(await judge_answers(row.question, row.golden_answers, row.answers, endpoint.chat))
+
     try:
-        await asyncio.gather(*(judge_row(row, endpoint.chat) for row in rows))
+        return list(await asyncio.gather(*map(judged, rows)))
     finally:
         await endpoint.close()
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import types as python_types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -38,7 +38,12 @@ def arrow_schema(cls: type) -> pa.Schema:
 
 def group_to_table(group: Group) -> pa.Table:
     """One row. The schema is the same for every group, also where lists are empty or values are None."""
-    return _table([to_row(group)], arrow_schema(Group))
+    return records_to_table([group])
+
+
+def records_to_table(records: Sequence[Any]) -> pa.Table:
+    """Returns one row per record. All records are of one dataclass, and there is at least one."""
+    return _table([to_row(record) for record in records], arrow_schema(type(records[0])))
 
 
 def table_to_groups(table: pa.Table) -> list[Group]:

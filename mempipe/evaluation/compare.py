@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import read_results
+from mempipe.evaluation.results import ResultRow, read_results
 from mempipe.evaluation.statistics import Interval, PairedTest, bootstrap_average, mcnemar_test, paired_bootstrap
 from mempipe.settings import ConfigError
 
 OVERALL = "all sets"
 _SETTINGS = "settings.json"
-_COLUMNS = ["question_id", "question", "golden_answers", "em_by_objective", "answers", *METRICS]
+
+_Pair = tuple[ResultRow, ResultRow]  # one question, in the first run and in the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,16 @@ def compare_runs(
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     options: dict[str, Any] = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
-    comparisons, pairs = [], {}
+    comparisons: list[SetComparison] = []
+    pairs: dict[str, list[_Pair]] = {}
     for label in [label for label in sets[0] if label in sets[1]]:
-        before, after = (_by_id(read_results(each[label], columns=_COLUMNS)) for each in sets)
+        before, after = (_by_id(read_results(each[label])) for each in sets)
         both = [key for key in before if key in after]
         shared = [key for key in both if _asked(before[key]) == _asked(after[key])]
         if not shared:
             continue
         pairs[label] = [(before[key], after[key]) for key in shared]
-        scores = [[pair[i][metric] for pair in pairs[label]] for i in (0, 1)]
+        scores = [[pair[i].score(metric) for pair in pairs[label]] for i in (0, 1)]
         comparisons.append(
             SetComparison(
                 label=label,
@@ -108,12 +110,15 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
 
 def _overall(
     comparisons: Sequence[SetComparison],
-    pairs: Mapping[str, list[tuple[Any, Any]]],
+    pairs: Mapping[str, list[_Pair]],
     metric: str,
     options: Mapping[str, Any],
 ) -> SetComparison:
     # A set's name before the id: two sets may use the same ids for different questions.
-    gains = [{f"{label}/{a['question_id']}": b[metric] - a[metric] for a, b in rows} for label, rows in pairs.items()]
+    gains = [
+        {f"{label}/{a.question_id}": b.score(metric) - a.score(metric) for a, b in rows}
+        for label, rows in pairs.items()
+    ]
     return SetComparison(
         label=OVERALL,
         num_shared=sum(each.num_shared for each in comparisons),
@@ -127,10 +132,10 @@ def _overall(
     )
 
 
-def _mcnemar(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> PairedTest | None:
-    if any(len(row["em_by_objective"]) > 1 or len(row["answers"]) > 1 for pair in pairs for row in pair):
+def _mcnemar(pairs: Sequence[_Pair]) -> PairedTest | None:
+    if any(len(row.em_by_objective) > 1 or len(row.answers) > 1 for pair in pairs for row in pair):
         return None
-    return mcnemar_test([first["em"] == 1 for first, _ in pairs], [second["em"] == 1 for _, second in pairs])
+    return mcnemar_test([first.em == 1 for first, _ in pairs], [second.em == 1 for _, second in pairs])
 
 
 def _run_folder(folder: Path) -> Path:
@@ -166,9 +171,9 @@ def _names(labels: Mapping[str, Any] | Sequence[str]) -> str:
     return ", ".join(labels) or "none"
 
 
-def _by_id(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {row["question_id"]: row for row in rows}
+def _by_id(rows: Sequence[ResultRow]) -> dict[str, ResultRow]:
+    return {row.question_id: row for row in rows}
 
 
-def _asked(row: Mapping[str, Any]) -> tuple[str, list[str]]:
-    return row["question"], row["golden_answers"]
+def _asked(row: ResultRow) -> tuple[str, list[str]]:
+    return row.question, row.golden_answers

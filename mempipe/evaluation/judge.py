@@ -1,14 +1,11 @@
-"""A language model as the judge of answers:
-our own question, a yes or no that is parsed strictly, and a count of what was neither.
-"""
+"""A language model as the judge of answers: our own prompt, and a yes or no that is parsed strictly."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
-from statistics import fmean
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from mempipe.faults import InfrastructureFault
 
@@ -34,12 +31,12 @@ _VERDICT = re.compile(r"(yes|no)[.!]?", re.IGNORECASE)
 
 class AskFn(Protocol):
     async def __call__(self, prompt: str, *, max_tokens: int, temperature: float) -> list[str]:
-        """The answers of a model to a user message; infrastructure faults raise."""
+        """Returns the replies of a model to a user message; infrastructure faults raise."""
         ...
 
 
 def judge_prompt(question: str, golden_answers: list[str], answer: str) -> str:
-    """The question to the judge. The marks that part it cannot arise from the texts."""
+    """Returns the prompt of the judge. No text can contain the marks between its parts."""
     references = "\n".join(f"- {' '.join(gold.split())}" for gold in golden_answers)
     values = {"question": question, "references": references, "answer": answer}
     safe = {name: _MARKS.sub("[ ", text) for name, text in values.items()}
@@ -47,30 +44,28 @@ def judge_prompt(question: str, golden_answers: list[str], answer: str) -> str:
 
 
 def parse_verdict(text: str) -> bool | None:
-    """Whether the last line says yes; None when it says neither yes nor no and nothing else."""
+    """Returns whether the last line is yes or no; None when it is neither."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     verdict = _VERDICT.fullmatch(lines[-1]) if lines else None
     return verdict[1].lower() == "yes" if verdict else None
 
 
-async def judge_row(row: dict[str, Any], ask: AskFn) -> None:
-    """Fills `judge`, the share of attempts that are right, and `judge_unparsed`, the number without a verdict.
+async def judge_answers(
+    question: str, golden_answers: list[str], answers: Sequence[str | None], ask: AskFn
+) -> list[bool | None]:
+    """Returns a verdict per answer; None where the judge said neither yes nor no, or could not be reached.
 
-    An attempt without an answer is wrong, and the judge is not asked. A judge that cannot be reached gave no verdict.
+    An attempt without an answer is wrong, and the judge is not asked.
     """
-    verdicts = await asyncio.gather(*(_verdict(row, answer, ask) for answer in row["answers"]))
-    known = [verdict for verdict in verdicts if verdict is not None]
-    row["judge"] = fmean(known) if known else None
-    row["judge_unparsed"] = len(verdicts) - len(known)
 
+    async def verdict(answer: str | None) -> bool | None:
+        if answer is None:
+            return False
+        prompt = judge_prompt(question, golden_answers, answer)
+        try:
+            (text,) = await ask(prompt, max_tokens=MAX_VERDICT_TOKENS, temperature=0.0)
+        except InfrastructureFault:
+            return None
+        return parse_verdict(text)
 
-async def _verdict(row: Mapping[str, Any], answer: str | None, ask: AskFn) -> bool | None:
-    if answer is None:
-        return False
-    try:
-        (text,) = await ask(
-            judge_prompt(row["question"], row["golden_answers"], answer), max_tokens=MAX_VERDICT_TOKENS, temperature=0.0
-        )
-    except InfrastructureFault:
-        return None
-    return parse_verdict(text)
+    return list(await asyncio.gather(*map(verdict, answers)))

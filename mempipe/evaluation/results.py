@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,71 +17,95 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.data.trajectories import group_to_table
+from mempipe.data.trajectories import records_to_table
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
 from mempipe.files import whole_file, write_text
 from mempipe.settings import ConfigError
-from mempipe.types import EndReason, Group
+from mempipe.types import EndReason, Group, from_row
 
 _FREE = ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")
 """What may differ between an evaluation and its continuation."""
-_COLUMNS = pa.schema(
-    [
-        ("question_id", pa.string()),
-        ("question", pa.string()),
-        ("golden_answers", pa.list_(pa.string())),
-        ("num_hops", pa.int64()),
-        ("evidence_depths", pa.list_(pa.float64())),  # of ruler_hqa: where the needed documents stand, from 0 to 1
-        ("failed", pa.string()),  # why there is no attempt; "" where there is one
-        ("seconds", pa.float64()),
-        ("num_retries", pa.int64()),
-        *((name, pa.float64()) for name in METRICS),  # means over attempts
-        ("em_by_objective", pa.list_(pa.float64())),
-        ("judge", pa.float64()),  # null: nobody judged, or no verdict could be read
-        ("judge_unparsed", pa.int64()),
-        ("answers", pa.list_(pa.string())),  # of every attempt; null where it did not answer
-        ("end_reasons", pa.list_(pa.string())),
-        ("context_tokens_by_turn", pa.list_(pa.list_(pa.int64()))),
-        ("sampled_tokens", pa.list_(pa.int64())),
-        ("total_tokens", pa.list_(pa.int64())),  # of all contexts, read and sampled
-        ("snapshots", pa.list_(pa.string())),  # of the indexes that answered its searches
-        ("prompt_hash", pa.string()),
-    ]
-)
+_GROUP = "group"  # the column of the whole trajectories
 
 
-def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequence[float] = ()) -> dict[str, Any]:
-    """The columns of one question but for the judge's. Without attempts every metric is 0 and `failed` says why.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """One question of one run: a row of the parquet parts, whose columns are these fields.
+
+    Scores are means over the attempts, and 0 without any; lists have one entry per attempt unless said otherwise.
+    """
+
+    question_id: str
+    question: str
+    golden_answers: list[str]
+    num_hops: int
+    evidence_depths: list[float]  # of ruler_hqa: where the needed documents stand, from 0 to 1
+    failed: str  # why there is no attempt; "" where there is one
+    seconds: float
+    num_retries: int
+    em: float
+    f1: float
+    acc: float
+    precision: float
+    recall: float
+    sub_em_two_way: float
+    math_match: float
+    em_by_objective: list[float]  # one entry per objective
+    answers: list[str | None]  # None where the attempt did not answer
+    end_reasons: list[EndReason]
+    context_tokens_by_turn: list[list[int]]
+    sampled_tokens: list[int]
+    total_tokens: list[int]  # of all contexts, read and sampled
+    snapshots: list[str]  # of the indexes that answered its searches
+    prompt_hash: str
+    judge: float | None = None  # None: nobody judged, or no verdict could be read
+    judge_unparsed: int = 0  # attempts without a verdict
+
+    def score(self, metric: str) -> float:
+        """Returns the score in one of `METRICS`."""
+        return getattr(self, metric)
+
+    def with_verdicts(self, verdicts: Sequence[bool | None]) -> ResultRow:
+        """Returns the row with the judge's verdicts, one per attempt; None is one that could not be read."""
+        known = [verdict for verdict in verdicts if verdict is not None]
+        return replace(self, judge=fmean(known) if known else None, judge_unparsed=len(verdicts) - len(known))
+
+
+_COLUMNS = [column.name for column in fields(ResultRow)]
+assert METRICS.keys() <= set(_COLUMNS), "every metric has its column"
+
+
+def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequence[float] = ()) -> ResultRow:
+    """Returns the row of a question that nobody has judged. Without attempts every score is 0 and `failed` says why.
 
     `growing` is whether the agent carries its whole history in one context, so that every message it samples is a turn.
     """
     question, attempts = group.question, group.trajectories
     answers = [attempt.answer if attempt.end_reason is EndReason.ANSWERED else None for attempt in attempts]
     objectives = [score_objectives(answer, question) for answer in answers or [None]]
-    return {
-        "question_id": question.id,
-        "question": question.text,
-        "golden_answers": question.golden_answers,
-        "num_hops": question.num_hops,
-        "evidence_depths": list(depths),
-        "failed": group.failed,
-        "seconds": group.seconds,
-        "num_retries": group.num_retries,
-        **{name: fmean(row[name] for rows in objectives for row in rows) for name in METRICS},
-        "em_by_objective": [fmean(rows[i]["em"] for rows in objectives) for i in range(len(objectives[0]))],
-        "judge": None,
-        "judge_unparsed": 0,
-        "answers": answers,
-        "end_reasons": [str(attempt.end_reason) for attempt in attempts],
-        "context_tokens_by_turn": [context_tokens_by_turn(attempt, growing=growing) for attempt in attempts],
-        "sampled_tokens": [sum(sum(context.loss_mask) for context in attempt.contexts) for attempt in attempts],
-        "total_tokens": [sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
-        "snapshots": sorted(
+    means: dict[str, Any] = {name: fmean(each[name] for attempt in objectives for each in attempt) for name in METRICS}
+    return ResultRow(
+        question_id=question.id,
+        question=question.text,
+        golden_answers=question.golden_answers,
+        num_hops=question.num_hops,
+        evidence_depths=list(depths),
+        failed=group.failed,
+        seconds=group.seconds,
+        num_retries=group.num_retries,
+        **means,
+        em_by_objective=[fmean(attempt[i]["em"] for attempt in objectives) for i in range(len(objectives[0]))],
+        answers=answers,
+        end_reasons=[attempt.end_reason for attempt in attempts],
+        context_tokens_by_turn=[context_tokens_by_turn(attempt, growing=growing) for attempt in attempts],
+        sampled_tokens=[sum(sum(context.loss_mask) for context in attempt.contexts) for attempt in attempts],
+        total_tokens=[sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
+        snapshots=sorted(
             {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
         ),
-        "prompt_hash": prompt_hash,
-    }
+        prompt_hash=prompt_hash,
+    )
 
 
 class ResultFolder:
@@ -95,8 +119,7 @@ class ResultFolder:
         if state and (differing := sorted(_differences(state["settings"], settings))):
             raise ConfigError(
                 f"{path} holds results of other settings ({', '.join(differing[:5])}); give the run, the set or "
-                "the evaluation another "
-                "name, or delete that folder"
+                "the evaluation another name, or delete that folder"
             )
         self._state: dict[str, Any] = state or {"settings": dict(settings), "finished": False}
         self._is_new = state is None
@@ -122,18 +145,21 @@ class ResultFolder:
 
     def done(self) -> set[str]:
         """The ids of the questions that have their row."""
-        return {row["question_id"] for row in read_results(self.path, columns=["question_id"])}
+        return {row["question_id"] for row in _read_parts(self.path, ["question_id"])}
 
-    def append(self, groups: Sequence[Group], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one part: the rows, and with each its whole group (without the text that it read).
-        An empty one is not written.
+    def append(self, groups: Sequence[Group], rows: Sequence[ResultRow]) -> None:
+        """Writes one part: the rows, and with each its whole group (without the text that it read). Writes nothing
+        where there is no row.
         """
         if not rows:
             return
-        table = pa.Table.from_pylist(list(rows), schema=_COLUMNS)
         groups = [replace(group, question=replace(group.question, context="")) for group in groups]
-        whole = pa.concat_tables([group_to_table(group) for group in groups]).to_struct_array()
-        table = table.append_column("group", whole).replace_schema_metadata({"metrics": json.dumps(definitions())})
+        whole = records_to_table(groups).to_struct_array()
+        table = (
+            records_to_table(rows)
+            .append_column(_GROUP, whole)
+            .replace_schema_metadata({"metrics": json.dumps(definitions())})
+        )
         number = 1 + max((int(part.stem.removeprefix("part-")) for part in _parts(self.path)), default=-1)
         path = self.path / f"part-{number:05d}.parquet"
         with whole_file(path) as partial:
@@ -153,21 +179,33 @@ class ResultFolder:
         write_text(self._file, json.dumps(self._state, indent=1))
 
 
-def read_results(folder: Path, *, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The rows of all parts, in the order in which they were written; by default without the whole groups.
+def read_results(folder: Path) -> list[ResultRow]:
+    """Reads the rows of all parts, in the order in which they were written.
 
     Raises ConfigError for a part that cannot be read and for a question that has two rows.
     """
+    return [from_row(ResultRow, row) for row in _read_parts(folder, _COLUMNS)]
+
+
+def read_groups(folder: Path) -> list[Group]:
+    """Reads the whole trajectories of all parts; a group without any belongs to a question that failed.
+
+    Raises ConfigError as `read_results` does.
+    """
+    return [from_row(Group, row[_GROUP]) for row in _read_parts(folder, ["question_id", _GROUP])]
+
+
+def _read_parts(folder: Path, columns: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in _parts(folder):
         try:
-            rows += pq.read_table(part, columns=list(columns or _COLUMNS.names)).to_pylist()
+            rows += pq.read_table(part, columns=columns).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
                 f"{part} cannot be read: {' '.join(str(error).split())}; delete it to have its questions asked again"
             ) from error
     seen: set[str] = set()
-    for row in rows if columns is None or "question_id" in columns else ():
+    for row in rows:
         if row["question_id"] in seen:
             raise ConfigError(f"{folder} has two rows for question {row['question_id']!r}; delete the newer part")
         seen.add(row["question_id"])

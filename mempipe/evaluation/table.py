@@ -16,6 +16,7 @@ import yaml
 
 from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
 from mempipe.evaluation.metrics import METRICS
+from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval, wilson_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
@@ -30,23 +31,25 @@ class Cell:
 
     run: str
     benchmark: Benchmark
-    rows: Sequence[Mapping[str, Any]]
-    """As `read_results` gives them."""
+    rows: Sequence[ResultRow]
 
     @property
     def num_failed(self) -> int:
-        return sum(bool(row["failed"]) for row in self.rows)
+        return sum(bool(row.failed) for row in self.rows)
+
+    @property
+    def judged(self) -> bool:
+        return any(row.judge is not None for row in self.rows)
 
     def scores(self, metric: str) -> dict[str, float]:
-        """Question to its score; failed ones have 0. All lengths of RULER-HQA have the same questions."""
+        """Returns each question's score; failed ones have 0, those without a verdict of the judge are left out. All
+        lengths of RULER-HQA have the same questions.
+        """
         key = _index if self.benchmark.num_docs else _id
-        if metric == JUDGE:
-            return {
-                key(row): 0.0 if row["failed"] else row[JUDGE]
-                for row in self.rows
-                if row["failed"] or row[JUDGE] is not None
-            }
-        return {key(row): row[metric] for row in self.rows}
+        if metric != JUDGE:
+            return {key(row): row.score(metric) for row in self.rows}
+        verdicts = {key(row): 0.0 if row.failed else row.judge for row in self.rows}
+        return {question: verdict for question, verdict in verdicts.items() if verdict is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
         for (kind, objectives), members in families.items()
         for metric in (
             *METRICS_OF.get(kind, METRICS_OF[""]),
-            *[JUDGE] * any(cell.scores(JUDGE) for cell in members if _judged(cell)),
+            *[JUDGE] * any(cell.judged for cell in members),
         )
     ]
 
@@ -101,19 +104,14 @@ def evidence_lines(
     for cell in cells:
         bins: list[dict[str, float]] = [{} for _ in range(num_bins)]
         for row in cell.rows:
-            for number, depth in enumerate(row["evidence_depths"] or ()):
-                bins[min(int(depth * num_bins), num_bins - 1)][f"{row['question_id']}/{number}"] = row[metric]
+            for number, depth in enumerate(row.evidence_depths):
+                bins[min(int(depth * num_bins), num_bins - 1)][f"{row.question_id}/{number}"] = row.score(metric)
         if any(bins):
             texts = [
                 f"{percent_text(_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}" for part in bins
             ]
             lines.append([f"{cell.run}, {cell.benchmark.label}", *texts])
     return lines
-
-
-def average(sets: Sequence[Mapping[str, float]], *, bootstrap: Bootstrap, seed: int) -> Interval:
-    """The unweighted mean over sets, as the papers take it."""
-    return bootstrap_average(sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
 
 
 def percent_text(interval: Interval | None) -> str:
@@ -221,17 +219,13 @@ def _point(percent: float | None) -> Interval | None:
     return None if percent is None else Interval(value=percent / 100, low=percent / 100, high=percent / 100)
 
 
-def _judged(cell: Cell) -> bool:
-    return any(row[JUDGE] is not None for row in cell.rows)
+def _id(row: ResultRow) -> str:
+    return row.question_id
 
 
-def _id(row: Mapping[str, Any]) -> str:
-    return row["question_id"]
-
-
-def _index(row: Mapping[str, Any]) -> str:
-    """The id without the name of its file, which differs from length to length."""
-    return row["question_id"].rpartition("-")[2] + row["question"]
+def _index(row: ResultRow) -> str:
+    """Returns the id without the name of its file, which differs from length to length."""
+    return row.question_id.rpartition("-")[2] + row.question
 
 
 assert set().union(*METRICS_OF.values()) <= METRICS.keys()

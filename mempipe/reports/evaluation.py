@@ -78,17 +78,17 @@ def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
 def _means(cell: Cell) -> dict[str, float]:
     """The metrics over all questions, failed ones included,
     and what the answers cost over those that were attempted."""
-    attempts = sum(len(row["answers"]) for row in cell.rows)
-    means = {name: fmean(row[name] for row in cell.rows) for name in METRICS}
+    attempts = sum(len(row.answers) for row in cell.rows)
+    means = {name: fmean(row.score(name) for row in cell.rows) for name in METRICS}
     if judged := cell.scores(JUDGE):
         means |= {
             JUDGE: fmean(judged.values()),
-            "judge_unparsed": float(sum(row["judge_unparsed"] for row in cell.rows)),
+            "judge_unparsed": float(sum(row.judge_unparsed for row in cell.rows)),
         }
     means |= {"num_questions": float(len(cell.rows)), "num_failed": float(cell.num_failed)}
     if attempts:
         means |= {
-            "answered": sum(answer is not None for row in cell.rows for answer in row["answers"]) / attempts,
+            "answered": sum(answer is not None for row in cell.rows for answer in row.answers) / attempts,
             **{name: fmean(values) for name, values in _costs(cell).items()},
         }
     return means
@@ -96,13 +96,13 @@ def _means(cell: Cell) -> dict[str, float]:
 
 def _costs(cell: Cell) -> dict[str, list[float]]:
     """What every attempted question cost, a mean over its attempts; context tokens also over its turns."""
-    rows = [row for row in cell.rows if row["answers"]]
+    rows = [row for row in cell.rows if row.answers]
     return {
-        "turns": [fmean(map(len, row["context_tokens_by_turn"])) for row in rows],
-        "context_tokens_by_turn": [fmean([*chain.from_iterable(row["context_tokens_by_turn"])] or [0]) for row in rows],
-        "sampled_tokens": [fmean(row["sampled_tokens"]) for row in rows],
-        "total_tokens": [fmean(row["total_tokens"]) for row in rows],
-        "seconds": [row["seconds"] for row in rows],
+        "turns": [fmean(map(len, row.context_tokens_by_turn)) for row in rows],
+        "context_tokens_by_turn": [fmean([*chain.from_iterable(row.context_tokens_by_turn)] or [0]) for row in rows],
+        "sampled_tokens": [fmean(row.sampled_tokens) for row in rows],
+        "total_tokens": [fmean(row.total_tokens) for row in rows],
+        "seconds": [row.seconds for row in rows],
     }
 
 
@@ -113,13 +113,13 @@ def _facts(
     own = [cell for cell in cells if cell.run == run]
     rows = [row for cell in own for row in cell.rows]
     served = settings[f"{run}/{own[0].benchmark.label}"]
-    ends = Counter(end for row in rows for end in row["end_reasons"])
-    reasons = Counter(row["failed"] for row in rows if row["failed"])
+    ends = Counter(end for row in rows for end in row.end_reasons)
+    reasons = Counter(row.failed for row in rows if row.failed)
     return {
         "agent": config.agent.name,
         "model": served["weights"],
-        "prompt hash": ", ".join(sorted({row["prompt_hash"] for row in rows})),
-        "index snapshots": ", ".join(sorted({snapshot for row in rows for snapshot in row["snapshots"]}))
+        "prompt hash": ", ".join(sorted({row.prompt_hash for row in rows})),
+        "index snapshots": ", ".join(sorted({snapshot for row in rows for snapshot in row.snapshots}))
         or "none was searched",
         "compat switches on": ", ".join(config.agent.compat.active()) or "none",
         "ends": ", ".join(f"{count} {reason}" for reason, count in ends.most_common()),
@@ -145,7 +145,7 @@ def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
     lines = []
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
         attempts = [
-            turns for cell in cells if cell.run == run for row in cell.rows for turns in row["context_tokens_by_turn"]
+            turns for cell in cells if cell.run == run for row in cell.rows for turns in row.context_tokens_by_turn
         ]
         by_turn: dict[int, list[int]] = {}
         for turns in attempts:

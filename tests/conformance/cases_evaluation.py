@@ -19,7 +19,7 @@ from mempipe.agents.protocol import last_stated, parse_answer
 from mempipe.agents.tagged import TaggedMessage, TaggedPrompts
 from mempipe.data.ruler import peer_order
 from mempipe.evaluation.benchmarks import join_objectives
-from mempipe.evaluation.judge import judge_row
+from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.metrics import score_objectives, score_question
 from mempipe.types import FinishReason, Question
 
@@ -142,14 +142,14 @@ def text_up_to_search(case: Case) -> str | None:
 
 def judged(case: Case) -> int:
     """The verdict of a judge that calls an answer right when it is the reference answer, letter by letter."""
-    row = {"question": "?", "golden_answers": [case["input"]["golden"]], "answers": [case["input"]["answer"]]}
 
     async def ask(prompt: str, *, max_tokens: int, temperature: float) -> list[str]:
         reference, answer = prompt.partition("[REFERENCE ANSWERS]\n- ")[2].partition("\n[END]")[0].split("\n[ANSWER]\n")
         return ["yes" if reference == answer else "no"]
 
-    asyncio.run(judge_row(row, ask))
-    return int(row["judge"])
+    (verdict,) = asyncio.run(judge_answers("?", [case["input"]["golden"]], [case["input"]["answer"]], ask))
+    assert verdict is not None
+    return int(verdict)
 
 
 def joined(case: Case) -> list[str]:

@@ -20,7 +20,7 @@ from miniature import Marked
 from mempipe.cli import EXIT_CONFIG
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.evaluation.results import read_results
+from mempipe.evaluation.results import read_groups, read_results
 from mempipe.evaluation.suite import load_suite
 from mempipe.files import lock
 from mempipe.settings import ConfigError
@@ -111,7 +111,7 @@ def test_promise_7_a_killed_evaluation_ends_with_every_question_once(evaluated):
     rows = read_results(evaluated.folder / "noise" / "world")
     assert 1 <= len(evaluated.parts_at_kill) < len(parts(evaluated.folder / "noise" / "world"))
     assert len(rows) == len(evaluated.questions)
-    assert {row["question_id"] for row in rows} == {question.id for question in evaluated.questions}
+    assert {row.question_id for row in rows} == {question.id for question in evaluated.questions}
 
 
 def test_what_was_written_before_the_kill_stays_as_it_was(evaluated):
@@ -123,21 +123,18 @@ def test_a_kill_leaves_no_process(evaluated):
 
 
 def test_every_row_has_its_attempts_whole(evaluated):
-    rows = read_results(
-        evaluated.folder / "noise" / "world",
-        columns=["question_id", "failed", "answers", "context_tokens_by_turn", "group"],
-    )
-    for row in rows:
-        trajectories = row["group"]["trajectories"]
-        assert len(trajectories) == len(row["answers"]) == (0 if row["failed"] else NUM_SAMPLES)
-        for trajectory, tokens in zip(trajectories, row["context_tokens_by_turn"], strict=True):
-            assert [len(context["token_ids"]) for context in trajectory["contexts"]] == tokens
-            assert all(len(context["token_ids"]) == len(context["loss_mask"]) for context in trajectory["contexts"])
+    folder = evaluated.folder / "noise" / "world"
+    for row, group in zip(read_results(folder), read_groups(folder), strict=True):
+        assert group.question.id == row.question_id
+        assert len(group.trajectories) == len(row.answers) == (0 if row.failed else NUM_SAMPLES)
+        for trajectory, tokens in zip(group.trajectories, row.context_tokens_by_turn, strict=True):
+            assert [len(context.token_ids) for context in trajectory.contexts] == tokens
+            assert all(len(context.token_ids) == len(context.loss_mask) for context in trajectory.contexts)
 
 
 def test_a_question_that_does_not_fit_fails_by_name_and_counts_with_0(evaluated):
-    (failed,) = [row for row in read_results(evaluated.folder / "noise" / "world") if row["failed"]]
-    assert failed["question_id"] == "long" and "budget.question_tokens" in failed["failed"] and failed["em"] == 0.0
+    (failed,) = [row for row in read_results(evaluated.folder / "noise" / "world") if row.failed]
+    assert failed.question_id == "long" and "budget.question_tokens" in failed.failed and failed.em == 0.0
     (cell,) = [
         cell for cell in json.loads((evaluated.folder / "report.json").read_text())["cells"] if cell["set"] == "world"
     ]
@@ -147,7 +144,7 @@ def test_a_question_that_does_not_fit_fails_by_name_and_counts_with_0(evaluated)
 
 def test_pairs_are_scored_objective_by_objective(evaluated):
     rows = read_results(evaluated.folder / "noise" / "pairs_x2")
-    assert len(rows) == 6 and all(len(row["em_by_objective"]) == 2 and row["question"].count("?") == 2 for row in rows)
+    assert len(rows) == 6 and all(len(row.em_by_objective) == 2 and row.question.count("?") == 2 for row in rows)
 
 
 def test_the_report_is_there_and_in_mlflow(evaluated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,9 +14,9 @@ import yaml
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, join_objectives, read_benchmark
-from mempipe.evaluation.judge import judge_prompt, judge_row, parse_verdict
+from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import ResultFolder, read_results, result_row
+from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.statistics import bootstrap_average
 from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluationSuite, load_suite, resolve_run
@@ -62,7 +63,7 @@ def group(number: int, *answers: str | None, failed: str = "") -> Group:
     )
 
 
-def rows_of(*groups: Group, depths: tuple[float, ...] = ()) -> list[dict]:
+def rows_of(*groups: Group, depths: tuple[float, ...] = ()) -> list[ResultRow]:
     return [result_row(each, growing=False, prompt_hash="p", depths=depths) for each in groups]
 
 
@@ -207,24 +208,24 @@ def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):
 
 def test_a_row_holds_means_over_attempts_and_what_they_cost():
     row = result_row(group(0, "Nile", "the long Nile"), growing=False, prompt_hash="p", depths=[0.5])
-    assert (row["em"], row["f1"], row["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
-    assert (row["answers"], row["sampled_tokens"], row["context_tokens_by_turn"]) == (
+    assert (row.em, row.f1, row.acc) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
+    assert (row.answers, row.sampled_tokens, row.context_tokens_by_turn) == (
         ["Nile", "the long Nile"],
         [2, 2],
         [[4], [4]],
     )
-    assert row["total_tokens"] == [4, 4]
-    assert (row["snapshots"], row["evidence_depths"], row["em_by_objective"]) == (["abc"], [0.5], [0.5])
+    assert row.total_tokens == [4, 4]
+    assert (row.snapshots, row.evidence_depths, row.em_by_objective) == (["abc"], [0.5], [0.5])
 
 
 def test_a_question_that_failed_scores_0_in_everything():
     row = result_row(group(0, failed="too long"), growing=False, prompt_hash="p")
-    assert row["failed"] == "too long" and all(row[name] == 0 for name in METRICS) and row["answers"] == []
+    assert row.failed == "too long" and all(row.score(name) == 0 for name in METRICS) and row.answers == []
 
 
 def test_only_an_answered_trajectory_has_an_answer():
     cut = Group(id="q0", question=question(0), trajectories=[attempt("Nile", end=EndReason.LENGTH)])
-    assert result_row(cut, growing=False, prompt_hash="p")["em"] == 0.0
+    assert result_row(cut, growing=False, prompt_hash="p").em == 0.0
 
 
 def test_a_turn_is_a_context_or_in_a_growing_one_a_message():
@@ -242,13 +243,30 @@ def test_parts_come_back_in_order_with_whole_trajectories_and_metric_definitions
         groups = [group(i, "Nile") for i in numbers]
         results.append(groups, rows_of(*groups))
     results.append([], [])
-    assert [row["question_id"] for row in read_results(tmp_path / "r")] == ["q0", "q1", "q2"]
+    assert [row.question_id for row in read_results(tmp_path / "r")] == ["q0", "q1", "q2"]
     again = ResultFolder(tmp_path / "r", {"seed": 1})
     assert again.done() == {"q0", "q1", "q2"} and not again.finished
-    table = pq.read_table(tmp_path / "r" / "part-00000.parquet")
-    assert table.column("group").to_pylist()[0]["trajectories"][0]["contexts"][0]["token_ids"] == [0, 1, 2, 3]
-    assert table.column("group").to_pylist()[0]["question"]["context"] == ""
-    assert json.loads(table.schema.metadata[b"metrics"]).keys() == METRICS.keys()
+    whole = read_groups(tmp_path / "r")
+    assert [each.question.context for each in whole] == ["", "", ""], "the text that was read is left out"
+    assert [each.trajectories for each in whole] == [group(i, "Nile").trajectories for i in range(3)]
+    schema = pq.read_schema(tmp_path / "r" / "part-00000.parquet")
+    assert json.loads(schema.metadata[b"metrics"]).keys() == METRICS.keys()
+
+
+def test_a_row_comes_back_from_its_file_as_it_went_in(tmp_path):
+    results = ResultFolder(tmp_path / "r", {})
+    results.open()
+    groups = [group(0, "Nile", None), group(1, failed="too long"), group(2, "a \ud800")]
+    rows = [
+        result_row(groups[0], growing=False, prompt_hash="p", depths=[0.5]).with_verdicts([True, None]),
+        *rows_of(*groups[1:]),
+    ]
+    results.append(groups, rows)
+    read = read_results(tmp_path / "r")
+    assert read[:2] == rows[:2] and (read[0].judge, read[0].judge_unparsed) == (1.0, 1)
+    assert read[2].answers == ["a \ufffd"], "what UTF-8 cannot hold costs no evaluation"
+    columns = pq.read_schema(tmp_path / "r" / "part-00000.parquet").names
+    assert columns == [column.name for column in dataclasses.fields(ResultRow)] + ["group"]
 
 
 def test_results_of_other_settings_are_not_continued(tmp_path):
@@ -465,9 +483,9 @@ async def test_attempts_without_a_verdict_are_counted_and_those_without_an_answe
             raise InfrastructureFault("the judge is gone")
         return [reply]
 
-    row = {"question": "?", "golden_answers": ["x"], "answers": ["Nile", "Rhine", "Elbe", None]}
-    await judge_row(row, ask)
-    assert (row["judge"], row["judge_unparsed"]) == (0.5, 2)
-    row = {"question": "?", "golden_answers": ["x"], "answers": ["Rhine"]}
-    await judge_row(row, ask)
-    assert (row["judge"], row["judge_unparsed"]) == (None, 1)
+    verdicts = await judge_answers("?", ["x"], ["Nile", "Rhine", "Elbe", None], ask)
+    assert verdicts == [True, None, None, False]
+    row = result_row(group(0, "Nile", "Rhine", "Elbe", None), growing=False, prompt_hash="p").with_verdicts(verdicts)
+    assert (row.judge, row.judge_unparsed) == (0.5, 2)
+    unread = result_row(group(0, "Rhine"), growing=False, prompt_hash="p").with_verdicts([None])
+    assert (unread.judge, unread.judge_unparsed) == (None, 1)
