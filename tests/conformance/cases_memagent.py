@@ -23,6 +23,10 @@ EQUAL_LENGTHS = "MemAgent:memory[active]=unpad(...) when all rows have equal len
 ONE_CHUNK = "MemAgent:MemoryAgent loop, context exactly one chunk"
 SHIPPED_CONFIG = "MemAgent:MemoryConfig(**shipped yaml)"
 TRUNCATION = "MemAgent:postprocess_data(truncation=center) kept indices"
+NO_BRACES = (
+    "one prompt for training and evaluation, which names the box without its braces: echoed with them it would be "
+    "an empty answer"
+)
 PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memagent_qwen2.5-7b.yaml"
 EOS = 2
 """Of the cases that name none."""
@@ -188,11 +192,14 @@ DIFFERENCES = [
     Difference(
         function=SYNC_PROMPT,
         applies=lambda case: True,
-        ours=lambda case: {"boxed_literal": "\\boxed{}", "keywords": ["question", "memory"]},
-        reason=(
-            "one prompt for training and evaluation, with the braces that the answer is read from; the slots "
-            "have our names"
-        ),
+        ours=lambda case: {"boxed_literal": "\\boxed", "keywords": ["question", "memory"]},
+        reason=f"{NO_BRACES}; the slots have our names",
+    ),
+    Difference(
+        function=ASYNC_PROMPT,
+        applies=lambda case: True,
+        ours=lambda case: {"boxed_literal": "\\boxed"},
+        reason=NO_BRACES,
     ),
     Difference(
         function=UNPAD,

@@ -56,7 +56,6 @@ AGREED = [
     (cases_memagent.REWARD, boxed("so \\boxed{New York}", ["x", "newyork"]), 1.0),
     (cases_memagent.REWARD, boxed("\\boxed{The Beatles}", ["Beatles"]), 0.0),
     (cases_memagent.REWARD, boxed("\\boxed{x}" + " " * 280, ["x"]), 1.0),
-    (cases_memagent.ASYNC_PROMPT, {}, {"boxed_literal": "\\boxed{}"}),
     (
         cases_memagent.UNPAD,
         {"tensor": [[5, 6, 2, 0], [7, 2, 0, 0], [8, 9, 8, 9]], "pad": 0, "eos": 2},
@@ -111,7 +110,8 @@ DELIBERATE = [
     (cases_memagent.REWARD, boxed("\\boxed{x}" + " " * 300, ["x"]), 1.0),
     (cases_memagent.REWARD, boxed("\\boxed{P}", "Paris"), 0.0),
     (cases_memagent.REWARD, boxed("<think>\\boxed{x}</think>", ["x"]), 0.0),
-    (cases_memagent.SYNC_PROMPT, {}, {"boxed_literal": "\\boxed{}", "keywords": ["question", "memory"]}),
+    (cases_memagent.SYNC_PROMPT, {}, {"boxed_literal": "\\boxed", "keywords": ["question", "memory"]}),
+    (cases_memagent.ASYNC_PROMPT, {}, {"boxed_literal": "\\boxed"}),
     (cases_memagent.UNPAD, MEMORIES, [[5, 0, 6], [7]]),
     (cases_memagent.EQUAL_LENGTHS, {"tensor": [[5, 6, 2], [7, 8, 2]]}, [[5, 6], [7, 8]]),
     (
@@ -176,6 +176,7 @@ DELIBERATE = [
     (cases_mem1.STEP, message("text", hint="H"), {"next_obs": "", "done": 1, "valid": 0, "is_search": 0, "reward": 0}),
     (cases_mem1.DOWN, {"queries": ["q"]}, {"raises": "ConnectionError", "message": "the retriever is down"}),
     (cases_searchr1.EXACT, transcript(SR_PROMPT + "<answer>Paris</answer><answer>Rome</answer>", "Paris"), 1.0),
+    (cases_searchr1.COVER, {"prediction": "in Paris", "golden_answers": ["the"]}, 0),
     (cases_searchr1.FORM, {"text": CHAT + FOUND.format("x") + "<|im_end|>"}, True),
     (cases_searchr1.EXACT_AND_FORM, transcript(CHAT + FOUND.format("Paris") + "<|im_end|>", "Paris"), 1.0),
     (cases_searchr1.EXACT_AND_FORM, transcript(SR_PROMPT + FOUND.format("Paris"), "Paris"), 1.0),

@@ -1,0 +1,86 @@
+"""The shipped prompt sets: no text of theirs, echoed by the policy, is an action of the agent that reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from agent_builders import CALL, Library, ScriptedEngine, build_question, build_tokenizer
+
+from mempipe.agents.prompt_set import BUILT_IN as PROMPTS
+from mempipe.agents.prompt_set import split_slots
+from mempipe.agents.protocol import parse_memory
+from mempipe.agents.registry import BUILT_IN as AGENTS
+from mempipe.agents.registry import agent_spec
+from mempipe.loader import parse_config
+from mempipe.rollout import make_agent, make_renderer
+from mempipe.settings import ConfigError
+from mempipe.types import EndReason
+
+TOKENIZER = build_tokenizer()
+
+
+def config_of(agent: str, prompts: str):
+    budget = {"max_turns": 1} if agent_spec(agent).searches else {}
+    return parse_config({"agent": {"name": agent, "prompts": prompts}, "budget": budget})
+
+
+def takes(agent: str, prompts: str) -> bool:
+    try:
+        make_renderer(config_of(agent, prompts), tokenizer=TOKENIZER)
+    except ConfigError:
+        return False
+    return True
+
+
+SETS = sorted(path.stem for path in PROMPTS.glob("*.yaml"))
+PAIRS = [(agent, prompts) for prompts in SETS for agent in AGENTS if takes(agent, prompts)]
+
+
+def texts_of(prompts: str) -> dict[str, str]:
+    """The texts of a set, with its slots empty."""
+    values = yaml.safe_load((PROMPTS / f"{prompts}.yaml").read_text())
+    return {key: "".join(split_slots(text)[::2]) for key, text in values.items()}
+
+
+def echoes(text: str) -> Iterator[str]:
+    """Every run of neighbouring sentences and lines, whole or from and to one of its tags."""
+    places = [match.end() for match in re.finditer(r"[.:;?!](?=\s)|\n+|</?\w+>", text)]
+    starts = sorted({0, *places, *(match.start() for match in re.finditer(r"</?\w+>", text))})
+    for start in starts:
+        for end in [*places, len(text)]:
+            if start < end:
+                yield text[start:end].strip()
+
+
+def test_every_shipped_set_is_read_by_an_agent():
+    assert {prompts for _, prompts in PAIRS} == set(SETS)
+
+
+@pytest.mark.parametrize(("agent", "prompts"), PAIRS)
+async def test_no_text_of_a_prompt_set_is_an_action(agent, prompts):
+    question = build_question(context="Paris is the capital of France.")
+    for key, text in texts_of(prompts).items():
+        for echo in sorted(set(echoes(text))):
+            library = Library()
+            engine = ScriptedEngine(TOKENIZER, [echo] * 20)
+            player = make_agent(config_of(agent, prompts), tokenizer=TOKENIZER, generate=engine, search=library)
+            played = await player.rollout(question, trajectory_id="t", group_id="g", member=0)
+            assert played.answer is None and not library.calls, f"{key} is an action: {echo!r}"
+
+
+@pytest.mark.parametrize("prompts", sorted({prompts for agent, prompts in PAIRS if agent == "memsearcher"}))
+async def test_no_text_of_a_prompt_set_is_a_memory(prompts):
+    for key, text in texts_of(prompts).items():
+        assert not [echo for echo in echoes(text) if parse_memory(echo)], f"{key} is a memory"
+
+
+async def test_what_is_written_as_asked_is_an_action():
+    """The echoes above are no actions for their words, and not because nothing would be."""
+    library = Library()
+    engine = ScriptedEngine(TOKENIZER, ["I search.</think>" + CALL, "<memory>Paris</memory>"])
+    player = make_agent(config_of("memsearcher", "memsearcher"), tokenizer=TOKENIZER, generate=engine, search=library)
+    played = await player.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    assert (played.end_reason, len(library.calls)) == (EndReason.MAX_TURNS, 1)
