@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
 
@@ -96,14 +97,8 @@ async def _call(generator: Generator, prompt: list[int]) -> list[int]:
 
 
 def _raw(folder: str) -> Measured:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= environment.engine(frontend_pid=os.getpid()) | environment.IN_PROCESS_ENGINE
+    os.environ |= environment.cpu_engine(num_threads=1, kv_cache_gib=1)
     from vllm import LLM, SamplingParams
 
     llm = LLM(

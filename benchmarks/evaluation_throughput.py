@@ -30,10 +30,10 @@ from pathlib import Path
 import httpx
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
+from mempipe import environment
 from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import GenerateFn
-from mempipe.cli import ENVIRONMENT
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import EndpointConfig
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--run", help="folder of a finished run of the quickstart")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
         sizes = [f"world.num_validation_questions={arguments.questions}", f"stream.groups_in_flight={NUM_IN_FLIGHT}"]
         config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
@@ -143,14 +143,9 @@ def vllm_server(config: RunConfig) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.generation.cpu_kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(config.generation.num_threads),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
+    generation = config.generation
+    variables = environment.engine(frontend_pid=os.getpid())
+    variables |= environment.cpu_engine(num_threads=generation.num_threads, kv_cache_gib=generation.cpu_kv_cache_gib)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--model={config.model.path}", "--served-model-name=m", f"--dtype={config.model.dtype}"]
     command += [
@@ -159,7 +154,7 @@ def vllm_server(config: RunConfig) -> Iterator[str]:
         "--block-size=32",
     ]
     command += ["--enable-prefix-caching", "--enforce-eager", "--disable-log-stats", "--uvicorn-log-level=error"]
-    server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL)
     url, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + SERVER_WITHIN_S
     try:
         while not _answers(f"{url}/models"):

@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
-from mempipe.engines.learner import Learner
+from mempipe.engines.learner import Learner, LearnerSettings
 from mempipe.engines.model import to_device
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import policy_loss
@@ -153,14 +153,14 @@ def make_contestants(
 ) -> dict[str, Callable[[], tuple[float, float]]]:
     """By name, a function that does one update and returns loss and gradient norm."""
     (batches,) = pack_step(samples, num_ranks=1, max_tokens=arguments.row_tokens, aggregation="token")
-    settings: dict[str, Any] = {
-        "model": ModelConfig(path=str(folder), dtype="float32"),
-        "optimizer": OptimizerConfig(lr=LR),
-        "learner": LearnerConfig(num_threads=arguments.threads),
-        "algorithm": ALGORITHM,
-        "temperature": 1.0,
-        "num_updates": 1000,
-    }
+    settings = LearnerSettings(
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        optimizer=OptimizerConfig(lr=LR),
+        learner=LearnerConfig(num_threads=arguments.threads),
+        algorithm=ALGORITHM,
+        temperature=1.0,
+        num_updates=1000,
+    )
 
     def of(learner: Learner) -> Callable[[], tuple[float, float]]:
         def update() -> tuple[float, float]:
@@ -169,15 +169,15 @@ def make_contestants(
 
         return update
 
-    contestants = {"packed": of(Learner(**settings)), "padded": of(PaddedLearner(**settings))}
+    contestants = {"packed": of(Learner(settings)), "padded": of(PaddedLearner(settings))}
     return contestants | {f"trl, {rows} rows": trl_update(folder, samples, rows) for rows in arguments.trl_rows}
 
 
 class PaddedLearner(Learner):
     """The learner as it would be without packing: one right-padded row per context, logits at every position."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, settings: LearnerSettings) -> None:
+        super().__init__(settings)
         self.policy.lm.set_attn_implementation("sdpa")
 
     def forward_backward(self, micro_batch: MicroBatch, *, old_logprobs: Tensor | None = None) -> dict[str, float]:

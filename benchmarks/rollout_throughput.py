@@ -39,6 +39,7 @@ from typing import Any, TypeAlias
 import psutil
 import ray
 
+from mempipe import environment
 from mempipe.actors.admission import Admission
 from mempipe.actors.generator import GeneratorActor, WeightStore
 from mempipe.actors.handles import Handle, start_actor
@@ -46,7 +47,6 @@ from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE, connected
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.agents.protocol import GenerateFn, SearchFn
-from mempipe.cli import ENVIRONMENT
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import ModelConfig
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--run", help="folder of a finished run of the quickstart")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
         num_questions = arguments.groups * (arguments.rounds + 1)
         sizes = [f"algorithm.groups_per_step={arguments.groups}", f"world.num_train_questions={num_questions}"]
@@ -275,14 +275,8 @@ class RawEngine:
     """
 
     def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int) -> None:
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        os.environ |= environment.engine(frontend_pid=os.getpid()) | environment.IN_PROCESS_ENGINE
+        os.environ |= environment.cpu_engine(num_threads=1, kv_cache_gib=1)
         from vllm import LLM
 
         self._llm = LLM(

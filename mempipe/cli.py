@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mempipe.config import RunConfig
+from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.retrieval.config import IndexConfig
 from mempipe.settings import ConfigError
@@ -23,7 +24,7 @@ EXIT_RUN = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (interrupted)."""
     arguments = _parser().parse_args(_resume_last(sys.argv[1:] if argv is None else argv))
-    for name, value in ENVIRONMENT.items():
+    for name, value in EVERY_PROCESS.items():
         os.environ.setdefault(name, value)
     try:
         return arguments.command(arguments) or 0
@@ -43,19 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
-
-
-ENVIRONMENT = {
-    # Before torch is imported: several processes share the cores, and an idle OpenMP thread must sleep, not spin.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "DO_NOT_TRACK": "1",
-}
 
 
 def _resume_last(argv: Sequence[str]) -> list[str]:

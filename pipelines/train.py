@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
 from statistics import fmean
-from typing import Any
 
 from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
@@ -30,7 +29,7 @@ from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
-from mempipe.engines.checkpoint import latest, read_state
+from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
@@ -130,9 +129,9 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         run.add_seconds("launch", time.perf_counter() - started)
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
-        position = roles.learners.restore(run.folder / "checkpoints") or {"step": 0, "trained": [], "dropped": []}
-        run.update(num_steps=position["step"])
-        roles.sync(position["step"])
+        position = roles.learners.restore(run.folder / "checkpoints") or Position()
+        run.update(num_steps=position.step)
+        roles.sync(position.step)
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, validation, position, tracker)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
@@ -172,27 +171,26 @@ def learn(
     roles: Roles,
     questions: Sequence[Question],
     validation: Sequence[Question],
-    position: dict[str, Any],
+    position: Position,
     tracker: TrackerFront,
 ) -> None:
     """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step
     took.
 
-    `position` is a checkpoint's: `step` steps are done, `trained` has the group ids of each, `dropped` those without
-    signal.
+    It goes on from `position`, which a checkpoint holds.
     """
     config = roles.config
-    trained, dropped = list(position["trained"]), list(position["dropped"])
-    admission_name, admission = roles.new_admission(policy_version=position["step"])
+    trained, dropped = list(position.trained), list(position.dropped)
+    admission_name, admission = roles.new_admission(policy_version=position.step)
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
     consumed = {*chain.from_iterable(trained), *dropped}
     groups = stream_groups(
-        spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position["step"])
+        spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step)
     )
     collector = Collector(groups, admission, config.algorithm)
     training = time.perf_counter()
-    with closing(groups), Progress("train", total=config.num_steps, done=position["step"]) as progress:
-        for step in range(position["step"], config.num_steps):
+    with closing(groups), Progress("train", total=config.num_steps, done=position.step) as progress:
+        for step in range(position.step, config.num_steps):
             started = time.perf_counter()
             batch = collector.next_step(policy_version=step)
             if batch is None:
@@ -211,7 +209,7 @@ def learn(
             if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
                 tracker.flush()  # a step that a resumed run will not repeat must be on record
                 with Timer() as saving:
-                    position = {"step": step + 1, "trained": trained, "dropped": dropped}
+                    position = Position(step=step + 1, trained=trained, dropped=dropped)
                     roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
                 tracker.log_metrics({"seconds/checkpoint": saving.seconds}, step=step + 1)
             if (

@@ -42,11 +42,12 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
     if not folder.exists():
         assert config.warm_start is not None, "a warm start needs its section in the config"
         updates = list(_updates(imitation_samples(config), config.warm_start.tokens_per_step))
-        settings = learner_settings(config) | {
-            "objective": "sft",
-            "optimizer": _optimizer(config.warm_start.lr),
-            "num_updates": len(updates),
-        }
+        settings = replace(
+            learner_settings(config),
+            objective="sft",
+            optimizer=_optimizer(config.warm_start.lr),
+            num_updates=len(updates),
+        )
         with launch_learners(config, settings) as learners, Progress("warm start", total=len(updates)) as progress:
             for start in range(0, len(updates), UPDATES_PER_CALL):
                 batches = updates[start : start + UPDATES_PER_CALL]

@@ -31,7 +31,9 @@ from mempipe.actors.reference import ReferenceActor
 from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
+from mempipe.engines.learner import LearnerSettings
 from mempipe.engines.weights import check_canary
+from mempipe.environment import EVERY_PROCESS
 from mempipe.settings import ConfigError
 
 START_TIMEOUT_S = 900.0
@@ -39,15 +41,6 @@ KNOCK_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
 WEIGHT_STORE = "weights"
-WORKER_ENV = {
-    # Several processes share the cores: an idle OpenMP thread must sleep, not spin.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "DO_NOT_TRACK": "1",
-}
 
 
 class LaunchError(RuntimeError):
@@ -152,10 +145,10 @@ def connected(address: str, *, name: str) -> Iterator[str]:
     """
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
-    os.environ.update({name: os.environ.get(name, value) for name, value in WORKER_ENV.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in EVERY_PROCESS.items()})
     options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
     if address:
-        options |= {"address": address, "runtime_env": {"env_vars": WORKER_ENV}}
+        options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
     else:
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 512 * 2**20}
     quiet_loggers()
@@ -207,7 +200,7 @@ def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool
 
 
 @contextmanager
-def launch_learners(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[LearnerGroup]:
+def launch_learners(config: RunConfig, settings: LearnerSettings) -> Iterator[LearnerGroup]:
     """Only the learner ranks, for supervised phases."""
     placement = _Placement([1] * config.learner.num_ranks)
     group = _learner_group(config, placement)
@@ -220,17 +213,17 @@ def launch_learners(config: RunConfig, settings: Mapping[str, Any]) -> Iterator[
         placement.remove()
 
 
-def learner_settings(config: RunConfig) -> dict[str, Any]:
-    """The arguments of `Learner` that all ranks share."""
-    return {
-        "model": config.model,
-        "optimizer": config.optimizer,
-        "learner": config.learner,
-        "algorithm": config.algorithm,
-        "temperature": config.sampling.temperature,
-        "num_updates": config.num_steps * config.algorithm.updates_per_step,
-        "seed": config.seed,
-    }
+def learner_settings(config: RunConfig) -> LearnerSettings:
+    """What the learner of the run is made from."""
+    return LearnerSettings(
+        model=config.model,
+        optimizer=config.optimizer,
+        learner=config.learner,
+        algorithm=config.algorithm,
+        temperature=config.sampling.temperature,
+        num_updates=config.num_steps * config.algorithm.updates_per_step,
+        seed=config.seed,
+    )
 
 
 class _Placement:

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe.actors.handles import Handle
-from mempipe.engines.checkpoint import export_hf, latest
-from mempipe.engines.learner import Learner
+from mempipe.engines.checkpoint import Position, export_hf, latest
+from mempipe.engines.learner import Learner, LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
 
@@ -34,8 +34,9 @@ class LearnerActor:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        self._learner = Learner(**settings)
+    def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
+        host, port = address
+        self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
         return self._learner.step(updates)
@@ -62,10 +63,10 @@ class LearnerActor:
     def send_weights(self, policy_version: int) -> None:
         self._sender.send(policy_version)
 
-    def save(self, folder: Path, position: Mapping[str, Any], keep: int) -> None:
+    def save(self, folder: Path, position: Position, keep: int) -> None:
         self._learner.save(folder, position, keep=keep)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path) -> Position:
         return self._learner.load(path)
 
     def export(self, folder: Path, source: str) -> None:
@@ -98,16 +99,10 @@ class LearnerGroup:
         self.ranks = list(ranks)
         self._timeout_s = timeout_s
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Makes a `Learner(**settings)` on every rank; rank 0's node is where they meet."""
-        master_address, master_port = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
-        shared = {
-            **settings,
-            "world_size": len(self.ranks),
-            "master_address": master_address,
-            "master_port": master_port,
-        }
-        self._all("start", lambda rank, i: rank.start.remote({**shared, "rank": i}))
+    def start(self, settings: LearnerSettings) -> None:
+        """Makes a `Learner` on every rank; they meet on rank 0's node."""
+        address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
+        self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
     def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
         """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches.
@@ -136,11 +131,11 @@ class LearnerGroup:
         """Gives every engine the current weights as `policy_version`; returns when all serve them."""
         self._all("sending weights", lambda rank, _: rank.send_weights.remote(policy_version))
 
-    def save(self, folder: Path, position: Mapping[str, Any], *, keep: int) -> None:
-        """Writes a checkpoint under `folder` with the run's own `position` in it."""
+    def save(self, folder: Path, position: Position, *, keep: int) -> None:
+        """Writes a checkpoint of the run at `position` under `folder`."""
         self._all("checkpoint", lambda rank, _: rank.save.remote(folder.absolute(), position, keep))
 
-    def restore(self, folder: Path) -> dict[str, Any] | None:
+    def restore(self, folder: Path) -> Position | None:
         """Continues from the newest checkpoint under `folder`; returns its position, None when there is none."""
         path = latest(folder.absolute())
         return None if path is None else self._all("restore", lambda rank, _: rank.load.remote(path))[0]

@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,38 @@ class CheckpointError(OSError):
     """A checkpoint cannot be written or read; the message says which and why."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a run has come in its stream of groups."""
+
+    step: int = 0
+    """Learner steps done."""
+    trained: list[list[str]] = field(default_factory=list)
+    """Ids of the groups that each step took."""
+    dropped: list[str] = field(default_factory=list)
+    """Ids of the groups without a learning signal, which no step took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds beside tensors (`state.json`)."""
+
+    num_updates_done: int
+    """Optimiser updates, which the schedule of the learning rate counts."""
+    ranks: str
+    """Number and kind of the ranks that wrote it; others cannot take over its random states."""
+    position: Position
+
+
 def save_checkpoint(
-    folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int
+    folder: str | Path, step: int, *, tensors: Mapping[str, Tensor], state: TrainingState, keep: int
 ) -> Path:
     """Writes `folder/step-…` and removes all but the newest `keep` checkpoints; returns its path.
 
-    `tensors` may be sharded (DTensor); `state` is JSON. A checkpoint of the same step is replaced. Raises
-    CheckpointError, on all ranks, and leaves nothing half-written.
+    `tensors` may be sharded (DTensor). A checkpoint of the same step is replaced. Raises CheckpointError, on all ranks,
+    and leaves nothing half-written.
     """
-    text = json.dumps(state)
+    text = json.dumps(asdict(state))
     target = Path(folder) / f"step-{step:08d}"
     partial = partial_folder(target)
     try:
@@ -71,12 +95,12 @@ def save_checkpoint(
     return target
 
 
-def read_state(path: str | Path) -> dict[str, Any]:
+def read_state(path: str | Path) -> TrainingState:
     """The `state` of a checkpoint, after every file was compared with the manifest. Raises CheckpointError."""
     path = Path(path)
     try:
         _on_rank_zero(lambda: _verify(path))
-        return json.loads((path / STATE).read_text())
+        return _training_state(json.loads((path / STATE).read_text()), path)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
@@ -147,6 +171,19 @@ def _verify(path: Path) -> None:
             )
         if sha256(file) != written["sha256"]:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
+
+
+def _training_state(values: dict[str, Any], path: Path) -> TrainingState:
+    """Raises CheckpointError, naming the fields, when `values` are not those that this version writes."""
+    position = values.get("position")
+    found = {*values, *(f"position.{name}" for name in (position if isinstance(position, dict) else ()))}
+    expected = {own.name for own in fields(TrainingState)} | {f"position.{own.name}" for own in fields(Position)}
+    if found != expected:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another version of mempipe: {STATE} holds {', '.join(sorted(found))}; "
+            f"this version reads {', '.join(sorted(expected))}"
+        )
+    return TrainingState(**values | {"position": Position(**values["position"])})
 
 
 def _checkpoints(folder: Path) -> list[Path]:

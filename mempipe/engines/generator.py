@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import torch
 
+from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, WeightHandle, publish
+from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish
 from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
 
@@ -402,27 +403,15 @@ def _engine_arguments(
 
 def _engine_environment(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:
     """Environment variables of the engine's processes."""
-    variables = {
-        FRONTEND_PID: str(os.getpid()),
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        # the caller has threads, and perhaps CUDA, which a fork does not survive
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    if transfer == "ipc":  # its handles are pickled (mempipe.engines.weights)
-        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    variables = environment.engine(
+        frontend_pid=os.getpid(), log_level=os.environ.get(environment.VLLM_LOG_LEVEL, "ERROR")
+    )
+    if transfer == "ipc":
+        variables |= environment.PICKLED_HANDLES
     if device == "cpu":
-        variables |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
-            # Bound to cores, every engine and learner of a small machine would sit on the same ones.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(config.num_threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": "0",
-        }
-        if config.tensor_parallel == 1:  # the worker lives in the engine's process: one process and one hop less
-            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        variables |= environment.cpu_engine(num_threads=config.num_threads, kv_cache_gib=config.cpu_kv_cache_gib)
+        if config.tensor_parallel == 1:
+            variables |= environment.IN_PROCESS_ENGINE
     return variables
 
 

@@ -12,7 +12,7 @@ import datetime
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mempipe.engines.checkpoint import load_tensors, read_state, save_checkpoint
+from mempipe.engines.checkpoint import Position, TrainingState, load_tensors, read_state, save_checkpoint
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.model import (
     accumulate_locally,
@@ -43,50 +43,55 @@ from mempipe.rl.packing import Floats, MicroBatch
 Objective = Literal["policy", "sft"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What all ranks of a learner are made from."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    """The sampler's: log-probs are of logits / temperature."""
+    num_updates: int
+    """Optimiser updates of the whole run, where cosine and linear schedules end."""
+    seed: int = 1
+    objective: Objective = "policy"
+    """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
+
+
 class Learner:
     """Model and optimiser of one rank.
 
-    `num_updates` is the number of optimiser updates of the whole run, where cosine and linear schedules end.
-    `objective` "sft" is cross-entropy instead of the policy loss: the sum over loss tokens of weight * advantage *
-    -logprob. With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With
-    several ranks, or a 16-bit compute dtype, a process group is joined at `master_address`:`master_port`, unless this
-    process is in one already.
+    With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With several
+    ranks, or a 16-bit compute dtype, it joins a process group at `master_address`:`master_port`, unless this process is
+    in one already.
     """
 
     def __init__(
         self,
+        settings: LearnerSettings,
         *,
-        model: ModelConfig,
-        optimizer: OptimizerConfig,
-        learner: LearnerConfig,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        num_updates: int,
-        seed: int = 1,
-        objective: Objective = "policy",
         rank: int = 0,
         world_size: int = 1,
         master_address: str = "127.0.0.1",
         master_port: int = 29500,
     ) -> None:
+        model, learner = settings.model, settings.learner
+        self.settings = settings
         self.rank = rank
         self.world_size = world_size
         self.num_updates_done = 0
-        self._algorithm = algorithm
-        self._objective = objective
-        self._fill_reference = objective == "policy" and model.lora_rank > 0 and algorithm.kl_coef > 0
-        self._max_tokens = learner.max_tokens_per_micro_batch
-        self._recompute_old = objective == "policy" and learner.old_logprobs == "recompute"
-        self._temperature = temperature
-        self._settings = optimizer
-        self._num_updates = num_updates
+        is_policy = settings.objective == "policy"
+        self._fill_reference = is_policy and model.lora_rank > 0 and settings.algorithm.kl_coef > 0
+        self._recompute_old = is_policy and learner.old_logprobs == "recompute"
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._device = _device(rank)
         if self._device.type == "cpu":
             torch.set_num_threads(learner.num_threads)
-        torch.manual_seed(seed + rank)
+        torch.manual_seed(settings.seed + rank)
 
-        self.policy = load_policy(model, seed=seed)
+        self.policy = load_policy(model, seed=settings.seed)
         if world_size > 1 or self._dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
@@ -95,14 +100,16 @@ class Learner:
             shard(self.policy, mesh, compute_dtype=self._dtype, reshard_after_forward=self._device.type != "cpu")
         self.policy.to(self._device).train()
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        adamw = settings.optimizer
         self._optimizer = torch.optim.AdamW(
-            self._trained, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=True
+            self._trained, lr=adamw.lr, betas=adamw.betas, weight_decay=adamw.weight_decay, fused=True
         )
 
     @property
     def lr(self) -> float:
         """Of the next update."""
-        return self._settings.lr * lr_factor(self._settings, self.num_updates_done, self._num_updates)
+        schedule = self.settings.optimizer
+        return schedule.lr * lr_factor(schedule, self.num_updates_done, self.settings.num_updates)
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
         """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of
@@ -127,10 +134,10 @@ class Learner:
         """
         if self._fill_reference:
             micro_batch = replace(micro_batch, ref_logprobs=self.reference_logprobs(micro_batch))
-        logprobs, entropy = loss_token_logprobs(self.policy, micro_batch, temperature=self._temperature)
+        logprobs, entropy = loss_token_logprobs(self.policy, micro_batch, temperature=self.settings.temperature)
         columns = {name: to_device(getattr(micro_batch, name), self._device) for name in ("advantages", "weights")}
         real = columns["weights"] > 0
-        if self._objective == "sft":
+        if self.settings.objective == "sft":
             loss = -(columns["weights"] * columns["advantages"] * logprobs).sum()
             sums = {"loss": loss.item(), "tokens": real.sum().item(), "nll": -logprobs[real].sum().item()}
         else:
@@ -140,7 +147,9 @@ class Learner:
             if self._recompute_old:
                 sampler_logprobs = columns["old_logprobs"]
                 columns["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
-            loss, sums = policy_loss(logprobs, sampler_logprobs=sampler_logprobs, config=self._algorithm, **columns)
+            loss, sums = policy_loss(
+                logprobs, sampler_logprobs=sampler_logprobs, config=self.settings.algorithm, **columns
+            )
         loss.backward()
         return sums | {"entropy": entropy[real].sum().item()}
 
@@ -159,7 +168,7 @@ class Learner:
             raise FloatingPointError(
                 f"gradient norm is {value} at optimiser update {self.num_updates_done}; the weights are unchanged"
             )
-        clip_grads_with_norm_(self._trained, self._settings.grad_clip, norm, foreach=True)
+        clip_grads_with_norm_(self._trained, self.settings.optimizer.grad_clip, norm, foreach=True)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
         self._optimizer.step()
@@ -182,7 +191,11 @@ class Learner:
         """
         masks = [[0] + [1] * (len(sequence) - 1) for sequence in sequences]
         scores = score(
-            self.policy, sequences, loss_masks=masks, temperature=self._temperature, max_tokens=self._max_tokens
+            self.policy,
+            sequences,
+            loss_masks=masks,
+            temperature=self.settings.temperature,
+            max_tokens=self.settings.learner.max_tokens_per_micro_batch,
         )
         reshard(self.policy)
         return [row[1:] for row in scores]
@@ -195,30 +208,28 @@ class Learner:
         """
         return full_state_dict(self.policy, dtype=self._dtype, keep=self.rank == 0)
 
-    def save(self, folder: str | Path, position: Mapping[str, Any], *, keep: int) -> Path:
+    def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
         """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest
-        `keep`.
-
-        `position` is the caller's own state (JSON). Raises CheckpointError.
+        `keep`. Raises CheckpointError.
         """
-        state = {"num_updates_done": self.num_updates_done, "ranks": self._ranks, "position": dict(position)}
+        state = TrainingState(num_updates_done=self.num_updates_done, ranks=self._ranks, position=position)
         return save_checkpoint(
             folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep
         )
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path) -> Position:
         """Continues from the checkpoint at `path`, together on all ranks; returns its position.
 
         Bit-identical to a run that never stopped, when number and kind of ranks are the same. Raises CheckpointError.
         """
         state = read_state(path)
         tensors = self._tensors()
-        rng_states = self._rng_states() if state["ranks"] == self._ranks else {}
+        rng_states = self._rng_states() if state.ranks == self._ranks else {}
         load_tensors(path, tensors | rng_states)
         if rng_states:
             self._set_rng_states(rng_states)
-        self.num_updates_done = state["num_updates_done"]
-        return state["position"]
+        self.num_updates_done = state.num_updates_done
+        return state.position
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -249,7 +260,7 @@ class Learner:
 
     def _logprobs(self, micro_batch: MicroBatch) -> Tensor:
         with torch.no_grad():
-            logprobs, _ = loss_token_logprobs(self.policy, micro_batch, temperature=self._temperature)
+            logprobs, _ = loss_token_logprobs(self.policy, micro_batch, temperature=self.settings.temperature)
         reshard(self.policy)
         return logprobs
 

@@ -21,7 +21,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
-from mempipe.engines.weights import FRONTEND_PID, SHARED_MEMORY_BACKEND, read_weights
+from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
+from mempipe.environment import FRONTEND_PID
 
 
 @dataclass

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 SHARED_MEMORY_BACKEND = "mempipe_shm"
-FRONTEND_PID = "MEMPIPE_FRONTEND_PID"  # environment variable: the process that an engine belongs to
 NEWEST = "newest.json"
 
 

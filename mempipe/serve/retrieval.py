@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
-from mempipe.actors.launch import WORKER_ENV, connected
+from mempipe.actors.launch import EVERY_PROCESS, connected
 from mempipe.loader import parse_section
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
@@ -60,7 +60,7 @@ def app(args: dict[str, Any]) -> Application:
         # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": WORKER_ENV}},
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": EVERY_PROCESS}},
     ).bind(config)
 
 

@@ -17,6 +17,7 @@ from learner_setup import make_learner, pack, samples, save_model
 
 from mempipe.engines import attention, learner
 from mempipe.engines.attention import ContextLayout
+from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.learner import Learner
 from mempipe.engines.reference import ReferenceModel
@@ -97,7 +98,7 @@ def test_a_resumed_bfloat16_run_is_the_undisturbed_one(qwen2, tmp_path, settings
     undisturbed = make_learner(qwen2, dtype="bfloat16", **settings)
     try:
         undisturbed.step(updates[:2])
-        path = undisturbed.save(tmp_path, {}, keep=1)
+        path = undisturbed.save(tmp_path, Position(), keep=1)
         undisturbed.step(updates[2:])
         resumed = make_learner(qwen2, dtype="bfloat16", seed=9, **settings)
         resumed.load(path)

@@ -7,8 +7,8 @@ import ray
 from miniature import MINIATURE, QUICKSTART
 
 from mempipe.actors.launch import connected
-from mempipe.cli import ENVIRONMENT
 from mempipe.config import RunConfig
+from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.runs import Run
 from pipelines.prepare import prepare
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def environment():
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(EVERY_PROCESS)
 
 
 @pytest.fixture(scope="session")

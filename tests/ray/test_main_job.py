@@ -352,10 +352,10 @@ def test_the_export_is_the_checkpoint(job):
     exported = [
         [row[token].item() for row, token in zip(_logprobs(policy, ids), ids[1:], strict=False)] for ids in sequences
     ]  # the last row predicts what follows
-    learner = Learner(**learner_settings(job.config))
+    learner = Learner(learner_settings(job.config))
     newest = latest(job.folder / "checkpoints")
     assert newest is not None
-    assert learner.load(newest)["step"] == job.config.num_steps
+    assert learner.load(newest).step == job.config.num_steps
     assert canary_gap(learner.score(sequences), exported) < 1e-4
     assert canary_gap(asyncio.run(_served_scores(job.config, folder, sequences)), exported) < TOLERANCE
 

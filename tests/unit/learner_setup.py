@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
-from mempipe.engines.learner import Learner
+from mempipe.engines.learner import Learner, LearnerSettings
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
@@ -114,7 +114,9 @@ def make_learner(folder: Path, **changes: Any) -> Learner:
     for name, value in changes.items():
         owner = next((section for section, cls in sections.items() if name in cls.model_fields), None)
         (settings[owner] if owner else arguments)[name] = value
-    return Learner(**{name: cls(**settings[name]) for name, cls in sections.items()}, **arguments)
+    placement = {name: arguments.pop(name) for name in ("rank", "world_size", "master_port") if name in arguments}
+    made: dict[str, Any] = {name: cls(**settings[name]) for name, cls in sections.items()}
+    return Learner(LearnerSettings(**made, **arguments), **placement)
 
 
 def free_port() -> int:

@@ -4,6 +4,8 @@ and a resumed run is the undisturbed one bit by bit (promise 7)."""
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +19,19 @@ from learner_setup import free_port, load_plain, make_learner, pack, samples, sa
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from mempipe.engines.checkpoint import CheckpointError, export_hf, latest, load_tensors, read_state, save_checkpoint
+from mempipe.engines.checkpoint import (
+    CheckpointError,
+    Position,
+    TrainingState,
+    export_hf,
+    latest,
+    load_tensors,
+    read_state,
+    save_checkpoint,
+)
 from mempipe.engines.learner import Learner
 
+POSITION = Position(step=2, trained=[["q1"], ["q2", "q3"]], dropped=["q4"])
 SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "num_updates": 5}
 
 
@@ -32,8 +44,12 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
     return {"model/a": torch.full((3, 4), value), "optimizer/a/step": torch.tensor(value)}
 
 
+def state(step: int) -> TrainingState:
+    return TrainingState(num_updates_done=step, ranks="1 cpu", position=Position(step=step))
+
+
 def save(folder: Path, step: int = 1, *, value: float = 1.0, keep: int = 2) -> Path:
-    return save_checkpoint(folder, step, tensors=tensors(value), state={"step": step}, keep=keep)
+    return save_checkpoint(folder, step, tensors=tensors(value), state=state(step), keep=keep)
 
 
 def files(folder: Path) -> list[str]:
@@ -57,10 +73,41 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
     path = save(tmp_path, 7, value=3.0)
     assert path == latest(tmp_path) == tmp_path / "step-00000007"
-    assert read_state(path) == {"step": 7}
+    assert read_state(path) == state(7)
     loaded = tensors(0.0)
     load_tensors(path, loaded)
     assert not differing(loaded, tensors(3.0))
+
+
+def rewritten(path: Path, values: dict[str, Any]) -> Path:
+    """The checkpoint with another state.json, as if it had been written that way."""
+    content = json.dumps(values).encode()
+    (path / "state.json").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_a_checkpoint_from_before_positions_were_typed_is_read(tmp_path):
+    position = {"step": 2, "trained": [["q1"], ["q2", "q3"]], "dropped": ["q4"]}
+    path = rewritten(save(tmp_path), {"num_updates_done": 4, "ranks": "1 cpu", "position": position})
+    assert read_state(path) == TrainingState(num_updates_done=4, ranks="1 cpu", position=POSITION)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"position": {"step": 2, "consumed": []}}, "position.consumed"),
+        ({"epoch": 3}, "epoch"),
+        ({"position": 7}, "position"),
+    ],
+)
+def test_a_checkpoint_with_another_state_is_refused_by_name(tmp_path, change, named):
+    position = {"step": 2, "trained": [], "dropped": []}
+    path = rewritten(save(tmp_path), {"num_updates_done": 4, "ranks": "1 cpu", "position": position} | change)
+    with pytest.raises(CheckpointError, match=rf"another version of mempipe: state.json holds .*{named}"):
+        read_state(path)
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
@@ -161,21 +208,21 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(qwen2, tmp_path, settin
     updates = [pack(samples(seed), max_tokens=40)[0] for seed in range(4)]
     undisturbed = make_learner(qwen2, **SCHEDULE, **settings)
     undisturbed.step(updates[:2])
-    path = undisturbed.save(tmp_path, {"consumed": ["q1", "q2"]}, keep=2)
+    path = undisturbed.save(tmp_path, POSITION, keep=2)
     undisturbed.step(updates[2:])
     expected = everything(undisturbed)
 
     resumed = make_learner(qwen2, seed=99, **SCHEDULE, **settings)
     resumed.logprobs(updates[0][0])
-    assert resumed.load(path) == {"consumed": ["q1", "q2"]}
+    assert resumed.load(path) == POSITION
     assert resumed.num_updates_done == 2
     resumed.step(updates[2:])
     assert not differing(everything(resumed), expected)
 
 
 def test_a_lora_checkpoint_holds_the_adapter_only(qwen2, tmp_path):
-    small = make_learner(qwen2, lora_rank=2).save(tmp_path / "lora", {}, keep=1)
-    large = make_learner(qwen2).save(tmp_path / "full", {}, keep=1)
+    small = make_learner(qwen2, lora_rank=2).save(tmp_path / "lora", Position(), keep=1)
+    large = make_learner(qwen2).save(tmp_path / "full", Position(), keep=1)
     assert sum(f.stat().st_size for f in small.iterdir()) < 0.5 * sum(f.stat().st_size for f in large.iterdir())
 
 
@@ -189,7 +236,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found: dict[str, Any] = {}
     undisturbed = learner()
     undisturbed.step(updates[:2])
-    undisturbed.save(out / "checkpoints", {"consumed": 2}, keep=1)
+    undisturbed.save(out / "checkpoints", POSITION, keep=1)
     found["at_save"] = undisturbed.full_state_dict()
     undisturbed.step(updates[2:])
     found["undisturbed"] = everything(undisturbed)
@@ -203,7 +250,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
 
     with file_size_limit(10 if rank == 0 else -1):
         try:
-            resumed.save(out / "failing", {}, keep=1)
+            resumed.save(out / "failing", Position(), keep=1)
         except CheckpointError as error:
             found["error"] = str(error)
     torch.save(found, out / f"rank{rank}.pt")
@@ -220,7 +267,7 @@ def two_ranks(qwen2, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
     _, ranks = two_ranks
     for found in ranks:
-        assert found["position"] == {"consumed": 2}
+        assert found["position"] == POSITION
         assert not differing(found["resumed"], found["undisturbed"])
     assert not differing(ranks[0]["loaded"], ranks[0]["at_save"])
 
@@ -228,7 +275,7 @@ def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
 def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
     out, ranks = two_ranks
     learner = make_learner(qwen2, **SCHEDULE)
-    assert learner.load(out / "checkpoints" / "step-00000002") == {"consumed": 2}
+    assert learner.load(out / "checkpoints" / "step-00000002") == POSITION
     assert not differing(learner.full_state_dict(), ranks[0]["at_save"])
     (update,) = pack(samples(2), max_tokens=40)
     learner.step([update])

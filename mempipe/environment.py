@@ -1,0 +1,60 @@
+"""Every environment variable that mempipe sets, and why.
+
+Libraries read most of them once, when they are first imported, so they are set for a process before it starts: by the
+command for itself and its children, by Ray for the workers of other machines, and around the start of an engine.
+"""
+
+from __future__ import annotations
+
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""Several processes share the cores: an OpenMP thread without work must sleep. One that spins takes the core from a
+process that has work, which made decoding up to 8 times slower."""
+
+NO_TELEMETRY = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+EVERY_PROCESS = {
+    **SLEEPING_THREADS,
+    **NO_TELEMETRY,
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""What the command and all workers run with; a variable that the user has set stays as it is."""
+
+VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
+"""Holds the id of the process that an engine belongs to, and with which it ends."""
+
+
+def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
+    """What a vLLM engine and its workers run with, on any device."""
+    return {
+        **NO_TELEMETRY,
+        FRONTEND_PID: str(frontend_pid),
+        VLLM_LOG_LEVEL: log_level,
+        # The caller has threads, and perhaps CUDA, which a fork does not survive.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+
+
+def cpu_engine(*, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
+    """What an engine without a GPU needs on top of `engine`."""
+    return {
+        **SLEEPING_THREADS,
+        "OMP_NUM_THREADS": str(num_threads),
+        # Bound to cores, all engines and learners of a small machine would use the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+    }
+
+
+IN_PROCESS_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""A single CPU worker lives in the engine's own process: one process and one hop less."""
+
+PICKLED_HANDLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""vLLM's `ipc` transfer sends pickled CUDA handles, from a learner to an engine of the same run."""
