@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from importlib.resources import files
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -18,19 +17,18 @@ from mempipe.config import RunConfig
 from mempipe.evaluation.metrics import METRICS, definitions
 from mempipe.evaluation.statistics import bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.evaluation.table import JUDGE, Cell, ScoreTable, evidence_lines, percent_text, score_tables
+from mempipe.evaluation.table import JUDGE, Cell, Row, ScoreTable, evidence_lines, percent_text, score_tables
 from mempipe.files import write_text
-from mempipe.reports.charts import Series, line_chart
-from mempipe.reports.html import Markup, element, fragment
+from mempipe.reports.charts import Figure, Key, Series, line_chart
+from mempipe.reports.pages import render
 from mempipe.tracking.mlflow_writer import without_credentials
 
 PLOT_FILE = "context_tokens_by_turn.svg"
 NUM_EVIDENCE_BINS = 5
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses scripts and outside resources
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
+_EVIDENCE_TITLE = "em by where the needed documents stand in the context"
 _MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
 _MAX_REASONS = 3
-_PUBLISHED = " (published)"
 _COSTS = {
     "turns": "turns",
     "context_tokens_by_turn": "context tokens by turn",
@@ -38,6 +36,16 @@ _COSTS = {
     "total_tokens": "total tokens",
     "seconds": "seconds",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSection:
+    """A table of the page: its head and lines, and the names of the lines that are published numbers."""
+
+    title: str
+    lines: list[list[str]]
+    published: Sequence[str] = ()
+    note: str = ""
 
 
 def write_evaluation_report(
@@ -54,15 +62,15 @@ def write_evaluation_report(
     """
     tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
     evidence = _evidence(cells, suite)
-    plot, keys = _plot(cells)
+    plot = _plot(cells)
     facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
     texts = {
         "report.md": _markdown(suite, cells, tables, evidence, facts, has_plot=plot is not None),
-        "report.html": _page(suite, cells, tables, evidence, facts, plot, keys),
+        "report.html": _page(suite, cells, tables, evidence, facts, plot),
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
-        texts[PLOT_FILE] = _standalone(plot)
+        texts[PLOT_FILE] = render("chart.svg", chart=plot.chart)
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
@@ -138,9 +146,9 @@ def _evidence_head() -> list[str]:
     return ["run and length", *(f"{step * i}–{step * (i + 1)} %" for i in range(NUM_EVIDENCE_BINS))]
 
 
-def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
-    """Context tokens by turn, a line per run, over all its sets:
-    flat where memory is bounded, rising where history grows.
+def _plot(cells: Sequence[Cell]) -> Figure | None:
+    """Draws the context's tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where
+    history grows.
     """
     lines = []
     for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
@@ -158,7 +166,11 @@ def _plot(cells: Sequence[Cell]) -> tuple[Markup | None, list[Series]]:
         ]
         if points:
             lines.append(Series(label=run, style=f"part-{number % _NUM_STYLES}", points=points, markers=True))
-    return (line_chart(lines, title="Context tokens by turn", x_label="turn") if lines else None), lines
+    if not lines:
+        return None
+    title = "Context tokens by turn"
+    keys = [Key(style=line.style, label=line.label) for line in lines]
+    return Figure(title=title, chart=line_chart(lines, title=title, x_label="turn"), keys=keys)
 
 
 def _head(suite: EvaluationSuite) -> list[str]:
@@ -181,8 +193,12 @@ def _grid(table: ScoreTable) -> list[list[str]]:
     """Head and lines of a table of scores."""
     lines = [["", *table.columns]]
     for row in table.rows:
-        lines.append([row.name + _PUBLISHED * bool(row.published), *(percent_text(value) for value in row.values)])
+        lines.append([_line_name(row), *(percent_text(value) for value in row.values)])
     return lines
+
+
+def _line_name(row: Row) -> str:
+    return row.name + " (published)" * bool(row.published)
 
 
 def _sources(table: ScoreTable) -> str:
@@ -229,7 +245,7 @@ def _markdown(
         ]
     if evidence:
         parts += [
-            "## em by where the needed documents stand in the context",
+            f"## {_EVIDENCE_TITLE}",
             _markdown_table([_evidence_head(), *evidence]),
         ]
     parts += ["## Questions and tokens", _markdown_table(_counts(cells, suite))]
@@ -264,61 +280,29 @@ def _page(
     tables: Sequence[ScoreTable],
     evidence: Sequence[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
-    plot: Markup | None,
-    lines: Sequence[Series],
+    plot: Figure | None,
 ) -> str:
-    sections = []
-    for table in tables:
-        source = _sources(table)
-        note = element("p", source, class_="facts") if source else None
-        sections.append(_section(f"{table.title}: {table.metric}, percent", _html_table(_grid(table)), note))
-    if evidence:
-        head = "em by where the needed documents stand in the context"
-        sections.append(_section(head, _html_table([_evidence_head(), *evidence])))
-    sections.append(_section("Questions and tokens", _html_table(_counts(cells, suite))))
-    if plot is not None:
-        keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines]
-        sections.append(
-            _section("Context tokens by turn", element("figure", element("ul", *keys, class_="legend"), plot))
+    sections = [
+        TableSection(
+            title=f"{table.title}: {table.metric}, percent",
+            lines=_grid(table),
+            published=[_line_name(row) for row in table.rows if row.published],
+            note=_sources(table),
         )
-    sections.append(_section("Runs", _html_table(_fact_lines(facts))))
-    items = [element("li", element("b", name), f": {text}") for name, text in definitions().items()]
-    sections.append(_section("Metrics", element("ul", *items)))
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"{suite.name}: evaluation"),
-        element("style", _css()),
+        for table in tables
+    ]
+    if evidence:
+        sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
+    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))
+    sections.append(TableSection(title="Runs", lines=_fact_lines(facts)))
+    return render(
+        "evaluation.html",
+        name=suite.name,
+        facts=[*_head(suite), "a question that failed counts with 0"],
+        sections=sections,
+        figures=[plot] if plot else [],
+        metrics=definitions(),
     )
-    facts_line = element("p", " · ".join([*_head(suite), "a question that failed counts with 0"]), class_="facts")
-    body = element("body", element("main", element("header", element("h1", suite.name), facts_line), *sections))
-    return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
-
-
-def _section(title: str, *children: Markup | None) -> Markup:
-    return element("section", element("h2", title), *children)
-
-
-def _html_table(lines: Sequence[Sequence[str]]) -> Markup:
-    head, *body = lines
-    rows = [element("tr", *(element("th", text) for text in head))]
-    for name, *values in body:
-        published = "published" if name.endswith(_PUBLISHED) else None
-        rows.append(element("tr", element("th", name), *(element("td", value) for value in values), class_=published))
-    return element("div", element("table", fragment(*rows), class_="scores"), class_="scroll")
-
-
-def _standalone(plot: Markup) -> str:
-    """The plot with its colours inside."""
-    opening, bracket, rest = plot.partition(">")
-    opening = opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    return f"{opening}{bracket}{element('style', _css())}{rest}\n"
-
-
-def _css() -> Markup:
-    return Markup(files("mempipe.reports").joinpath("report.css").read_text(encoding="utf-8"))
 
 
 def _json(

@@ -1,42 +1,80 @@
-"""Example trajectories of a report:
-the same questions before and after training, turn by turn, with what changed in the memory.
+"""Example trajectories of a report: the same questions before and after training, turn by turn, and how the memory
+changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from mempipe.reports.html import Markup, element, fragment
-from mempipe.types import Context, Group, Question, Trajectory
+from mempipe.reports.pages import cut
+from mempipe.types import Context, Group, Question
 
 _NUM_EXAMPLES = 3
-_MAX_CHARS = 1200
-_MAX_MEMORY_CHARS = 6000
-_MAX_PASSAGE_CHARS = 240
+_MAX_CHARS = 1500  # of a message, a memory
+_MAX_PASSAGE_CHARS = 220
+
+Words = list[tuple[str, str]]
+"""(kind, text) with the kinds "kept", "added" and "dropped"."""
 
 
-def examples_section(before: Sequence[Group], after: Sequence[Group]) -> Markup | None:
-    """Two questions that training repaired and one that it did not, as far as there are such; all texts are escaped."""
-    pairs = choose_examples(before, after)
-    if not pairs:
-        return None
-    legend = element(
-        "p",
-        "In memories: ",
-        element("ins", "added"),
-        " in this turn, ",
-        element("del", "dropped"),
-        " in it, the rest was kept. ",
-        element("b", "●", class_="needed"),
-        " marks passages that the question needs.",
-        class_="diff-legend",
-    )
-    return element("section", element("h2", "Questions before and after"), legend, *(_example(*pair) for pair in pairs))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPassage:
+    title: str
+    text: str
+    needed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTurn:
+    """A turn as a page shows it."""
+
+    number: int
+    sizes: str
+    action: str
+    passages: list[ShownPassage]
+    wrote: bool
+    memory_head: str
+    memory: Words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One attempt: before or after training."""
+
+    label: str
+    style: str
+    turns: list[ShownTurn]
+    right: bool
+    answer: str
+    reward: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    question: str
+    facts: str
+    sides: list[Side]
+
+
+def examples(before: Sequence[Group], after: Sequence[Group]) -> list[Example]:
+    """Returns what the page shows of the questions that `choose_examples` chooses."""
+    return [
+        Example(
+            question=last.question.text,
+            facts=f"right answer: {' or '.join(last.question.golden_answers)}"
+            + (f" · {last.question.num_hops} hops" if last.question.num_hops > 1 else ""),
+            sides=[_side("Before", first, "before"), _side("After", last, "after")],
+        )
+        for first, last in choose_examples(before, after)
+    ]
 
 
 def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """(before, after) of at most three questions: more hops first, and one that is still wrong if there is one."""
+    """Returns (before, after) of at most three questions: two that training repaired, more hops first, and one that is
+    still wrong, as far as there are such.
+    """
     first = {group.question.id: group for group in before}
     pairs = [
         (first[g.question.id], g)
@@ -51,22 +89,41 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
     return chosen + others[: _NUM_EXAMPLES - len(chosen)]
 
 
-def memory_diff(before: str, after: str) -> Markup:
-    """The new memory, with words that were added and words that were dropped marked as such."""
+def memory_diff(before: str, after: str) -> Words:
+    """Returns the new memory in runs of words that were kept or added, with the dropped ones where they stood."""
     old, new = before.split(), after.split()
-    parts: list[str] = []
+    words: Words = []
     for kind, old_start, old_end, new_start, new_end in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
         if kind in ("delete", "replace"):
-            parts += [element("del", " ".join(old[old_start:old_end])), " "]
+            words.append(("dropped", " ".join(old[old_start:old_end])))
         if kind in ("insert", "replace"):
-            parts += [element("ins", " ".join(new[new_start:new_end])), " "]
+            words.append(("added", " ".join(new[new_start:new_end])))
         if kind == "equal":
-            parts += [" ".join(new[new_start:new_end]), " "]
-    return fragment(*parts) if parts else element("span", "empty", class_="nothing")
+            words.append(("kept", " ".join(new[new_start:new_end])))
+    return words
+
+
+def shown_turn(context: Context, question: Question) -> ShownTurn:
+    """Returns a turn as a page shows it, long texts cut."""
+    needed = {fact.passage_id for fact in question.evidence}
+    truncated = " (cut to its budget)" if context.memory_truncated else ""
+    return ShownTurn(
+        number=context.index + 1,
+        sizes=f"{context.num_prompt_tokens:,} prompt tokens, {sum(context.loss_mask):,} sampled",
+        action=cut(context.action, _MAX_CHARS),
+        passages=[
+            ShownPassage(title=p.title, text=cut(p.text, _MAX_PASSAGE_CHARS), needed=p.id in needed)
+            for search in context.searches
+            for p in search.passages
+        ],
+        wrote=bool(context.searches or context.memory_after),
+        memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",
+        memory=memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
+    )
 
 
 def _spread(pairs: list[tuple[Group, Group]]) -> list[tuple[Group, Group]]:
-    """Pairs with hop counts not seen yet first."""
+    """Returns the pairs with hop counts not seen yet first."""
     seen: set[int] = set()
     fresh = []
     for pair in pairs:
@@ -81,65 +138,15 @@ def _is_right(group: Group) -> bool:
     return group.trajectories[0].em == 1.0
 
 
-def _example(before: Group, after: Group) -> Markup:
-    question = after.question
-    golds = " or ".join(question.golden_answers)
-    facts = f"right answer: {golds}" + (f" · {question.num_hops} hops" if question.num_hops > 1 else "")
-    return element(
-        "article",
-        element("h3", question.text),
-        element("p", facts, class_="facts"),
-        element("div", _side("Before", before, "before"), _side("After", after, "after"), class_="sides"),
-        class_="example",
-    )
-
-
-def _side(label: str, group: Group, style: str) -> Markup:
+def _side(label: str, group: Group, style: str) -> Side:
     trajectory = group.trajectories[0]
-    turns = [_turn(context, group.question) for context in trajectory.contexts]
-    return element("div", element("h4", label), *turns, _outcome(trajectory), class_=f"side {style}")
-
-
-def _turn(context: Context, question: Question) -> Markup:
-    sizes = f"{context.num_prompt_tokens:,} prompt tokens, {sum(context.loss_mask):,} sampled"
-    return element(
-        "div",
-        element("div", f"Turn {context.index + 1}", element("span", sizes), class_="turn-head"),
-        element("pre", _cut(context.action, _MAX_CHARS)),
-        _passages(context, question),
-        _memory(context),
-        class_="turn",
-    )
-
-
-def _passages(context: Context, question: Question) -> Markup | None:
-    needed = {fact.passage_id for fact in question.evidence}
-    rows = []
-    for search in context.searches:
-        for passage in search.passages:
-            mark = element("b", "● ", class_="needed") if passage.id in needed else None
-            rows.append(element("li", mark, element("b", passage.title), " ", _cut(passage.text, _MAX_PASSAGE_CHARS)))
-    return element("ul", *rows, class_="passages") if rows else None
-
-
-def _memory(context: Context) -> Markup | None:
-    if not context.searches and not context.memory_after:
-        return None
-    cut = " (cut to its budget)" if context.memory_truncated else ""
-    head = element("span", f"memory, {context.num_new_memory_tokens:,} tokens{cut}: ", class_="memory-head")
-    diff = memory_diff(_cut(context.memory_before, _MAX_MEMORY_CHARS), _cut(context.memory_after, _MAX_MEMORY_CHARS))
-    return element("div", head, diff, class_="memory")
-
-
-def _outcome(trajectory: Trajectory) -> Markup:
-    right = trajectory.em == 1.0
     reason = str(trajectory.end_reason).replace("_", " ")
     answer = trajectory.answer if trajectory.answer is not None else f"no answer: {reason}"
-    text = f"{'✓' if right else '✗'} {_cut(answer, _MAX_CHARS)}"
-    return element(
-        "p", text, element("span", f"reward {trajectory.reward:.2f}"), class_=f"outcome {'right' if right else 'wrong'}"
+    return Side(
+        label=label,
+        style=style,
+        turns=[shown_turn(context, group.question) for context in trajectory.contexts],
+        right=trajectory.em == 1.0,
+        answer=cut(answer, _MAX_CHARS),
+        reward=f"reward {trajectory.reward:.2f}",
     )
-
-
-def _cut(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"

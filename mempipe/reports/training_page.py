@@ -1,11 +1,10 @@
-"""The page of a report: HTML with its style sheet and charts inside,
-without scripts and without anything from outside."""
+"""The page of a training report: tiles, charts, examples, settings. It needs no scripts and nothing from outside."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,9 @@ from mempipe.reports.charts import (
     SMALL,
     Bar,
     BarGroup,
+    Chart,
+    Figure,
+    Key,
     Series,
     bar_chart,
     line_chart,
@@ -24,8 +26,8 @@ from mempipe.reports.charts import (
     share_bar,
     whole_percent,
 )
-from mempipe.reports.examples import examples_section
-from mempipe.reports.html import Markup, element, fragment
+from mempipe.reports.examples import examples
+from mempipe.reports.pages import render
 from mempipe.types import EndReason, Group
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, "Number"]
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses scripts and outside resources
 _MEMORY_RATES = [
     ("found_rate", "passage found", "↑ is better"),
     ("kept_rate", "fact kept", "↑ is better"),
@@ -62,50 +63,55 @@ _SMALL_CHARTS = [
 _LINE_STYLES = ("after", "history", "extra")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A figure in large type; `old` is what it was before training."""
+
+    label: str
+    value: str
+    note: str
+    old: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureSection:
+    title: str
+    style: str
+    figures: list[Figure]
+
+
 def render_page(data: ReportData, numbers: Numbers) -> str:
-    """The whole page. Texts of models, questions and passages appear in it as text, whatever they hold."""
-    css = Markup(files("mempipe.reports").joinpath("report.css").read_text(encoding="utf-8"))
-    title = f"{data.name}: report"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", css),
-    )
-    body = element(
-        "body",
-        element(
-            "main",
-            _header(data, numbers),
-            _tiles(numbers),
+    """Returns the whole page. Texts of models, questions and passages appear in it as text, whatever they hold."""
+    return render(
+        "training.html",
+        name=data.name,
+        facts=_facts(data, numbers),
+        tiles=_tiles(numbers),
+        sections=[
             _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),
             _section("What reinforcement learning repaired", _memory_chart(numbers), _end_chart(numbers)),
             _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
             _seconds_section(data),
             _section("Health of the training", *_small_charts(data), style="small"),
-            examples_section(data.before, data.after),
-            _settings(data),
-            _commands(data),
-        ),
+        ],
+        examples=examples(data.before, data.after),
+        settings=_flatten(data.settings),
+        commands=_commands(data),
     )
-    return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
 
 
-def _header(data: ReportData, numbers: Numbers) -> Markup:
+def _facts(data: ReportData, numbers: Numbers) -> list[str]:
     algorithm, model = data.settings.get("algorithm", {}), data.settings.get("model", {})
-    facts = [
+    return [
         f"{data.num_steps:,} learner steps",
         f"{numbers['num_questions']:,} held-out questions",
         f"{algorithm.get('loss', '?').upper()}, {algorithm.get('group_size', '?')} attempts per question",
         f"seed {data.settings.get('seed', '?')}",
         f"model {model.get('path') or 'made by the run'}",
     ]
-    return element("header", element("h1", data.name), element("p", " · ".join(facts), class_="facts"))
 
 
-def _tiles(numbers: Numbers) -> Markup:
+def _tiles(numbers: Numbers) -> list[Tile]:
     total = _value(numbers, "seconds_total")
     tiles = [
         _change_tile("Exact match", numbers, "em", _em_note(numbers)),
@@ -113,21 +119,16 @@ def _tiles(numbers: Numbers) -> Markup:
         _change_tile("Needed facts kept in memory", numbers, "kept_rate", "of those that a search brought up"),
         _change_tile("Answered too early", numbers, "early_answer_rate", "before the last needed fact was known"),
         _context_tile(numbers),
-        _tile("Time", _duration(total), "all phases together") if total else None,
+        Tile(label="Time", value=_duration(total), note="all phases together") if total else None,
     ]
-    return element("div", *tiles, class_="tiles")
+    return [tile for tile in tiles if tile is not None]
 
 
-def _change_tile(label: str, numbers: Numbers, name: str, note: str) -> Markup | None:
-    start, end = _value(numbers, f"{name}_start"), _value(numbers, f"{name}_end")
-    if start is None and end is None:
+def _change_tile(label: str, numbers: Numbers, name: str, note: str) -> Tile | None:
+    values = [percent(v) for v in (_value(numbers, f"{name}_start"), _value(numbers, f"{name}_end")) if v is not None]
+    if not values:
         return None
-    parts = [percent(value) for value in (start, end) if value is not None]
-    if len(parts) == 1:
-        return _tile(label, parts[0], note)
-    return _tile(
-        label, fragment(element("span", parts[0], class_="old"), element("span", " → ", class_="arrow"), parts[1]), note
-    )
+    return Tile(label=label, value=values[-1], note=note, old=values[0] if len(values) > 1 else "")
 
 
 def _em_note(numbers: Numbers) -> str:
@@ -147,25 +148,15 @@ def _interval_note(numbers: Numbers, name: str) -> str:
     return "" if low is None or high is None else f"95 % interval {percent(low)} to {percent(high)}"
 
 
-def _context_tile(numbers: Numbers) -> Markup | None:
+def _context_tile(numbers: Numbers) -> Tile | None:
     bounded, full = _value(numbers, "context_tokens_per_turn"), _value(numbers, "full_history_tokens_per_turn")
     if not bounded or not full:
         return None
-    return _tile(
-        "Prompt tokens per turn",
-        number(bounded),
-        f"a full history would have carried {number(full)}: {full / bounded:.1f} times as much",
-    )
+    note = f"a full history would have carried {number(full)}: {full / bounded:.1f} times as much"
+    return Tile(label="Prompt tokens per turn", value=number(bounded), note=note)
 
 
-def _tile(label: str, value: str, note: str) -> Markup:
-    parts = [
-        element("div", text, class_=style) for text, style in ((label, "label"), (value, "figure"), (note, "note"))
-    ]
-    return element("div", *parts, class_="tile")
-
-
-def _learning_chart(data: ReportData, numbers: Numbers) -> Markup | None:
+def _learning_chart(data: ReportData, numbers: Numbers) -> Figure | None:
     lines = []
     for name, label, style in (("reward", "reward, training", "reward"), ("em", "exact match, training", "after")):
         points = _column(data.metrics, name)
@@ -191,7 +182,7 @@ def _learning_chart(data: ReportData, numbers: Numbers) -> Markup | None:
     )
 
 
-def _hops_chart(numbers: Numbers) -> Markup | None:
+def _hops_chart(numbers: Numbers) -> Figure | None:
     groups = []
     for hops in range(1, 20):
         bars = _pair(numbers, f"em_{hops}_hops")
@@ -204,7 +195,7 @@ def _hops_chart(numbers: Numbers) -> Markup | None:
     return _figure("Exact match by hops", chart, _BEFORE_AFTER, "Held-out questions; whiskers are 95 % intervals.")
 
 
-def _memory_chart(numbers: Numbers) -> Markup | None:
+def _memory_chart(numbers: Numbers) -> Figure | None:
     named = [(label, note, _pair(numbers, name)) for name, label, note in _MEMORY_RATES]
     groups = [BarGroup(label=label, note=note, bars=bars) for label, note, bars in named if bars]
     if not groups:
@@ -214,7 +205,7 @@ def _memory_chart(numbers: Numbers) -> Markup | None:
     return _figure("Memory quality", chart, _BEFORE_AFTER, text)
 
 
-def _end_chart(numbers: Numbers) -> Markup | None:
+def _end_chart(numbers: Numbers) -> Figure | None:
     named = [(str(reason).replace("_", " "), _pair(numbers, f"end_reason_{reason}")) for reason in EndReason]
     groups = [BarGroup(label=label, bars=bars) for label, bars in named if any(bar.value for bar in bars)]
     if not groups:
@@ -223,7 +214,7 @@ def _end_chart(numbers: Numbers) -> Markup | None:
     return _figure("How trajectories ended", chart, _BEFORE_AFTER, "Share of the trajectories.")
 
 
-def _context_chart(data: ReportData) -> Markup | None:
+def _context_chart(data: ReportData) -> Figure | None:
     trajectories = [trajectory for group in data.after or data.before for trajectory in group.trajectories]
     own = _by_turn([[float(tokens) for tokens in prompt_tokens_by_turn(t, growing=data.growing)] for t in trajectories])
     if not own:
@@ -240,7 +231,7 @@ def _context_chart(data: ReportData) -> Markup | None:
     return _figure("Prompt tokens by turn", chart, lines, text)
 
 
-def _memory_size_chart(data: ReportData) -> Markup | None:
+def _memory_size_chart(data: ReportData) -> Figure | None:
     lines = []
     for label, style, groups in (("before, mean", "before", data.before), ("after, mean", "after", data.after)):
         sizes = _memory_sizes(groups)
@@ -274,28 +265,32 @@ def _memory_sizes(groups: Sequence[Group]) -> list[list[float]]:
     ]
 
 
-def _seconds_section(data: ReportData) -> Markup | None:
-    bars = [
+def _seconds_section(data: ReportData) -> FigureSection:
+    return _section(
+        "Where the time went",
         _share_figure("Phases of the run", data.seconds),
         _share_figure("Inside the learner steps", data.train_seconds),
-    ]
-    return _section("Where the time went", *bars, style="wide")
+        style="wide",
+    )
 
 
-def _share_figure(title: str, seconds: Mapping[str, float]) -> Markup | None:
+def _share_figure(title: str, seconds: Mapping[str, float]) -> Figure | None:
     parts = sorted(((name, value) for name, value in seconds.items() if value > 0), key=lambda part: -part[1])
     if not parts:
         return None
+    total = sum(value for _, value in parts)
     keys = [
-        element(
-            "li", element("i", class_=f"key part-{index}"), f"{name.replace('_', ' ')} ", element("b", _duration(value))
+        Key(
+            style=f"part-{index}",
+            label=name.replace("_", " "),
+            value=f"{_duration(value)}, {whole_percent(value / total)}",
         )
         for index, (name, value) in enumerate(parts)
     ]
-    return element("figure", element("h3", title), share_bar(parts, title=title), element("ul", *keys, class_="legend"))
+    return Figure(title=title, chart=share_bar(parts, title=title), keys=keys)
 
 
-def _small_charts(data: ReportData) -> list[Markup]:
+def _small_charts(data: ReportData) -> list[Figure]:
     figures = []
     for title, y_format, columns in _SMALL_CHARTS:
         lines = [
@@ -309,18 +304,11 @@ def _small_charts(data: ReportData) -> list[Markup]:
     return figures
 
 
-def _settings(data: ReportData) -> Markup:
-    pairs = [
-        element("div", element("dt", name), element("dd", "none" if value is None else str(value)))
-        for name, value in _flatten(data.settings)
-    ]
-    return element("section", element("h2", "Settings"), element("dl", *pairs, class_="settings"))
-
-
-def _commands(data: ReportData) -> Markup:
+def _commands(data: ReportData) -> list[tuple[str, str]]:
+    """Returns commands and what they are for."""
     folder = data.folder or f"{data.settings.get('output', 'runs')}/{data.name}"
     uri = data.settings.get("tracking", {}).get("uri") or f"sqlite:///{Path(folder).parent / 'mlflow.db'}"
-    commands = [
+    return [
         (f"mempipe trace {folder}", "read the trajectories turn by turn"),
         (uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}", "curves and traces of all runs"),
         (
@@ -329,23 +317,15 @@ def _commands(data: ReportData) -> Markup:
         ),
         ("mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml", "what a run with a real model needs"),
     ]
-    rows = [element("li", element("code", command), element("span", text)) for command, text in commands]
-    return element("section", element("h2", "How to go on"), element("ul", *rows, class_="commands"))
 
 
-def _section(title: str, *figures: Markup | None, style: str = "pair") -> Markup | None:
-    present = [figure for figure in figures if figure is not None]
-    return (
-        element("section", element("h2", title), element("div", *present, class_=f"figures {style}"))
-        if present
-        else None
-    )
+def _section(title: str, *figures: Figure | None, style: str = "pair") -> FigureSection:
+    return FigureSection(title=title, style=style, figures=[figure for figure in figures if figure is not None])
 
 
-def _figure(title: str, chart: Markup, lines: Sequence[Series], caption: str) -> Markup:
-    keys = [element("li", element("i", class_=f"key {line.style}"), line.label) for line in lines if line.label]
-    legend = element("ul", *keys, class_="legend") if keys else None
-    return element("figure", element("h3", title), legend, chart, element("figcaption", caption) if caption else None)
+def _figure(title: str, chart: Chart, lines: Sequence[Series], caption: str) -> Figure:
+    keys = [Key(style=line.style, label=line.label) for line in lines if line.label]
+    return Figure(title=title, chart=chart, keys=keys, caption=caption)
 
 
 _BEFORE_AFTER = [Series(label="before", style="before", points=[]), Series(label="after", style="after", points=[])]

@@ -5,7 +5,9 @@ import html
 import json
 import math
 import re
+from collections import Counter
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from mempipe.evaluation.statistics import wilson_interval
 from mempipe.reports.charts import (
     Bar,
     BarGroup,
+    Chart,
     Series,
     bar_chart,
     line_chart,
@@ -26,7 +29,7 @@ from mempipe.reports.charts import (
     whole_percent,
 )
 from mempipe.reports.examples import choose_examples, memory_diff
-from mempipe.reports.html import Markup, element, fragment
+from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.tracking.config import TrackingConfig
@@ -119,6 +122,10 @@ def make_data(**changes) -> ReportData:
         num_steps=2,
     )
     return dataclasses.replace(data, **changes)
+
+
+def drawn(chart: Chart) -> str:
+    return render("chart.svg", chart=chart).partition("</style>")[2]
 
 
 class Page(HTMLParser):
@@ -292,39 +299,41 @@ def test_examples_show_repairs_with_different_hops_and_one_failure():
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ("", "", '<span class="nothing">empty</span>'),
-        ("a b", "a b", "a b "),
-        ("", "a b", "<ins>a b</ins> "),
-        ("a b", "", "<del>a b</del> "),
-        ("a b c", "a x c", "a <del>b</del> <ins>x</ins> c "),
-        ("<b>", "<i>", "<del>&lt;b&gt;</del> <ins>&lt;i&gt;</ins> "),
+        ("", "", []),
+        ("a b", "a b", [("kept", "a b")]),
+        ("", "a b", [("added", "a b")]),
+        ("a b", "", [("dropped", "a b")]),
+        ("a b c", "a x c", [("kept", "a"), ("dropped", "b"), ("added", "x"), ("kept", "c")]),
     ],
 )
 def test_memory_diff_marks_added_and_dropped_words(before, after, expected):
     assert memory_diff(before, after) == expected
 
 
-def test_elements_escape_strings_and_keep_markup():
-    inner = element("b", "<&>")
-    assert inner == "<b>&lt;&amp;&gt;</b>"
-    assert (
-        element("p", inner, None, "\"'", class_='x"y', hidden=None)
-        == '<p class="x&quot;y"><b>&lt;&amp;&gt;</b>&quot;&#x27;</p>'
-    )
-    assert element("line", x1=1.0, stroke_width=0.333) == '<line x1="1" stroke-width="0.33"/>'
-    assert fragment("<", Markup("<")) == "&lt;<" and isinstance(fragment(), Markup)
+def test_the_page_marks_the_words_of_a_memory(tmp_path):
+    groups = {"before": make_groups("before", [0]), "after": make_groups("after", [1])}
+    for group in groups["after"]:
+        first, last = group.trajectories[0].contexts
+        group.trajectories[0].contexts[1] = dataclasses.replace(
+            last, memory_after="Oslo river", searches=first.searches
+        )
+    page, _ = write_report(tmp_path, make_data(**groups))
+    assert "<ins>Ann Oslo</ins>" in page.read_text()
+    assert "<del>Ann</del> Oslo <ins>river</ins>" in " ".join(page.read_text().split())
+    assert '<b class="needed">● </b><b>T</b>' in page.read_text()
 
 
 def test_a_gap_in_the_numbers_is_a_gap_in_the_line():
     points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0), (4, 5.0), (5, math.inf), (6, 1.0)]
     chart = line_chart([Series(label="x", style="after", points=points)], title="t", x_label="step")
-    assert chart.count("<polyline") == 2 and chart.count("<circle") == 1 and "nan" not in chart
+    tags = Counter(shape.tag for shape in chart.shapes)
+    assert (tags["polyline"], tags["circle"]) == (2, 1) and "nan" not in drawn(chart)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, -3.0, 7.0, 1e12])
 def test_a_constant_line_can_be_drawn(value):
     chart = line_chart([Series(label="x", style="after", points=[(5, value)])], title="t", x_label="step")
-    assert "<circle" in chart and "nan" not in chart and "inf" not in chart
+    assert "<circle" in drawn(chart) and "nan" not in drawn(chart) and "inf" not in drawn(chart)
 
 
 def test_bars_are_as_high_as_their_values():
@@ -333,18 +342,21 @@ def test_bars_are_as_high_as_their_values():
         title="t",
         y_max=1.0,
     )
-    half, full = (float(height) for height in re.findall(r'height="([\d.]+)"', chart))
-    assert math.isclose(2 * half, full) and chart.count('class="interval"') == 1
+    half, full = (shape.place["height"] for shape in chart.shapes if shape.tag == "rect")
+    assert math.isclose(2 * half, full) and sum(shape.style == "interval" for shape in chart.shapes) == 1
 
 
 def test_shares_fill_the_bar():
-    widths = [
-        float(width)
-        for width in re.findall(
-            r'<rect x="[\d.]+" y="0" width="([\d.]+)"', share_bar([("a", 3.0), ("b", 1.0)], title="t")
-        )
-    ]
-    assert widths == [1120 * 0.75 - 2, 1120 * 0.25 - 2]
+    chart = share_bar([("a", 3.0), ("b", 1.0)], title="t")
+    assert [shape.place["width"] for shape in chart.shapes] == [0.75 * chart.width, 0.25 * chart.width]
+    assert [shape.place["x"] for shape in chart.shapes] == [0, 0.75 * chart.width]
+
+
+def test_a_chart_alone_is_an_svg_with_its_colours():
+    svg = render("chart.svg", chart=share_bar([(HOSTILE, 1.0)], title=HOSTILE))
+    root = ElementTree.fromstring(svg)
+    assert root.tag.endswith("svg") and "--after" in svg
+    assert {child.tag.rpartition("}")[2] for child in root.iter()} == {"svg", "style", "rect", "title"}
 
 
 def test_numbers_are_short():

@@ -1,0 +1,47 @@
+"""Fills the page templates. Every text is escaped, so that what a model, a passage or a setting holds stays text."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+# What HTML or UTF-8 cannot hold: control characters other than white space, and lone surrogates.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+def render(template: str, **values: Any) -> str:
+    """Returns `templates/TEMPLATE` filled with `values`. Raises UndefinedError for a name without a value."""
+    return _environment().get_template(template).render(values)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """Returns the text, with an ellipsis at its end where it is longer than `max_chars`."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("mempipe.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cut": cut, "short": _short}
+    return environment
+
+
+def _printable(value: Any) -> Any:
+    is_plain = isinstance(value, str) and not isinstance(value, Markup)
+    return _FORBIDDEN.sub("\ufffd", value) if is_plain else value
+
+
+def _short(value: str | float) -> str:
+    """Returns a coordinate with at most two digits."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
