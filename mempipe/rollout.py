@@ -9,16 +9,19 @@ import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
+from mempipe.agents.registry import BUILT_IN
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import score
+from mempipe.settings import ConfigError
 from mempipe.types import Group, Measure, Question, Trajectory
 from mempipe.user_code import load_user_object, user_code
 
@@ -26,9 +29,25 @@ from mempipe.user_code import load_user_object, user_code
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
     """The configured agent's prompts in the model's chat template.
 
-    Raises ConfigError when they and the budget do not fit the context.
+    Raises ConfigError when they and the budget do not fit the context, and UserCodeError for an error in an agent of
+    the user's own.
     """
-    return config.agent_spec.renderer(config.agent, config.budget, limits=config.retrieval, tokenizer=tokenizer)
+    spec = config.agent_spec
+    with agent_code(config, "its renderer cannot be made", passing=(ConfigError,)):
+        return spec.renderer(config.agent, config.budget, limits=config.retrieval, tokenizer=tokenizer)
+
+
+@contextmanager
+def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns errors of an agent of the user's own into a `UserCodeError`; those of a built-in agent are ours and stay.
+
+    `passing` are exceptions that mean something to the caller, whoever raises them.
+    """
+    if config.agent.name in BUILT_IN:
+        yield
+        return
+    with user_code(f"agent.name {config.agent.name}: {what}", passing=passing):
+        yield
 
 
 def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:

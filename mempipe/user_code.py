@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,12 @@ class UserCodeError(RuntimeError):
 
 
 def import_user_module(name: str, *, setting: str) -> ModuleType:
-    """The module `name`. Raises ConfigError that names `setting`, and the file and line where its import fails."""
+    """The module `name`, installed or in the folder that the command was started from.
+
+    Raises ConfigError that names `setting`, and the file and line where its import fails.
+    """
+    if (folder := os.getcwd()) not in sys.path:  # a console script does not look there by itself; Ray's workers do
+        sys.path.append(folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -16,15 +16,13 @@ import ray
 
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
-from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
-from mempipe.rollout import make_agent, run_group
+from mempipe.rollout import agent_code, make_agent, run_group
 from mempipe.types import Group, Question, Trajectory
-from mempipe.user_code import user_code
 
 
 class GroupFailed(RuntimeError):
@@ -70,10 +68,7 @@ class Driver:
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
         """One attempt. Errors in an agent of the user's own name the user's file."""
-        name = self._spec.config.agent.name
-        if name in BUILT_IN:
-            return await self.agent.rollout(question, **ids)
-        with user_code(f"agent.name {name} failed at question {question.id}", passing=(UnfitQuestion,)):
+        with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion,)):
             return await self.agent.rollout(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:

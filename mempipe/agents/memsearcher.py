@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from mempipe.agents.budget import MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
@@ -20,12 +20,10 @@ from mempipe.agents.prompt_set import PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import Action, Tokenizer, parse_action, parse_memory, thought_of
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import SearchRenderer, alternate, encode_pieces, fit_passages, opened_thought, unless_open
-from mempipe.agents.tools import SearchArguments, SearchLimits, SearchTool, Tool, Toolbox, ToolCall, ToolResult
+from mempipe.agents.tools import SearchArguments, SearchLimits, SearchTool, Toolbox, ToolCall, ToolResult, load_tools
 from mempipe.agents.turn import Agent, Memory, Message, Turn
-from mempipe.settings import ConfigError
 from mempipe.text import BOX
-from mempipe.types import EndReason, Question, ToolUse
-from mempipe.user_code import load_user_object, user_code
+from mempipe.types import EndReason, Question
 
 
 class MemSearcherCompat(SearchCompat):
@@ -117,6 +115,7 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
         compat: MemSearcherCompat | None = None,
     ) -> None:
         compat = compat or MemSearcherCompat()
+        assert tools.search is not None, "MemSearcher searches"
         passage, separator = prompts.passage, prompts.passage_separator
         if compat.literal_newlines:
             passage, separator = passage + "\\n\\n", ""
@@ -153,7 +152,7 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
     ) -> MemSearcherRenderer:
         prompts = load_prompts(config.prompts or "memsearcher", MemSearcherPrompts)
         search = SearchTool.of(limits, name=config.tool_name, num_passages=config.compat.num_passages)
-        tools = Toolbox(search=search, own=_own_tools(config))
+        tools = Toolbox(search=search, own=load_tools(config.tools, taken=[search.name]))
         return cls(tokenizer, prompts=prompts, tools=tools, budget=budget, compat=config.compat)
 
     def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
@@ -235,18 +234,12 @@ class MemSearcher(Agent[MemSearcherRenderer]):
         own = [call for call in calls if not isinstance(call.arguments, SearchArguments)]
         found, used = await asyncio.gather(
             self._run_searches(turn, [(each.query, each.num_passages) for each in searches], partition=partition),
-            asyncio.gather(*map(self._use_tool, own)),
+            asyncio.gather(*map(self.renderer.tools.use, own)),
         )
         turn.tool_uses += used
         passages = iter([ToolResult(passages=search.passages) for search in found])
         texts = iter([ToolResult(texts=use.texts) for use in used])
         return [next(passages if isinstance(call.arguments, SearchArguments) else texts) for call in calls]
-
-    async def _use_tool(self, call: ToolCall) -> ToolUse:
-        tool = self.renderer.tools.own[call.tool]
-        with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
-            texts = await tool.call(call.arguments)
-        return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=list(texts))
 
     def _parse_action(self, message: Message) -> Action:
         if message.cut_off:
@@ -270,24 +263,6 @@ class MemSearcher(Agent[MemSearcherRenderer]):
         if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
             return EndReason.MEMORY_OVERFLOW
         return self._memory(token_ids)
-
-
-def _own_tools(config: MemSearcherConfig) -> dict[str, Tool]:
-    """The tools that `agent.tools` names, by the name that the policy calls. Raises ConfigError."""
-    tools: dict[str, Tool] = {}
-    for path in config.tools:
-        made: Any = load_user_object(path, setting="agent.tools")
-        with user_code(f"agent.tools: {path} cannot be made"):
-            tool: Tool = made()
-        missing = [name for name in ("name", "schema", "check", "call") if not hasattr(tool, name)]
-        if missing:
-            raise ConfigError(
-                f"agent.tools: {path} has no {', '.join(missing)}; a tool has name, schema, check and call"
-            )
-        if tool.name in (*tools, config.tool_name):
-            raise ConfigError(f"agent.tools: {path} is called {tool.name!r}, which another tool is called")
-        tools[tool.name] = tool
-    return tools
 
 
 AGENT = AgentSpec(

@@ -8,12 +8,14 @@ about a call that went wrong (division by zero, an unknown city) is an ordinary 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
+from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
-from mempipe.types import Passage
+from mempipe.types import Passage, ToolUse
+from mempipe.user_code import load_user_object, user_code
 
 
 class InvalidCall(ValueError):
@@ -81,9 +83,7 @@ class SearchTool:
     num_passages: int  # when the call names no number
     max_passages: int
     max_query_chars: int
-    promised_passages: int | None = (
-        None  # what the schema says instead of num_passages, where published code breaks its word
-    )
+    promised_passages: int | None = None  # in the schema instead of num_passages; published code breaks its word
 
     @classmethod
     def of(cls, limits: SearchLimits, *, name: str = "search", num_passages: int | None = None) -> SearchTool:
@@ -138,32 +138,72 @@ class SearchTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """The tools of one agent: the search function first, then those of your own, by name."""
+    """The tools of one agent: the search function first, if it searches, then those of your own, by name."""
 
-    search: SearchTool
+    search: SearchTool | None = None
     own: Mapping[str, Tool] = field(default_factory=dict)
 
     def schemas(self) -> str:
         """What the policy reads: one JSON object a line."""
-        functions = [{"type": "function", "function": tool.schema()} for tool in (self.search, *self.own.values())]
+        functions = [{"type": "function", "function": tool.schema()} for tool in self._all.values()]
         return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 
     def parse(self, text: str) -> ToolCall:
         """The call that the JSON `text` stands for.
-        Raises InvalidCall unless it is one of a tool here, with arguments that it takes.
+
+        Raises InvalidCall unless it is a call of a tool here with arguments that the tool takes, and UserCodeError
+        when the check of a tool of your own fails in another way.
         """
         try:
             call = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts
             raise InvalidCall(f"the call is not JSON: {error}") from error
-        tools: dict[Any, ToolSpec] = {self.search.name: self.search, **self.own}
+        tools = self._all
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in tools:
             raise InvalidCall(f"the call names none of {', '.join(tools)}")
         arguments = call.get("arguments")
         if not isinstance(arguments, dict):
             raise InvalidCall("arguments is not an object")
-        return ToolCall(text=text, tool=name, arguments=tools[name].check(arguments))
+        with user_code(f"agent.tools: {name} failed to check {text.strip()}", passing=(InvalidCall,)):
+            return ToolCall(text=text, tool=name, arguments=tools[name].check(arguments))
+
+    async def use(self, call: ToolCall) -> ToolUse:
+        """Makes a call of a tool of your own.
+
+        Raises UserCodeError with the user's file when the tool fails; an `InfrastructureFault` that it raises passes,
+        and the group is tried again.
+        """
+        with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
+            texts = list(await self.own[call.tool].call(call.arguments))
+            if wrong := [text for text in texts if not isinstance(text, str)]:
+                raise TypeError(f"it returned {wrong[0]!r} among its texts")
+        return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=texts)
+
+    @property
+    def _all(self) -> dict[str, ToolSpec]:
+        return {**({self.search.name: self.search} if self.search else {}), **self.own}
+
+
+def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, Tool]:
+    """The tools that `agent.tools` names as MODULE:NAME, by the name that the policy calls; `taken` are other names.
+
+    Raises ConfigError for what cannot be imported, is no tool, or has a name that another tool has.
+    """
+    tools: dict[str, Tool] = {}
+    for path in paths:
+        made: Any = load_user_object(path, setting="agent.tools")
+        with user_code(f"agent.tools: {path} cannot be made"):
+            tool: Tool = made()
+        missing = [name for name in ("name", "schema", "check", "call") if not hasattr(tool, name)]
+        if missing:
+            raise ConfigError(
+                f"agent.tools: {path} has no {', '.join(missing)}; a tool has name, schema, check and call"
+            )
+        if tool.name in (*tools, *taken):
+            raise ConfigError(f"agent.tools: {path} is called {tool.name!r}, which another tool is called")
+        tools[tool.name] = tool
+    return tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

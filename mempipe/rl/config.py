@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mempipe.settings import Section
+from mempipe.user_code import load_user_object
 
 
 class AlgorithmConfig(Section):
@@ -71,6 +72,13 @@ class RewardConfig(Section):
     function: str = ""
     """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""
+
+    @field_validator("function")
+    @classmethod
+    def _is_there(cls, path: str) -> str:
+        if path and not callable(load_user_object(path, setting="reward.function")):
+            raise ValueError(f"reward.function is {path!r}, which is no function")
+        return path
 
     @model_validator(mode="after")
     def _one_measure(self) -> RewardConfig:

@@ -1,0 +1,177 @@
+"""Tools of the user's own: what the policy reads of them, which calls are valid, what comes back, and who is told when
+one fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+from agent_builders import (
+    Library,
+    ScriptedEngine,
+    Step,
+    assert_token_exact,
+    build_question,
+    build_tokenizer,
+    injected_text,
+)
+
+from mempipe.agents.tools import InvalidCall, SearchTool, Toolbox, load_tools
+from mempipe.faults import InfrastructureFault
+from mempipe.loader import parse_config
+from mempipe.rollout import make_agent
+from mempipe.settings import ConfigError
+from mempipe.types import EndReason, Trajectory
+from mempipe.user_code import UserCodeError
+
+TOKENIZER = build_tokenizer()
+CODE = """
+from mempipe.agents.tools import InvalidCall
+from mempipe.faults import InfrastructureFault
+
+class City:
+    name = "population"
+
+    def schema(self):
+        return {"name": "population", "description": "People of a city.", "parameters": {"type": "object"}}
+
+    def check(self, arguments):
+        if set(arguments) != {"city"}:
+            raise InvalidCall("the one argument is city")
+        return arguments["city"].title()
+
+    async def call(self, city):
+        if city == "Atlantis":
+            raise InfrastructureFault("the register is down")
+        if city == "Nowhere":
+            raise KeyError(city)
+        if city == "Odd":
+            return [7]
+        return [f"{city}: 2 million", "counted in 2020"]
+
+class Namesake(City):
+    name = "wikipedia_search"
+
+class NoTool:
+    name = "nothing"
+
+def broken():
+    raise OSError("no register")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "city_tools.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "city_tools"
+    sys.modules.pop("city_tools", None)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def play(module: str, script: list[Step], **budget: Any) -> tuple[Trajectory, ScriptedEngine, Any]:
+    """MemSearcher with the tool beside its search."""
+    config = parse_config({"agent": {"tools": [f"{module}:City"]}, "budget": budget})
+    engine = ScriptedEngine(TOKENIZER, script)
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library())
+    return await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0), engine, agent.renderer
+
+
+def test_the_policy_reads_the_schema_of_every_tool(module):
+    tools = load_tools([f"{module}:City"])
+    search = SearchTool(name="search", num_passages=3, max_passages=5, max_query_chars=100)
+    lines = [json.loads(line) for line in Toolbox(search=search, own=tools).schemas().splitlines()]
+    assert [line["function"]["name"] for line in lines] == ["search", "population"]
+    assert all(line["type"] == "function" for line in lines)
+    assert [json.loads(line)["function"]["name"] for line in Toolbox(own=tools).schemas().splitlines()] == [
+        "population"
+    ]
+
+
+def test_arguments_are_what_the_tool_makes_of_them(module):
+    toolbox = Toolbox(own=load_tools([f"{module}:City"]))
+    parsed = toolbox.parse('{"name": "population", "arguments": {"city": "paris"}}')
+    assert (parsed.tool, parsed.arguments) == ("population", "Paris")
+    for text, word in [
+        ('{"name": "population", "arguments": {"town": "paris"}}', "the one argument is city"),
+        ('{"name": "search", "arguments": {"query": "paris"}}', "names none of population"),
+        ('{"name": "population", "arguments": "paris"}', "not an object"),
+    ]:
+        with pytest.raises(InvalidCall, match=word):
+            toolbox.parse(text)
+
+
+def test_a_check_that_fails_in_another_way_names_the_users_file(module):
+    toolbox = Toolbox(own=load_tools([f"{module}:City"]))
+    with pytest.raises(UserCodeError, match=r"failed to check .*AttributeError.*city_tools.py, line 14"):
+        toolbox.parse('{"name": "population", "arguments": {"city": 7}}')
+
+
+async def test_the_texts_of_a_call_are_observed_beside_the_passages_of_a_search(module):
+    both = "I ask.</think>" + call("population", city="paris") + call("wikipedia_search", query="France")
+    script = [both, "<memory>2 million</memory>", "so</think>\\boxed{2 million}"]
+    played, engine, renderer = await play(module, script)
+    assert (played.end_reason, played.answer) == (EndReason.ANSWERED, "2 million")
+    first = played.contexts[0]
+    (use,) = first.tool_uses
+    assert (use.tool, use.texts) == ("population", ["Paris: 2 million", "counted in 2020"])
+    assert json.loads(use.arguments)["arguments"] == {"city": "paris"}
+    assert [search.query for search in first.searches] == ["France"]
+    shown = injected_text(renderer, first)
+    assert shown.index("Paris: 2 million") < shown.index("counted in 2020") < shown.index("Paris is the capital")
+    assert 0 < first.num_observation_tokens <= renderer.budget.observation_tokens
+    assert_token_exact(played.contexts, engine)
+
+
+async def test_calls_of_one_message_are_made_at_the_same_time(module):
+    (tool,) = load_tools([f"{module}:City"]).values()
+    waiting = asyncio.Barrier(2)
+
+    async def meets(city: str) -> list[str]:
+        async with asyncio.timeout(5), waiting:
+            return [city]
+
+    tool.call = meets
+    toolbox = Toolbox(own={tool.name: tool})
+    calls = [toolbox.parse(json.dumps({"name": tool.name, "arguments": {"city": city}})) for city in ("rome", "oslo")]
+    assert [use.texts for use in await asyncio.gather(*map(toolbox.use, calls))] == [["Rome"], ["Oslo"]]
+
+
+async def test_an_invalid_call_ends_the_trajectory(module):
+    played, _, _ = await play(module, ["x</think>" + call("population", town="paris")])
+    assert (played.end_reason, played.answer) == (EndReason.INVALID_CALL, None)
+
+
+async def test_a_fault_of_the_machinery_passes_to_whoever_tries_again(module):
+    with pytest.raises(InfrastructureFault, match="the register is down"):
+        await play(module, ["x</think>" + call("population", city="atlantis")])
+
+
+@pytest.mark.parametrize(
+    ("city", "words"),
+    [("nowhere", r"KeyError: 'Nowhere' \(.*city_tools.py, line 20\)"), ("odd", "TypeError: it returned 7")],
+)
+async def test_an_error_of_a_tool_is_no_observation_and_names_the_users_file(module, city, words):
+    with pytest.raises(UserCodeError, match=f"agent.tools: population failed for the call .*{words}"):
+        await play(module, ["x</think>" + call("population", city=city)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("Namesake", ConfigError, "'wikipedia_search', which another tool is called"),
+        ("NoTool", ConfigError, "has no schema, check, call"),
+        ("Missing", ConfigError, "has no Missing"),
+        ("broken", UserCodeError, r"cannot be made: OSError: no register \(.*city_tools.py, line 32\)"),
+    ],
+)
+def test_what_is_no_tool_is_refused_before_anything_starts(module, name, kind, words):
+    with pytest.raises(kind, match=words):
+        load_tools([f"{module}:{name}"], taken=["wikipedia_search"])
