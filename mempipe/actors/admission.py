@@ -23,16 +23,18 @@ class Admission:
         self._window = groups_per_step * (max_off_policy_steps + 1)
         self._max_off_policy_steps = max_off_policy_steps
         self._version = policy_version
-        self._num_consumed = 0
-        self._outstanding: dict[str, int] = {}  # key -> version at its start
+        self._consumed: dict[str, int] = {}  # key -> version at its start
+        self._outstanding: dict[str, int] = {}  # the same, of those that are not consumed yet
         self._changed = asyncio.Event()
 
     async def ticket(self, key: str, position: int) -> int:
         """Waits until group `key`, the `position`-th of the stream from 0, may start; returns the policy version it
         starts at.
         """
+        if key in self._consumed:  # a driver that starts again plays it for nobody
+            return self._consumed[key]
         while key not in self._outstanding:
-            if position < self._num_consumed + self._window:
+            if position < len(self._consumed) + self._window:
                 self._outstanding[key] = self._version
                 break
             await self._changed.wait()
@@ -61,7 +63,7 @@ class Admission:
             assert self._version - started_at <= self._max_off_policy_steps, (
                 f"group {key} of version {started_at} is too old at {self._version}"
             )
-            self._num_consumed += 1
+            self._consumed[key] = started_at
         self._version = policy_version
         self._changed.set()
         self._changed = asyncio.Event()

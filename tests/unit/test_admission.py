@@ -37,6 +37,16 @@ async def test_a_ticket_is_given_once_per_group():
     assert await admission.ticket("b", 1) == 1
 
 
+async def test_a_group_that_was_consumed_is_not_opened_again():
+    """A driver that died between the two asks again; a step would wait for that group for ever."""
+    admission = Admission(groups_per_step=1, max_off_policy_steps=0)
+    await admission.ticket("a", 0)
+    await admission.consume(["a"], policy_version=1)
+    assert await admission.ticket("a", 0) == 0
+    await admission.ticket("b", 1)
+    assert await admission.choose(["b"]) == ["b"]
+
+
 async def test_a_dropped_group_is_replaced_within_the_same_version():
     admission = Admission(groups_per_step=1, max_off_policy_steps=0)
     await admission.ticket("a", 0)

@@ -1,0 +1,144 @@
+"""Where roles go, for clusters of every size: pure arithmetic, no cluster."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mempipe.capacity import GIB
+from mempipe.config import RunConfig
+from mempipe.loader import load_config
+from mempipe.placement import Demand, Plan, bundle_gpus, plan
+from mempipe.settings import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+H100 = 79 * GIB
+
+
+def planned(config: RunConfig, *gpus_per_node: int, gib: int | None = 79) -> Plan:
+    memory = None if gib is None else gib * GIB
+    return plan(config, Demand.of_training(config), gpus_per_node, gpu_bytes=memory)
+
+
+def quickstart(*overrides: str) -> RunConfig:
+    """Two ranks, one engine, one reference."""
+    return load_config(CONFIGS / "quickstart.yaml", overrides)
+
+
+def preset(*overrides: str) -> RunConfig:
+    """Qwen2.5-3B: four ranks, three engines, one reference."""
+    return load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "transfer", "ranks", "engines", "unused"),
+    [
+        (0, "cpu", "mempipe_shm", 2, 1, 0),
+        (1, "colocated", "ipc", 1, 1, 0),
+        (2, "colocated", "ipc", 2, 2, 0),
+        (3, "separate", "nccl", 2, 1, 0),  # the reference shares a rank's GPU
+        (4, "separate", "nccl", 2, 1, 0),
+        (8, "separate", "nccl", 2, 1, 4),
+    ],
+)
+def test_the_quickstart_has_a_plan_for_any_number_of_gpus(gpus, kind, transfer, ranks, engines, unused):
+    found = planned(quickstart(), *([gpus] if gpus else []), gib=None)
+    assert (found.kind, found.transfer, found.unused_gpus) == (kind, transfer, unused)
+    assert (found.num_ranks, found.num_engines, found.tensor_parallel) == (ranks, engines, 1)
+    applied = found.applied(quickstart())
+    assert (applied.learner.num_ranks, applied.generation.num_replicas) == (ranks, engines)
+
+
+@pytest.mark.parametrize("gpus", range(1, 13))
+@pytest.mark.parametrize("config", [quickstart(), preset(), preset("generation.tensor_parallel=2")], ids=str)
+@pytest.mark.parametrize("placement", ["auto", "colocated"])
+def test_no_plan_takes_more_gpus_than_there_are_and_no_gpu_is_given_twice(gpus, config, placement):
+    config = config.model_copy(update={"placement": placement})
+    found = planned(config, gpus, gib=141)
+    assert sum(map(bundle_gpus, found.bundles)) + found.unused_gpus == gpus
+    for bundle in found.bundles:
+        assert sum(bundle.values()) <= bundle_gpus(bundle)
+    assert len(found.seats("learner")) == found.num_ranks >= 1
+    assert len(found.seats("generator")) == found.num_engines >= 1
+    assert len(found.seats("reference")) == 1
+    assert all(gpus == found.tensor_parallel for _, gpus in found.seats("generator") if found.kind == "separate")
+
+
+def test_colocated_puts_a_rank_and_an_engine_on_every_gpu():
+    found = planned(quickstart("placement=colocated"), 4)
+    places = Counter(tuple(bundle) for bundle in found.bundles)
+    assert places == {("learner", "generator"): 3, ("learner", "generator", "reference"): 1}
+    assert found.transfer == "ipc"
+    assert planned(quickstart("placement=colocated"), 8).unused_gpus == 4  # it asked for four
+
+
+def test_the_reference_shares_with_a_rank_before_anything_else_does():
+    found = planned(preset(), 7)
+    assert found.seats("reference") == [(3, 0.2)] and found.seats("learner")[3] == (3, 0.8)
+    assert found.seats("generator") == [(4, 1), (5, 1), (6, 1)]
+
+
+def test_separate_is_refused_where_gpus_are_few():
+    words = "placement is 'separate', and the roles need 4 GPUs (learner 2, generator 1, reference 1), but the cluster"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        planned(quickstart("placement=separate"), 3)
+
+
+def test_an_engine_of_several_gpus_needs_them_on_one_node():
+    config = preset("generation.tensor_parallel=4", "generation.num_replicas=1", "learner.num_ranks=3")
+    assert planned(config, 8).seats("generator") == [(3, 4)]
+    assert planned(config, 4, 4).kind == "separate"
+    scattered = planned(config, 2, 2, 2, 2)
+    assert scattered.kind == "colocated" and scattered.tensor_parallel == 1
+    with pytest.raises(ConfigError, match=re.escape("(2 + 2 + 2 + 2)")):
+        planned(config.model_copy(update={"placement": "separate"}), 2, 2, 2, 2)
+
+
+def test_an_engine_sleeps_where_memory_asks_for_it():
+    small = planned(quickstart("model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.dtype=bfloat16"), 1)
+    assert not small.sleeps and small.gpu_memory_utilization > 0.3
+    full = planned(preset(), 1, gib=79)
+    assert full.sleeps and 0.1 < full.gpu_memory_utilization < 0.4
+    lora = planned(preset("model.lora_rank=32"), 1, gib=79)
+    assert lora.transfer == "mempipe_shm" and not lora.sleeps
+    config = preset()
+    assert full.applied(config).generation.timeout_s == config.generation.timeout_s + config.learner.timeout_s
+    assert lora.applied(config).generation.timeout_s == config.generation.timeout_s
+
+
+def test_what_fits_on_no_gpu_even_in_turns_is_refused_with_what_would_help():
+    with pytest.raises(ConfigError, match=r"a GPU of 24 GiB .* model.lora_rank"):
+        planned(preset(), 1, gib=24)
+
+
+def test_unknown_sizes_take_turns():
+    found = planned(quickstart(), 1, gib=None)
+    assert found.sleeps and found.gpu_memory_utilization == 0.4
+
+
+def test_actors_that_hold_vectors_keep_gpus_of_their_own():
+    config = quickstart("retrieval.index=x", "retrieval.num_gpus=2")
+    assert planned(config, 6).seats("retrieval") == [(4, 2)]
+    assert planned(config, 4).kind == "colocated" and planned(config, 4).seats("retrieval") == [(2, 2)]
+    with pytest.raises(ConfigError, match="retrieval 2"):
+        planned(config, 2)
+
+
+def test_engines_alone_are_as_many_as_there_are_gpus_for():
+    config = preset("generation.tensor_parallel=2", "generation.num_replicas=4")
+    demand = Demand.of_rollouts(config)
+    assert plan(config, demand, [8]).num_engines == 4
+    fewer = plan(config, demand, [5])
+    assert (fewer.num_engines, fewer.tensor_parallel, fewer.transfer) == (2, 2, "mempipe_shm")
+    with pytest.raises(ConfigError, match="generator 8"):
+        plan(config, demand, [1])
+
+
+def test_learners_alone_are_as_many_as_there_are_gpus():
+    config = preset()
+    demand = Demand(learners=4)
+    assert plan(config, demand, [1]).num_ranks == 1
+    assert plan(config, demand, [8]).seats("learner") == [(0, 1), (1, 1), (2, 1), (3, 1)]
