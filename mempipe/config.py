@@ -7,7 +7,7 @@ A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
@@ -73,6 +73,9 @@ class RunConfig(Section):
     """
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """GPUs of each role: its own, or the same ones for all, with as many ranks and engines as there are GPUs. auto:
+    its own where there are enough."""
     model: ModelConfig = ModelConfig()
     agent: SerializeAsAny[AgentConfig] = Field(MemSearcherConfig(), validate_default=True)
     budget: SerializeAsAny[Budget] = Field(MemSearcherBudget(), validate_default=True)
