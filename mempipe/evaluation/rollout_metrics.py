@@ -23,7 +23,8 @@ def rollout_metrics(
     """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
-    (shares), `measure/…` (of a reward of the user's own), advantage_mean, advantage_std. Means over turns:
+    (shares), `measure/…` (of a reward of the user's own), advantage_mean. Spread over trajectories: reward_std,
+    advantage_std. Means over turns:
     context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over groups: zero_variance_groups (share
     whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum); with `policy_version` (the
     learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
@@ -40,6 +41,7 @@ def rollout_metrics(
     tokens = [prompt_tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
     metrics = {
         "reward": fmean(t.reward for t in trajectories),
+        "reward_std": pstdev(t.reward for t in trajectories),
         "em": fmean(t.em for t in trajectories),
         "f1": fmean(t.f1 for t in trajectories),
         "format_rate": ends[EndReason.ANSWERED] / len(trajectories),

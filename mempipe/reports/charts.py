@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 WIDE, SMALL = (560, 300), (360, 210)  # width and height in px; the page scales them
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
 _SHARE_SIZE = (1000, 1)  # the page stretches it
-_CHAR_WIDTH = 6.8
+_CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,26 +128,28 @@ def line_chart(
     return _chart(title, parts, size)
 
 
-def bar_chart(
-    groups: Sequence[BarGroup], *, title: str, y_format: Callable[[float], str] = percent, y_max: float | None = None
-) -> Chart:
-    """Draws bars side by side in groups, each with its value above it and, where given, its interval."""
+def bar_chart(groups: Sequence[BarGroup], *, title: str, y_max: float | None = None) -> Chart:
+    """Draws shares as bars side by side in groups, each with its value above it and, where given, its interval."""
     tops = [max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars]
     y_ticks = _ticks(0.0, y_max or max(tops, default=1.0) or 1.0, 5)
     plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]))
-    parts = _grid(plot, y_ticks, y_format)
-    for index, group in enumerate(groups):
-        width = min(44.0, 0.76 * (plot.px(1) - plot.px(0)) / max(1, len(group.bars)))
+    room = plot.px(1) - plot.px(0)
+    widths = [min(44.0, 0.76 * room / max(1, len(group.bars))) for group in groups]
+    texts = [percent(bar.value) for group in groups for bar in group.bars]
+    fits = max(map(len, texts), default=0) * _VALUE_CHAR_WIDTH <= min(widths, default=0.0)
+    parts = _grid(plot, y_ticks, percent)
+    num_rows = 0
+    for index, (group, width) in enumerate(zip(groups, widths, strict=True)):
         centre = plot.px(index + 0.5)
         left = centre - width * len(group.bars) / 2
         for place, bar in enumerate(group.bars):
-            parts += _bar(plot, bar, left + place * width, width, y_format)
-        below = [
-            (line, "label") for line in textwrap.wrap(group.label, max(4, int((plot.px(1) - plot.px(0)) / _CHAR_WIDTH)))
-        ]
-        for row, (text, style) in enumerate([*below, (group.note, "tick")]):
-            parts.append(_text(text, centre, plot.bottom + 17 + 16 * row, style))
-    return _chart(title, parts, WIDE)
+            parts += _bar(plot, bar, left + place * width, width, percent if fits else whole_percent)
+        below = [(line, "label") for line in _wrapped(group.label, room)]
+        notes = [(line, "tick") for part in group.note.splitlines() for line in _wrapped(part, room)]
+        num_rows = max(num_rows, len(below) + len(notes))
+        for row, (text, style) in enumerate([*below, *notes]):
+            parts.append(_text(text, centre, plot.bottom + 17 + _ROW * row, style))
+    return _chart(title, parts, (WIDE[0], WIDE[1] + _ROW * max(0, num_rows - 2)))
 
 
 def share_bar(parts: Sequence[tuple[str, float]], *, title: str) -> Chart:
@@ -240,6 +242,10 @@ def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[floa
         parts.append(_rule(middle, plot.py(bar.low), middle, top, "interval"))
     parts.append(_text(y_format(bar.value), x + width / 2, top - 5, "value"))
     return parts
+
+
+def _wrapped(text: str, room: float) -> list[str]:
+    return textwrap.wrap(text, max(4, int(room / _CHAR_WIDTH)))
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Shape:

@@ -4,12 +4,12 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from mempipe.reports.pages import cut
-from mempipe.types import Context, Group, Question
+from mempipe.types import Context, Group, Question, Trajectory
 
 _NUM_EXAMPLES = 3
 _MAX_CHARS = 1500  # of a message, a memory
@@ -31,8 +31,11 @@ class ShownTurn:
     """A turn as a page shows it."""
 
     number: int
+    last: int  # the last of the turns that were the same as this one, `number` where the next one differs
     sizes: str
-    action: str
+    thought: str
+    queries: list[str]
+    action: str  # the whole message, of a turn that neither thought nor searched
     passages: list[ShownPassage]
     wrote: bool
     memory_head: str
@@ -58,14 +61,19 @@ class Example:
     sides: list[Side]
 
 
-def examples(before: Sequence[Group], after: Sequence[Group]) -> list[Example]:
-    """Returns what the page shows of the questions that `choose_examples` chooses."""
+def examples(
+    before: Sequence[Group], after: Sequence[Group], *, thought: Callable[[str], str] = str.strip
+) -> list[Example]:
+    """Returns what the page shows of the questions that `choose_examples` chooses.
+
+    `thought` finds the thought in the text of an action (`AgentSpec.thought`).
+    """
     return [
         Example(
             question=last.question.text,
             facts=f"right answer: {' or '.join(last.question.golden_answers)}"
             + (f" · {last.question.num_hops} hops" if last.question.num_hops > 1 else ""),
-            sides=[_side("Before", first, "before"), _side("After", last, "after")],
+            sides=[_side("Before", first, "before", thought), _side("After", last, "after", thought)],
         )
         for first, last in choose_examples(before, after)
     ]
@@ -103,14 +111,38 @@ def memory_diff(before: str, after: str) -> Words:
     return words
 
 
-def shown_turn(context: Context, question: Question) -> ShownTurn:
-    """Returns a turn as a page shows it, long texts cut."""
+def shown_turns(
+    trajectory: Trajectory, question: Question, *, thought: Callable[[str], str] = str.strip
+) -> list[ShownTurn]:
+    """Returns the turns as a page shows them, long texts cut. Turns that repeat the one before are shown once."""
+    shown: list[ShownTurn] = []
+    for before, context in zip([None, *trajectory.contexts], trajectory.contexts, strict=False):
+        if before is not None and _same(before, context):
+            shown[-1] = replace(shown[-1], last=context.index + 1)
+        else:
+            shown.append(_shown_turn(context, question, thought))
+    return shown
+
+
+def _same(first: Context, second: Context) -> bool:
+    """Whether a turn repeats another one: the same message, passages and memories."""
+    return all(
+        getattr(first, name) == getattr(second, name)
+        for name in ("action", "searches", "memory_before", "memory_after", "memory_truncated")
+    )
+
+
+def _shown_turn(context: Context, question: Question, thought: Callable[[str], str]) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
     truncated = " (cut to its budget)" if context.memory_truncated else ""
+    thinking, queries = thought(context.action), [search.query for search in context.searches]
     return ShownTurn(
         number=context.index + 1,
+        last=context.index + 1,
         sizes=f"{context.num_prompt_tokens:,} prompt tokens, {sum(context.loss_mask):,} sampled",
-        action=cut(context.action, _MAX_CHARS),
+        thought=cut(thinking, _MAX_CHARS),
+        queries=[cut(query, _MAX_CHARS) for query in queries],
+        action="" if thinking or queries else cut(context.action, _MAX_CHARS),
         passages=[
             ShownPassage(title=p.title, text=cut(p.text, _MAX_PASSAGE_CHARS), needed=p.id in needed)
             for search in context.searches
@@ -138,14 +170,14 @@ def _is_right(group: Group) -> bool:
     return group.trajectories[0].em == 1.0
 
 
-def _side(label: str, group: Group, style: str) -> Side:
+def _side(label: str, group: Group, style: str, thought: Callable[[str], str]) -> Side:
     trajectory = group.trajectories[0]
     reason = str(trajectory.end_reason).replace("_", " ")
     answer = trajectory.answer if trajectory.answer is not None else f"no answer: {reason}"
     return Side(
         label=label,
         style=style,
-        turns=[shown_turn(context, group.question) for context in trajectory.contexts],
+        turns=shown_turns(trajectory, group.question, thought=thought),
         right=trajectory.em == 1.0,
         answer=cut(answer, _MAX_CHARS),
         reward=f"reward {trajectory.reward:.2f}",

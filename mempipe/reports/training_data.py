@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ import yaml
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_trajectories
+from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
 from mempipe.tracking.tracker import read_metrics
@@ -27,7 +28,7 @@ from mempipe.types import Group
 Number = float | int | str | None
 
 _SECONDS = "seconds/"
-_TRAINING_ONLY = ("advantage_mean", "advantage_std", "zero_variance_groups")
+_TRAINING_ONLY = ("reward_std", "advantage_mean", "advantage_std", "zero_variance_groups")
 _NOT_PARTS = ("step",)  # the whole step, not a part of it
 
 
@@ -62,6 +63,11 @@ class ReportData:
     def growing(self) -> bool:
         """Whether the agent carries its whole history in one context."""
         return self._agent.grows
+
+    @property
+    def thought(self) -> Callable[[str], str]:
+        """Finds the thought in the text of an action."""
+        return self._agent.thought
 
     @property
     def _agent(self) -> AgentSpec:
@@ -102,7 +108,8 @@ def summarise(data: ReportData) -> dict[str, Number]:
     """The flat numbers of report.json.
 
     `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high`
-    (95 % intervals over questions), and the names of `rollout_metrics`. em_difference, questions_gained, questions_lost
+    (95 % intervals over questions), the names of `rollout_metrics`, and what its memory rates are shares of
+    (facts_retrieved, facts_held, answers). em_difference, questions_gained, questions_lost
     and mcnemar_p compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the
     learner steps.
     """
@@ -149,6 +156,11 @@ def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | Non
     numbers: dict[str, Number] = {
         f"{name.replace('/', '_')}_{label}": value for name, value in metrics if name not in _TRAINING_ONLY
     }
+    if not growing:
+        counts = MemoryQuality()
+        for group in groups:
+            counts = sum((trajectory_quality(t, group.question) for t in group.trajectories), counts)
+        numbers |= {f"{name}_{label}": getattr(counts, name) for name in ("facts_retrieved", "facts_held", "answers")}
     intervals = {"em": em_interval(groups), "f1": bootstrap_interval(_per_question(groups, "f1"))}
     for hops, part in by_hops(groups).items():
         intervals[f"em_{hops}_hops"] = em_interval(part)

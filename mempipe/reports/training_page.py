@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, "Number"]
 
-_MEMORY_RATES = [
-    ("found_rate", "passage found", "↑ is better"),
-    ("kept_rate", "fact kept", "↑ is better"),
-    ("early_answer_rate", "too early", "↓ is better"),
-    ("lost_rate", "fact lost", "↓ is better"),
-    ("format_rate", "answered", "↑ is better"),
+_MEMORY_RATES = [  # name, label, the count that it is a share of, which way is better
+    ("found_rate", "passage found", "", "↑ is better"),
+    ("kept_rate", "fact kept", "facts_retrieved", "↑ is better"),
+    ("lost_rate", "fact lost later", "facts_held", "↓ is better"),
+    ("early_answer_rate", "too early", "answers", "↓ is better"),
+    ("format_rate", "answered", "", "↑ is better"),
 ]
 _SMALL_CHARTS = [
     (
@@ -57,6 +57,10 @@ _SMALL_CHARTS = [
     ("KL to the reference, per token", number, [("kl_ref", "KL")]),
     ("Entropy, nats per token", number, [("entropy", "entropy")]),
     ("Gradient norm", number, [("grad_norm", "norm")]),
+    ("Learning rate", number, [("lr", "learning rate")]),
+    ("Tokens whose ratio is clipped", percent, [("clip_high", "above"), ("clip_low", "below")]),
+    ("Groups without variance, which teach nothing", percent, [("zero_variance_groups", "groups")]),
+    ("Spread of rewards", number, [("reward_std", "standard deviation")]),
     ("Turns per trajectory", number, [("turns", "turns")]),
     ("Sampled tokens per second", number, [("tokens_per_second", "tokens/s")]),
 ]
@@ -94,7 +98,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
             _seconds_section(data),
             _section("Health of the training", *_small_charts(data), style="small"),
         ],
-        examples=examples(data.before, data.after),
+        examples=examples(data.before, data.after, thought=data.thought),
         settings=_flatten(data.settings),
         commands=_commands(data),
     )
@@ -115,13 +119,20 @@ def _tiles(numbers: Numbers) -> list[Tile]:
     total = _value(numbers, "seconds_total")
     tiles = [
         _change_tile("Exact match", numbers, "em", _em_note(numbers)),
-        _change_tile("F1", numbers, "f1", _interval_note(numbers, "f1_end")),
+        None if _f1_is_em(numbers) else _change_tile("F1", numbers, "f1", _interval_note(numbers, "f1_end")),
         _change_tile("Needed facts kept in memory", numbers, "kept_rate", "of those that a search brought up"),
-        _change_tile("Answered too early", numbers, "early_answer_rate", "before the last needed fact was known"),
+        _change_tile(
+            "Answered too early", numbers, "early_answer_rate", "of the answers: the last needed fact was not yet known"
+        ),
         _context_tile(numbers),
         Tile(label="Time", value=_duration(total), note="all phases together") if total else None,
     ]
     return [tile for tile in tiles if tile is not None]
+
+
+def _f1_is_em(numbers: Numbers) -> bool:
+    """Whether F1 says nothing that exact match does not, as where all answers are single words."""
+    return all(numbers.get(f"f1_{label}") == numbers.get(f"em_{label}") for label in ("start", "end"))
 
 
 def _change_tile(label: str, numbers: Numbers, name: str, note: str) -> Tile | None:
@@ -158,10 +169,7 @@ def _context_tile(numbers: Numbers) -> Tile | None:
 
 def _learning_chart(data: ReportData, numbers: Numbers) -> Figure | None:
     lines = []
-    for name, label, style in (("reward", "reward, training", "reward"), ("em", "exact match, training", "after")):
-        points = _column(data.metrics, name)
-        if not points:
-            continue
+    for label, style, points in _training_curves(data):
         window = max(1, len(points) // 12)
         if window > 1:
             lines.append(Series(label="", style=f"{style} faint", points=points))
@@ -171,15 +179,26 @@ def _learning_chart(data: ReportData, numbers: Numbers) -> Figure | None:
         *_column(data.metrics, "validation/em"),
         (data.num_steps, _value(numbers, "em_end")),
     ]
-    points = [(step, value) for step, value in held_out if value is not None]
+    points = [(step, value) for step, value in dict(held_out).items() if value is not None]
     if points:
         lines.append(Series(label="exact match, held-out questions", style="held-out", points=points, markers=True))
     if not lines:
         return None
     chart = line_chart(lines, title="Reward and exact match by learner step", x_label="learner step", y_format=percent)
-    return _figure(
-        "Reward and exact match by step", chart, lines, "Thin lines are single steps, bold ones their running mean."
-    )
+    caption = "Thin lines are single steps, bold ones their running mean."
+    if len(points) == 2:
+        caption += " Held-out questions were asked before and after only; evaluation.every_steps asks them in between."
+    return _figure("Reward and exact match by step", chart, lines, caption)
+
+
+def _training_curves(data: ReportData) -> list[tuple[str, str, list[tuple[float, float]]]]:
+    """Returns (label, style, points) of reward and exact match, as one curve where they are the same."""
+    em, reward = _column(data.metrics, "em"), _column(data.metrics, "reward")
+    if em == reward:
+        curves = [("exact match, which is the reward, training", "after", em)]
+    else:
+        curves = [("exact match, training", "after", em), ("reward, training", "reward", reward)]
+    return [curve for curve in curves if curve[2]]
 
 
 def _hops_chart(numbers: Numbers) -> Figure | None:
@@ -196,12 +215,19 @@ def _hops_chart(numbers: Numbers) -> Figure | None:
 
 
 def _memory_chart(numbers: Numbers) -> Figure | None:
-    named = [(label, note, _pair(numbers, name)) for name, label, note in _MEMORY_RATES]
-    groups = [BarGroup(label=label, note=note, bars=bars) for label, note, bars in named if bars]
+    groups = []
+    for name, label, base, better in _MEMORY_RATES:
+        counts = [numbers[f"{base}_{end}"] for end in ("start", "end") if f"{base}_{end}" in numbers]
+        of = f"of {' → '.join(f'{count:,}' for count in counts)}\n" if counts else ""
+        if bars := _pair(numbers, name):
+            groups.append(BarGroup(label=label, note=of + better, bars=bars))
     if not groups:
         return None
     chart = bar_chart(groups, title="Memory quality before and after", y_max=1.0)
-    text = "Passages and facts that the question needs; too early: answered before the last of them was in memory."
+    text = (
+        "Passages and facts that the question needs. Kept: of the facts that a search brought up. Lost: of the facts "
+        "in memory, so an agent that keeps nothing loses nothing. Too early: of the answers."
+    )
     return _figure("Memory quality", chart, _BEFORE_AFTER, text)
 
 
@@ -210,7 +236,7 @@ def _end_chart(numbers: Numbers) -> Figure | None:
     groups = [BarGroup(label=label, bars=bars) for label, bars in named if any(bar.value for bar in bars)]
     if not groups:
         return None
-    chart = bar_chart(groups, title="End reasons before and after", y_format=whole_percent, y_max=1.0)
+    chart = bar_chart(groups, title="End reasons before and after", y_max=1.0)
     return _figure("How trajectories ended", chart, _BEFORE_AFTER, "Share of the trajectories.")
 
 

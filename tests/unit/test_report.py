@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
 from mempipe.data.trajectories import write_trajectories
@@ -28,7 +29,7 @@ from mempipe.reports.charts import (
     share_bar,
     whole_percent,
 )
-from mempipe.reports.examples import choose_examples, memory_diff
+from mempipe.reports.examples import choose_examples, memory_diff, shown_turns
 from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
@@ -321,6 +322,75 @@ def test_the_page_marks_the_words_of_a_memory(tmp_path):
     assert "<ins>Ann Oslo</ins>" in page.read_text()
     assert "<del>Ann</del> Oslo <ins>river</ins>" in " ".join(page.read_text().split())
     assert '<b class="needed">● </b><b>T</b>' in page.read_text()
+
+
+def page_of(tmp_path, **changes) -> str:
+    page, _ = write_report(tmp_path, make_data(**changes))
+    return html.unescape(" ".join(page.read_text().split()))
+
+
+def test_a_figure_that_says_nothing_new_is_left_out(tmp_path):
+    rows = [{"step": step, "time": 0.0, "reward": step / 10, "em": step / 10} for step in (1, 2)]
+    same = page_of(tmp_path, metrics=rows)
+    assert "exact match, which is the reward, training" in same and "</i>reward, training</li>" not in same
+    assert '<div class="label">F1</div>' not in same
+    after = make_groups("after", [1, 1, 0, 1])
+    after[0] = dataclasses.replace(
+        after[0], trajectories=[dataclasses.replace(t, em=0.0, f1=0.5) for t in after[0].trajectories]
+    )
+    other = page_of(tmp_path, after=after)
+    assert (
+        "</i>exact match, training</li>" in other
+        and "</i>reward, training</li>" in other
+        and '<div class="label">F1</div>' in other
+    )
+
+
+def test_rates_of_memory_say_what_they_are_shares_of(tmp_path):
+    numbers = summarise(make_data())
+    assert (numbers["facts_retrieved_end"], numbers["facts_held_end"], numbers["answers_end"]) == (4, 0, 4)
+    text = page_of(tmp_path)
+    assert "of 4 → 4" in text and "an agent that keeps nothing loses nothing" in text and "of the answers" in text
+
+
+def test_a_held_out_curve_of_two_points_says_how_to_get_more(tmp_path):
+    hint = "evaluation.every_steps asks them in between"
+    assert hint in page_of(tmp_path)
+    rows = [{"step": 1, "time": 0.0, "em": 0.1, "validation/em": 0.5}]
+    assert hint not in page_of(tmp_path, metrics=rows)
+
+
+def test_what_a_step_logs_about_its_learning_is_drawn(tmp_path):
+    names = ("learner/clip_high", "learner/clip_low", "learner/lr", "zero_variance_groups", "reward_std")
+    text = page_of(tmp_path, metrics=[{"step": step, "time": 0.0} | dict.fromkeys(names, 0.5) for step in (1, 2)])
+    for title in ("Learning rate", "Tokens whose ratio is clipped", "Groups without variance", "Spread of rewards"):
+        assert title in text, title
+
+
+def test_settings_are_folded_away(tmp_path):
+    assert re.search(r"<details><summary><h2>Settings</h2></summary> <dl", page_of(tmp_path))
+
+
+def test_examples_show_thought_and_query_and_a_repeated_turn_once():
+    group = make_group("after", 0, em=1.0)
+    action = 'need it</think><tool_call>{"query": "x"}</tool_call>'
+    search = dataclasses.replace(group.trajectories[0].contexts[0], action=action, memory_before="Ann Oslo")
+    turns = [dataclasses.replace(search, index=index) for index in range(4)]
+    turns.append(dataclasses.replace(turns[0], index=4, action="other"))
+    trajectory = dataclasses.replace(group.trajectories[0], contexts=turns)
+    shown = shown_turns(trajectory, group.question, thought=agent_spec("memsearcher").thought)
+    assert [(turn.number, turn.last) for turn in shown] == [(1, 4), (5, 5)]
+    assert (shown[0].thought, shown[0].queries, shown[0].action) == ("need it", ["x"], "")
+
+
+def test_labels_of_narrow_bars_are_shortened_before_they_collide():
+    def labels(num_groups: int) -> list[str]:
+        bars = [Bar(value=0.997, style="x"), Bar(value=0.995, style="x")]
+        chart = bar_chart([BarGroup(label="a", bars=bars)] * num_groups, title="t", y_max=1.0)
+        return [shape.text for shape in chart.shapes if shape.style == "value"]
+
+    assert labels(2) == ["99.7 %", "99.5 %"] * 2
+    assert labels(6) == ["100 %", "100 %"] * 6
 
 
 def test_a_gap_in_the_numbers_is_a_gap_in_the_line():
