@@ -23,6 +23,7 @@ EVERY_PROCESS = {
     **NO_TELEMETRY,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others
 }
 """What the command and all workers run with; a variable that the user has set stays as it is."""
 

@@ -240,7 +240,10 @@ def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
     if config.agent_spec.searches and not (config.retrieval.index or config.retrieval.url):
         raise ConfigError(f"retrieval.index and retrieval.url are empty; agent.name {config.agent.name!r} searches")
     if config.retrieval.index:
-        check_index(config.retrieval.index)
+        retrieval = config.retrieval
+        check_index(
+            retrieval.index, mode=retrieval.mode, shard_actors=retrieval.shard_actors, num_gpus=retrieval.num_gpus
+        )
     if run.endpoint is not None:
         asyncio.run(_check_endpoint(Endpoint(run.endpoint), context_tokens=config.budget.context_tokens))
     else:

@@ -94,7 +94,10 @@ def check_inputs(run: Run, config: RunConfig) -> None:
     for path in filter(None, (config.data.train, config.data.validation)):
         check_questions(path, renderer)
     if config.retrieval.index:
-        check_index(config.retrieval.index, mode=config.retrieval.mode, shard_actors=config.retrieval.shard_actors)
+        retrieval = config.retrieval
+        check_index(
+            retrieval.index, mode=retrieval.mode, shard_actors=retrieval.shard_actors, num_gpus=retrieval.num_gpus
+        )
     newest = latest(run.folder / "checkpoints")
     if newest is not None:
         read_state(newest)

@@ -47,7 +47,15 @@ from mempipe.retrieval.manifest import (
     write_manifest,
 )
 from mempipe.retrieval.passages import line_offsets, read_batches
-from mempipe.retrieval.vectors import Scored, Shard, Shards, merge, read_index, set_search_parameters
+from mempipe.retrieval.vectors import (
+    Scored,
+    Shard,
+    Shards,
+    merge,
+    num_visible_gpus,
+    read_index,
+    set_search_parameters,
+)
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage
@@ -514,7 +522,7 @@ def _threads(factory: str, graph_threads: int) -> Iterator[None]:
 
 def _train(index: Any, sample: Vectors) -> None:
     """Trains with the centroids on GPUs, where there are any."""
-    if hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus():
+    if num_visible_gpus():
         lists = faiss.try_extract_index_ivf(index)
         if lists is not None:
             lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))

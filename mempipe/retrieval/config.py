@@ -36,7 +36,7 @@ class RetrievalConfig(Section):
     every replica holds all of them (memory-mapped, shared by those on one machine).
     """
     num_gpus: int = Field(0, ge=0)
-    """GPUs of every actor that holds vectors, over which faiss spreads them in float16; 0: searched on CPUs."""
+    """GPUs of every actor that holds vectors, to which its shards are dealt out in float16; 0: searched on CPUs."""
     num_threads: int = Field(0, ge=0)
     """CPU threads with which one actor encodes and searches; 0: as many as the machine has cores."""
     batch_wait_ms: float = Field(2.0, ge=0)

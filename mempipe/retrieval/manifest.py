@@ -114,15 +114,20 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     return manifest, hashlib.sha256(text).hexdigest()[:16]
 
 
-def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0) -> None:
+def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0, num_gpus: int = 0) -> None:
     """Raises ConfigError unless the files of an index are there, as long as its manifest says, and can be searched so.
 
-    Reads the manifest only.
+    `num_gpus` are those of every actor that holds vectors. Reads the manifest only.
     """
     folder = Path(folder)
     manifest, _ = read_manifest(folder)
     search_mode(mode, manifest, folder)
-    vector_files(manifest, folder, part=0, num_parts=max(shard_actors, 1))
+    files = vector_files(manifest, folder, part=0, num_parts=max(shard_actors, 1))
+    if num_gpus > max(len(files), 1):
+        raise ConfigError(
+            f"retrieval.num_gpus is {num_gpus}, but an actor holds {len(files)} shards of index {folder}, each on one "
+            "GPU; lower it, or build the index with a smaller faiss.shard_passages"
+        )
 
 
 def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:

@@ -37,6 +37,8 @@ NUM_SPARE = 16
 """Candidates beyond those asked for:
 faiss rounds otherwise, so that passages of nearly the same score may come in another order.
 """
+GPU_TEMP_BYTES = 2**28
+"""Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
 
 
 def search_thread(num_threads: int) -> ThreadPoolExecutor:
@@ -72,16 +74,18 @@ class VectorIndex(Protocol):
 class Shard:
     """One faiss index file, memory-mapped; its rows count from 0."""
 
-    def __init__(self, path: str | Path, *, search: str = "") -> None:
-        """`search` are faiss search parameters, e.g.
-        "nprobe=64". Raises ConfigError when the file or the parameters are no good.
+    def __init__(self, path: str | Path, *, search: str = "", gpu: int | None = None) -> None:
+        """`search` are faiss search parameters, e.g. "nprobe=64"; `gpu` holds a copy in float16 that proposes the
+        candidates (None: faiss proposes them on CPUs).
+
+        Raises ConfigError when the file or the parameters are no good.
         """
         self._index = read_index(Path(path))
         if search:
             set_search_parameters(self._index, search)
         self.num_vectors, self.dimension = int(self._index.ntotal), int(self._index.d)
         self.is_exhaustive = isinstance(self._index, faiss.IndexFlatCodes)
-        self._gpu_index = _gpu_copy(self._index)
+        self._gpu_index = None if gpu is None else _gpu_copy(self._index, gpu)
         self._plain: Vectors | None = None  # a view of the memory-mapped file, [num_vectors, dimension]
         if isinstance(self._index, faiss.IndexFlat):
             self._plain = faiss.rev_swig_ptr(self._index.get_xb(), self.num_vectors * self.dimension).reshape(
@@ -123,7 +127,7 @@ class Shard:
     def _candidates(
         self, vectors: Vectors, depth: int, rows: Rows
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Rows and scores [n, depth], by faiss; on GPUs when the whole shard is searched."""
+        """Rows and scores [n, depth], by faiss; on the shard's GPU when all of it is searched."""
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         depth = min(depth, rows[1] - rows[0])
         if rows == (0, self.num_vectors):
@@ -182,9 +186,15 @@ def _moved(answers: Sequence[Scored], offset: int) -> list[Scored]:
 
 
 def open_shards(files: Sequence[Path], *, search: str = "") -> VectorIndex:
-    """The vectors in some shards' files, in this process."""
-    shards = [Shard(file, search=search) for file in files]
-    return shards[0] if len(shards) == 1 else Shards(shards)
+    """Returns the vectors in some shards' files, in this process, with the shards dealt out to the GPUs it sees."""
+    num_gpus = num_visible_gpus()
+    shards = [Shard(file, search=search, gpu=i % num_gpus if num_gpus else None) for i, file in enumerate(files)]
+    return shards[0] if len(shards) == 1 else Shards(shards, num_threads=max(num_gpus, 1))
+
+
+def num_visible_gpus() -> int:
+    """Returns the number of GPUs that faiss can use here; an actor sees only those that it was given."""
+    return faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
 
 
 def merge(parts: Sequence[Scored], count: int) -> Scored:
@@ -233,15 +243,20 @@ def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, coun
     return rows[order], scores[order]
 
 
-def _gpu_copy(index: Any) -> Any:
-    """The index in float16, spread over all visible GPUs; None without one, and for kinds that GPUs cannot search."""
-    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
-        return None
-    options = faiss.GpuMultipleClonerOptions()
+def _gpu_copy(index: Any, gpu: int) -> Any:
+    """Returns the index in float16 on a GPU; None for kinds that GPUs cannot search, and when it does not fit.
+
+    A shard lies on one GPU whole: faiss cannot split every kind (SQfp16 among them) over several.
+    """
+    options = faiss.GpuClonerOptions()
     options.useFloat16 = True
-    options.shard = True
+    # Of its own: shards are searched at the same time, and one set of resources serves one search at a time.
+    resources = faiss.StandardGpuResources()
+    resources.setTempMemory(GPU_TEMP_BYTES)
     try:
-        return faiss.index_cpu_to_all_gpus(index, co=options)
+        return faiss.index_cpu_to_gpu(resources, gpu, index, options)
     except RuntimeError as error:
-        logging.getLogger(__name__).warning("a faiss %s stays on the CPU: %s", type(index).__name__, error)
+        logging.getLogger(__name__).warning(
+            "a faiss %s stays on the CPU, GPU %d cannot hold it: %s", type(index).__name__, gpu, error
+        )
         return None

@@ -51,7 +51,7 @@ def app(args: dict[str, Any]) -> Application:
     `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`
     """
     config = parse_section(args, ServiceConfig)
-    check_index(config.index, mode=config.mode)
+    check_index(config.index, mode=config.mode, num_gpus=config.num_gpus)
     deployment: Any = serve.deployment(serve.ingress()(RetrievalReplica))
     return deployment.options(
         name=NAME,

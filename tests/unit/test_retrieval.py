@@ -30,7 +30,7 @@ from mempipe.retrieval import vectors
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.encoders import Encoder, HashingEncoder
-from mempipe.retrieval.manifest import read_manifest, verify
+from mempipe.retrieval.manifest import check_index, read_manifest, verify
 from mempipe.retrieval.retriever import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
@@ -107,6 +107,16 @@ def folder(request, tmp_path_factory, encoder) -> Path:
     folder = tmp_path_factory.mktemp("index") / encoder.name
     build_index(make_passages(), folder, encoder=encoder, segment_passages=50, faiss={"shard_passages": request.param})
     return folder
+
+
+def test_more_gpus_than_an_actor_has_shards_are_refused(folder):
+    num_shards = len(read_manifest(folder)[0].vectors.files)
+    check_index(folder, num_gpus=num_shards)
+    with pytest.raises(ConfigError, match=rf"retrieval\.num_gpus is {num_shards + 1}, but an actor holds {num_shards}"):
+        check_index(folder, num_gpus=num_shards + 1)
+    if num_shards > 1:
+        with pytest.raises(ConfigError, match=r"retrieval\.num_gpus is 2, but an actor holds 1 shards"):
+            check_index(folder, shard_actors=num_shards, num_gpus=2)
 
 
 @pytest.fixture

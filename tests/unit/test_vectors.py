@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.retrieval import vectors as module
-from mempipe.retrieval.vectors import Shard, Shards, merge
+from mempipe.retrieval.vectors import Shard, Shards, merge, open_shards
 from mempipe.settings import ConfigError
 
 N, D = 700, 32
@@ -105,6 +105,64 @@ def test_what_is_no_index_by_inner_product_is_refused(tmp_path):
     for name in ("text", "none"):
         with pytest.raises(ConfigError, match="is no faiss index"):
             Shard(tmp_path / name)
+
+
+class Gpus:
+    """Stands in for faiss' GPU functions: remembers where each index went, and refuses what faiss refuses."""
+
+    def __init__(self, count: int, *, refuses: type[Exception] | None = None) -> None:
+        self.count, self.refuses = count, refuses
+        self.copies: list[tuple[int, str]] = []
+        self.resources: list[object] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Resources:
+            def setTempMemory(self, size: int) -> None: ...
+
+        class Options:
+            useFloat16 = False
+
+        monkeypatch.setattr(faiss, "StandardGpuResources", Resources, raising=False)
+        monkeypatch.setattr(faiss, "GpuClonerOptions", Options, raising=False)
+        monkeypatch.setattr(faiss, "get_num_gpus", lambda: self.count, raising=False)
+        monkeypatch.setattr(faiss, "index_cpu_to_gpu", self.copy, raising=False)
+
+    def copy(self, resources: object, gpu: int, index: faiss.Index, options: object) -> faiss.Index:
+        assert options.useFloat16 and all(resources is not other for other in self.resources)
+        self.resources.append(resources)
+        if self.refuses:
+            raise self.refuses("no room")
+        self.copies.append((gpu, type(index).__name__))
+        return index
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQfp16"])
+def test_every_shard_lies_on_one_gpu_of_those_that_are_seen(tmp_path, monkeypatch, factory):
+    gpus = Gpus(2)
+    gpus.install(monkeypatch)
+    monkeypatch.setattr(module, "SCAN_LIMIT", 0)
+    files = [index_file(tmp_path / str(i), VECTORS[100 * i : 100 * (i + 1)], factory) for i in range(5)]
+    opened = open_shards(files)
+    kind = {"Flat": "IndexFlatIP", "SQfp16": "IndexScalarQuantizer"}[factory]
+    assert gpus.copies == [(i % 2, kind) for i in range(5)]
+    plain = Shards([Shard(file) for file in files])
+    assert len(gpus.copies) == 5  # a shard of its own is on no GPU
+    assert as_lists(opened.search(QUERIES, 7)) == as_lists(plain.search(QUERIES, 7))
+
+
+def test_without_a_gpu_in_sight_nothing_is_copied(tmp_path, monkeypatch):
+    gpus = Gpus(0)
+    gpus.install(monkeypatch)
+    open_shards([index_file(tmp_path / "a", VECTORS)])
+    assert not gpus.resources
+
+
+def test_a_shard_that_no_gpu_can_hold_stays_on_the_cpu_and_says_so(tmp_path, monkeypatch, caplog):
+    gpus = Gpus(1, refuses=RuntimeError)
+    gpus.install(monkeypatch)
+    opened = open_shards([index_file(tmp_path / "a", VECTORS)])
+    assert "IndexFlatIP stays on the CPU" in caplog.text
+    assert as_lists(opened.search(QUERIES[:1], 3)) == [by_numpy(QUERIES[0], 3)]
 
 
 @settings(max_examples=100, deadline=None)
