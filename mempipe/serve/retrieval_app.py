@@ -18,7 +18,6 @@ that failed.
 
 import asyncio
 import logging
-import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
+from mempipe.serve.errors import sentence
 from mempipe.serve.gate import Gate, problem, retry_header
 from mempipe.types import Passage, SearchResult
 
@@ -238,22 +238,12 @@ def make_app(service: RetrievalService) -> FastAPI:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
-    return problem(422, "; ".join(_sentence(e["loc"][1:], e) for e in error.errors()[:3]))
+    return problem(422, "; ".join(sentence(e["loc"][1:], e) for e in error.errors()[:3]))
 
 
 async def _not_now(request: Request, error: Exception) -> JSONResponse:
     logger.warning("%s: %s", request.url.path, error)
     return problem(503, str(error))
-
-
-def _sentence(where: Sequence[int | str], error: Any) -> str:
-    """What is wrong with a request, and where."""
-    if error["type"] == "json_invalid":
-        return f"the body is not JSON: {error['ctx']['error']}"
-    if error["type"] == "missing":
-        return f"{'.'.join(map(str, where)) or 'the body'} is missing"
-    return f"{'.'.join(map(str, where)) or 'the body'} is {reprlib.repr(error['input'])}: {error['msg']}"
 
 
 def _refuse_empty(queries: Sequence[str]) -> None:

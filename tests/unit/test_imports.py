@@ -78,6 +78,7 @@ ALLOWED = {
     "mempipe.retrieval.retriever": ("faiss",),
     "mempipe.retrieval.remote": ("faiss",),
     "mempipe.serve.gate": (),
+    "mempipe.serve.agent_app": (),
     "mempipe.serve.retrieval_app": ("faiss",),
 }
 

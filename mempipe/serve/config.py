@@ -1,0 +1,64 @@
+"""Settings of the agent service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from mempipe.engines.config import EndpointConfig, SamplingConfig
+from mempipe.settings import Section
+
+
+class Replicas(Section):
+    """Copies of one deployment; between `min` and `max` Ray Serve decides by the load."""
+
+    min: int = Field(1, ge=1)
+    max: int = Field(1, ge=1)
+    target_ongoing_requests: int = Field(16, ge=1)
+    """Calls under way per copy that Ray Serve aims at."""
+
+
+class AgentServiceConfig(Section):
+    """An agent service. The limits hold for each of its replicas."""
+
+    run: str = ""
+    """A run's folder or its YAML file: agent, prompts, budget, index and sampling are as there."""
+    checkpoint: str = ""
+    """A Hugging Face folder or name, or the folder of a trained run; empty: the model of `run`."""
+    settings: dict[str, Any] = {}
+    """Settings of a run that replace those of `run`, nested as in its file."""
+    endpoint: EndpointConfig | None = None
+    """An OpenAI-compatible server that samples in place of our own engine."""
+    generator: str = ""
+    """A generator application that runs already (mempipe.serve.agent:generator); empty: one of this application's own.
+    """
+    name: str = Field("", pattern=r"^[\w.:/@-]{0,100}$")
+    """What clients call the model; empty: the run's name."""
+    agents: dict[str, dict[str, Any]] = {}
+    """Further agents that a request may name, and the settings of each that differ from the run's."""
+    sampling: SamplingConfig | None = None
+    """How requests are sampled that say nothing; null: as the run is validated (evaluation.temperature)."""
+    state: str = ""
+    """The folder of sessions and documents; empty: `service` in the run's folder."""
+    keys: str = ""
+    """A file of API keys, a line each (`mempipe key NAME`); MEMPIPE_API_KEYS may hold more. Without any, only callers
+    on the same machine are answered."""
+    requests_per_minute: int = Field(600, ge=1)
+    """Of one key."""
+    requests_at_once: int = Field(32, ge=1)
+    """Of one key."""
+    max_in_flight: int = Field(32, ge=1)
+    """Requests that one agent replica works on at the same time; further ones get 503 at once."""
+    max_body_bytes: int = Field(2**20, ge=1)
+    """The largest request body; longer documents are uploaded in pieces."""
+    max_document_bytes: int = Field(16 * 2**20, ge=1)
+    max_turns: int = Field(64, ge=1)
+    """The most turns that a request may ask for."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Time limit of one answer."""
+    session_hours: float = Field(24.0, gt=0)
+    """How long a session or a document lives after its last use."""
+    agent_replicas: Replicas = Replicas()
+    generator_replicas: Replicas = Replicas()
+    retriever_replicas: Replicas = Replicas()

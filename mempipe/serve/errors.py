@@ -1,0 +1,70 @@
+"""Refusals as sentences, and the error format of the OpenAI API."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+from mempipe.serve.gate import retry_header
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """A request that is refused, with its status, a sentence, and the field or the code that a program may look at."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The error as clients of the OpenAI API expect it."""
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    body = ErrorBody(message=str(error), type=kind, param=error.param, code=error.code)
+    return ErrorReply(error=body).model_dump()
+
+
+def error_reply(error: ApiError) -> JSONResponse:
+    """The whole answer, with Retry-After where the same request may be made again."""
+    return JSONResponse(error_body(error), error.status, retry_header(error.status))
+
+
+def refuse(status: int, message: str) -> JSONResponse:
+    """The answer of a refusal that needs no more than a sentence (`mempipe.serve.gate.Refuse`)."""
+    return error_reply(ApiError(status, message))
+
+
+def sentence(where: Sequence[int | str], error: Any) -> str:
+    """What is wrong with a request, and where; `error` is one of pydantic's.
+
+    Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
+    """
+    name = ".".join(map(str, where)) or "the body"
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']}"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"{name} is not a field"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{name} is {reprlib.repr(error['input'])}: {error['msg']}"
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

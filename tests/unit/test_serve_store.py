@@ -1,0 +1,111 @@
+"""Sessions and documents in their file: whole, bounded, of one owner, and there after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mempipe.serve.errors import ApiError
+from mempipe.serve.store import Store
+from mempipe.settings import ConfigError
+
+
+def open_store(folder, **limits) -> Store:
+    return Store(folder / "service.sqlite", **{"lifetime_s": 60.0, **limits})
+
+
+async def refused(call) -> int:
+    with pytest.raises(ApiError) as caught:
+        await call
+    return caught.value.status
+
+
+async def test_a_session_keeps_its_memory_over_a_restart(tmp_path):
+    session = await open_store(tmp_path).create_session("ann")
+    assert (session.memory, session.num_questions) == ("", 0)
+    store = open_store(tmp_path)
+    assert (await store.claim(session.id, "ann", for_s=5)).memory == ""
+    await store.release(session.id, "Paris is the capital")
+    again = await open_store(tmp_path).session(session.id, "ann")
+    assert (again.memory, again.num_questions) == ("Paris is the capital", 1)
+    assert [each.id for each in await store.sessions("ann")] == [session.id]
+
+
+async def test_one_question_at_a_time_and_a_lost_one_lets_go(tmp_path):
+    store = open_store(tmp_path)
+    session = await store.create_session("ann")
+    await store.claim(session.id, "ann", for_s=0.2)
+    assert await refused(store.claim(session.id, "ann", for_s=5)) == 409
+    await asyncio.sleep(0.25)
+    await store.claim(session.id, "ann", for_s=5)
+    await store.release(session.id, None)
+    unanswered = await store.claim(session.id, "ann", for_s=5)
+    assert (unanswered.memory, unanswered.num_questions) == ("", 0)
+
+
+async def test_only_one_of_many_gets_a_session(tmp_path):
+    store = open_store(tmp_path)
+    session = await store.create_session("ann")
+    claims = await asyncio.gather(*(store.claim(session.id, "ann", for_s=5) for _ in range(8)), return_exceptions=True)
+    assert sum(not isinstance(claim, ApiError) for claim in claims) == 1
+
+
+async def test_what_is_anothers_is_not_there(tmp_path):
+    store = open_store(tmp_path)
+    session, document = await store.create_session("ann"), await store.create_document("ann")
+    for call in (
+        store.session(session.id, "bob"),
+        store.claim(session.id, "bob", for_s=1),
+        store.delete_session(session.id, "bob"),
+        store.append(document.id, "bob", b"x", start=None),
+        store.text(document.id, "bob"),
+        store.delete_document(document.id, "bob"),
+        store.session("session-none", "ann"),
+    ):
+        assert await refused(call) == 404
+    assert await store.sessions("bob") == []
+    await store.delete_session(session.id, "ann")
+    assert await refused(store.session(session.id, "ann")) == 404
+
+
+async def test_what_has_expired_is_gone_and_makes_room(tmp_path):
+    store = open_store(tmp_path, lifetime_s=0.1, max_items=2)
+    session = await store.create_session("ann")
+    await store.create_session("ann")
+    assert await refused(store.create_session("ann")) == 429
+    await store.create_session("bob")
+    await asyncio.sleep(0.15)
+    assert await refused(store.session(session.id, "ann")) == 404
+    assert await store.sessions("ann") == []
+    await store.create_session("ann")
+
+
+async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_path):
+    text = "Ein Märchen 🦙 " * 50
+    store, content = open_store(tmp_path), text.encode()
+    document = await store.create_document("ann")
+    for start in range(0, len(content), 7):
+        document = await store.append(document.id, "ann", content[start : start + 7], start=start)
+    assert document.num_bytes == len(content)
+    assert await store.append(document.id, "ann", content[7:14], start=7) == document  # sent again
+    assert await refused(store.append(document.id, "ann", b"other", start=7)) == 409
+    assert await refused(store.append(document.id, "ann", b"x", start=len(content) + 1)) == 409
+    assert await store.text(document.id, "ann") == text
+    await store.delete_document(document.id, "ann")
+    with store._open() as database:
+        assert database.execute("SELECT COUNT(*) FROM pieces").fetchone()[0] == 0
+
+
+async def test_a_document_too_long_or_of_no_text_is_refused(tmp_path):
+    store = open_store(tmp_path, max_document_bytes=4)
+    document = await store.create_document("ann")
+    assert await refused(store.append(document.id, "ann", b"12345", start=None)) == 413
+    await store.append(document.id, "ann", b"ab\xff", start=None)
+    assert await refused(store.text(document.id, "ann")) == 400
+
+
+def test_a_folder_that_cannot_hold_it_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="state is"):
+        open_store(tmp_path / "file" / "below")
