@@ -16,6 +16,9 @@ from mempipe import http_client
 from mempipe.faults import InfrastructureFault, ServiceFault, ServiceTimeout
 from mempipe.http_client import HttpClient, RetryPolicy, retry_after_s
 
+SOON_S = 20.0
+"""Long before what would be waited for otherwise, and longer than a busy machine needs."""
+
 
 @asynccontextmanager
 async def served(
@@ -84,11 +87,11 @@ async def test_the_deadline_ends_a_call(answer):
         started = time.monotonic()
         with pytest.raises(ServiceTimeout, match=r"no answer within some\.timeout_s 0\.9 s"):
             await client.request("GET", "x")
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < SOON_S
 
 
 async def test_an_attempt_that_hangs_leaves_time_for_another():
-    async with served([hangs, says({"a": 1})], timeout_s=1.5) as (client, asked):
+    async with served([hangs, says({"a": 1})], timeout_s=5) as (client, asked):
         assert (await client.request("GET", "x")).json() == {"a": 1} and len(asked) == 2
 
 
@@ -97,23 +100,23 @@ async def test_a_deadline_that_calls_share_is_kept_to():
         started = time.monotonic()
         with pytest.raises(ServiceTimeout):
             await client.request("GET", "x", deadline=started + 0.3)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < SOON_S
 
 
-@pytest.mark.parametrize("value", ["1", formatdate(time.time() + 3600, usegmt=True)], ids=["seconds", "a date"])
+@pytest.mark.parametrize("value", ["60", formatdate(time.time() + 3600, usegmt=True)], ids=["seconds", "a date"])
 async def test_retry_after_beyond_the_deadline_ends_the_call_at_once(value):
-    async with served([says({}, status=429, headers={"Retry-After": value})], timeout_s=0.9) as (client, asked):
+    async with served([says({}, status=429, headers={"Retry-After": value})], timeout_s=50) as (client, asked):
         started = time.monotonic()
         with pytest.raises(ServiceTimeout, match="status 429"):
             await client.request("GET", "x")
-        assert time.monotonic() - started < 0.5 and len(asked) == 1
+        assert time.monotonic() - started < SOON_S and len(asked) == 1
 
 
 async def test_retry_after_is_waited_for(no_pauses):
     async with served([says({}, status=503, headers={"Retry-After": "0.5"}), says({})]) as (client, asked):
         started = time.monotonic()
         await client.request("GET", "x")
-        assert 0.5 <= time.monotonic() - started < 2 and len(asked) == 2
+        assert time.monotonic() - started >= 0.5 and len(asked) == 2
 
 
 @pytest.mark.parametrize("value", ["", "soon", "\u00b2", "-5", "nan", "inf", "1e999", "Fri, 31 Dec 1999 23:59:59 GMT"])

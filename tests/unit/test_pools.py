@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,13 +83,11 @@ async def test_other_errors_pass_through_at_once(pauses, error):
     assert (line.num_asked, pauses) == (1, [])
 
 
-async def test_what_does_not_recover_is_told_by_its_role_before_the_deadline():
-    pool, (line,) = pool_of([RetrievalError("the disk is gone")] * 100, timeout_s=0.7)
-    started = time.monotonic()
-    with pytest.raises(RoleUnavailable, match=r"retriever failed and did not recover within 0\.7 s: the disk is gone"):
+async def test_what_does_not_recover_is_told_by_its_role_and_no_pause_outlasts_the_deadline(pauses):
+    pool, (line,) = pool_of([RetrievalError("the disk is gone")] * 100, timeout_s=3)
+    with pytest.raises(RoleUnavailable, match=r"retriever failed and did not recover within 3 s: the disk is gone"):
         await pool.call("query")
-    assert time.monotonic() - started < 0.7
-    assert line.num_asked > 1
+    assert 1 < line.num_asked < 100 and max(pauses) <= 3
 
 
 async def test_no_answer_is_told_at_the_deadline():

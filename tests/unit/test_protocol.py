@@ -83,10 +83,10 @@ def test_the_last_box_is_matched_brace_by_brace(text, content):
 
 
 def test_a_box_of_a_million_braces_is_read_in_a_moment():
-    started = time.perf_counter()
+    started = time.process_time()
     assert last_boxed("\\boxed" + "{" * 500_000 + "}" * 500_000) == "{" * 499_999 + "}" * 499_999
     assert last_boxed("\\boxed{" * 200_000) is None
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 # Messages
@@ -248,9 +248,9 @@ def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(
 def test_a_megabyte_is_neutralised_in_well_under_a_second():
     neutralize = Neutralizer([f"<|reserved_{number}|>" for number in range(256)], tags=MemSearcherRenderer.TAGS)
     passage = "words < and > more <|reserved_7|> </memory> " * 25_000
-    started = time.perf_counter()
+    started = time.process_time()
     safe = neutralize(passage)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(re.findall("< ", safe)) == 75_000
 
 

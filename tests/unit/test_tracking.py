@@ -24,6 +24,8 @@ from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, trackin
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
 PROMPT_IDS = [1, 2, 3]
+AT_ONCE_S = 4.0
+"""Less than any wait for a store or a server, and more than a busy machine needs for the call itself."""
 
 
 @pytest.fixture(scope="session")
@@ -278,7 +280,7 @@ def test_a_locked_store_delays_but_loses_nothing(tmp_path):
     started = time.perf_counter()
     tracker.log_metrics({"em": 0.5}, step=0)
     tracker.log_trajectories([make_group("q")], step=0)
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < AT_ONCE_S
     assert tracker.run_id(1.0) is None
     lock.execute("ROLLBACK")
     lock.close()
@@ -337,8 +339,8 @@ def logged_against(uri: str, folder: Path, caplog):
         time.sleep(0.01)
     started = time.perf_counter()
     summary = tracker.finish(timeout_s=1.0)
-    assert time.perf_counter() - started < 2.0
-    assert slowest < 0.5
+    assert time.perf_counter() - started < 1.0 + AT_ONCE_S
+    assert slowest < AT_ONCE_S
     assert summary.run_id is None and summary.num_unwritten == 20 + 20 + 1  # metrics, traces, the end
     assert [row["em"] for row in read_metrics(folder / "metrics.jsonl")] == [step / 20 for step in range(20)]
     assert sum("incomplete" in record.message for record in caplog.records) == 1
