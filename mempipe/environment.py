@@ -18,9 +18,19 @@ NO_TELEMETRY = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+LOCAL_CLUSTER = {
+    # Ray would start workers at niceness 15: where anything else computes as well, each gets a thirtieth of a core.
+    "RAY_worker_niceness": "0",
+    # A node gives up on its own parts after half a minute, which a busy machine may need.
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_raylet_start_wait_time_s": "120",
+}
+"""What the Ray node that a run starts for itself is told."""
+
 EVERY_PROCESS = {
     **SLEEPING_THREADS,
     **NO_TELEMETRY,
+    **LOCAL_CLUSTER,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others
