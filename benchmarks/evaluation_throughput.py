@@ -15,26 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-
-import httpx
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
 from mempipe import environment
 from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import GenerateFn
-from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import EndpointConfig
 from mempipe.engines.endpoint import Endpoint
@@ -46,6 +39,7 @@ from mempipe.stream import stream_groups
 from mempipe.types import Question, Trajectory
 from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
+from tools.vllm_server import vllm_server
 
 NUM_THREADS = 30
 NUM_IN_FLIGHT = 192
@@ -73,7 +67,8 @@ def main() -> None:
             )
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
-            with launch_rollout_actors(config, namespace) as engines, vllm_server(config) as url:
+            server = vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)
+            with launch_rollout_actors(config, namespace) as engines, server as url:
                 rounds = [measured(engines, url, questions, number) for number in range(arguments.rounds + 1)][1:]
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
     for name in rounds[0]:
@@ -135,43 +130,6 @@ def threaded(engines: RolloutActors, questions: Sequence[Question], make_generat
         trajectories = list(threads.map(answer, questions))
     assert len(trajectories) == len(questions)
     return len(trajectories) / (time.perf_counter() - started)
-
-
-@contextmanager
-def vllm_server(config: RunConfig) -> Iterator[str]:
-    """The address of an OpenAI-compatible server with the settings of the run's engine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    generation = config.generation
-    variables = environment.engine(frontend_pid=os.getpid())
-    variables |= environment.cpu_engine(num_threads=generation.num_threads, kv_cache_gib=generation.cpu_kv_cache_gib)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--model={config.model.path}", "--served-model-name=m", f"--dtype={config.model.dtype}"]
-    command += [
-        f"--max-model-len={config.budget.context_tokens}",
-        f"--max-num-seqs={config.generation.max_num_seqs}",
-        "--block-size=32",
-    ]
-    command += ["--enable-prefix-caching", "--enforce-eager", "--disable-log-stats", "--uvicorn-log-level=error"]
-    server = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL)
-    url, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + SERVER_WITHIN_S
-    try:
-        while not _answers(f"{url}/models"):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the vLLM server did not start")
-            time.sleep(0.5)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 if __name__ == "__main__":

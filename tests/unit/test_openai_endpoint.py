@@ -1,31 +1,26 @@
-"""Completions over HTTP: a real vLLM server on loopback, and one that does everything wrong."""
+"""Completions over HTTP, from a server that does everything wrong."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import httpx
 import pytest
 from faulty_server import Answer, drips, faulty, hangs, resets, says
 
 from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
-from mempipe.data.ruler import SourceQuestion
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
-from mempipe.evaluation.closed_book import answers_right, closed_book_filter
+from mempipe.evaluation.closed_book import answers_right
 from mempipe.faults import ServiceFault
 from mempipe.loader import parse_config
 from mempipe.settings import ConfigError
 from mempipe.types import FinishReason, Question
 
 GREEDY = SamplingConfig(temperature=0.0)
+SOON_S = 20.0
+"""Long before what would be waited for otherwise, and longer than a busy machine needs."""
 
 
 class Letters:
@@ -145,8 +140,8 @@ async def test_what_may_pass_is_asked_again(fault):
 async def test_what_is_no_completion_is_a_fault_at_once(answer, message):
     started = time.monotonic()
     with pytest.raises(ServiceFault, match=message):
-        await generated([answer])
-    assert time.monotonic() - started < 5
+        await generated([answer], timeout_s=60)
+    assert time.monotonic() - started < SOON_S
 
 
 @pytest.mark.parametrize("answer", [hangs, drips], ids=["hangs", "drips"])
@@ -154,7 +149,7 @@ async def test_a_stall_is_a_fault_by_the_deadline(answer):
     started = time.monotonic()
     with pytest.raises(ServiceFault, match=r"no answer within endpoint\.timeout_s 1\.5 s"):
         await generated([answer], timeout_s=1.5)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < SOON_S
 
 
 async def test_the_key_is_sent_and_never_shown(monkeypatch):
@@ -242,136 +237,3 @@ async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_fai
 )
 def test_a_question_is_known_when_its_box_or_its_words_are_a_gold(reply, is_right):
     assert answers_right(reply, ["Paris", "the"]) is is_right
-
-
-@pytest.fixture(scope="module")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of a real server of a tiny chat model, and the model's folder."""
-    from mempipe.engines.tiny import build_model, build_tokenizer
-
-    folder = tmp_path_factory.mktemp("served")
-    build_tokenizer(folder)
-    build_model(folder, seed=1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    }
-    # The module behind `vllm serve`, whose own command asks for a package that is named otherwise in the CPU build.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    settings = [
-        "--model",
-        str(folder),
-        "--served-model-name",
-        "m",
-        "--max-model-len",
-        "768",
-        "--enforce-eager",
-        "--dtype",
-        "float32",
-    ]
-    log = (folder / "log").open("w")
-    server = subprocess.Popen(
-        [*command, *settings], env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True
-    )
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                httpx.get(f"{url}/models").raise_for_status()
-                break
-            except httpx.HTTPError:
-                assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
-                time.sleep(0.5)
-        yield url, str(folder)
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        log.close()
-
-
-async def test_a_real_server_samples_what_transformers_finds_likeliest(vllm_server):
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    from mempipe.engines.tokenizer import load_tokenizer
-
-    url, folder = vllm_server
-    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder), load_tokenizer(folder)
-    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=tokenizer)
-    await client.check(context_tokens=768)
-    with pytest.raises(ConfigError, match=r"budget.context_tokens is 769, but m is served with contexts of 768"):
-        await client.check(context_tokens=769)
-    prompts = [[20 + i, 30, 40] for i in range(8)]
-    completions = await asyncio.gather(*(client.generate(prompt, max_tokens=6) for prompt in prompts))
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert 1 <= len(completion.token_ids) <= 6
-        with torch.no_grad():
-            logprobs = (
-                model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            )
-        found = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert completion.logprobs == pytest.approx(found.tolist(), abs=1e-3)
-        assert found.tolist() == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)
-        ended = completion.token_ids[-1] in tokenizer.stop_token_ids
-        assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
-    with pytest.raises(ServiceFault, match="its context is shorter than the budget's"):
-        await client.generate([20] * 760, max_tokens=20)
-    with pytest.raises(ServiceFault, match="status 400"):
-        await client.generate([20] * 800, max_tokens=20)
-    await client.close()
-
-
-async def test_a_stop_token_ends_a_completion_and_is_its_last_id(vllm_server):
-    from mempipe.engines.tokenizer import load_tokenizer
-
-    url, folder = vllm_server
-    tokenizer = load_tokenizer(folder)
-    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=tokenizer)
-    sampled = (await client.generate([20, 30, 40], max_tokens=3)).token_ids
-    await client.close()
-    stops = Letters()
-    stops.stop_token_ids = frozenset({sampled[0]})
-    client = Endpoint(EndpointConfig(url=url, model="m"), sampling=GREEDY, tokenizer=stops)
-    completion = await client.generate([20, 30, 40], max_tokens=3)
-    assert (completion.token_ids, completion.finish_reason) == (sampled[:1], FinishReason.STOP)
-    await client.close()
-
-
-async def test_a_real_server_ends_a_completion_with_the_token_in_which_a_stop_text_ends(vllm_server):
-    from mempipe.engines.tokenizer import load_tokenizer
-
-    url, folder = vllm_server
-    tokenizer = load_tokenizer(folder)
-    config = EndpointConfig(url=url, model="m")
-    client = Endpoint(config, sampling=GREEDY, tokenizer=tokenizer)
-    sampled = (await client.generate([20, 30, 40], max_tokens=6)).token_ids
-    await client.close()
-    client = Endpoint(config, sampling=GREEDY, tokenizer=tokenizer, stop_texts=[tokenizer.decode(sampled[:3])])
-    completion = await client.generate([20, 30, 40], max_tokens=6)
-    assert (completion.token_ids, completion.finish_reason) == (sampled[:3], FinishReason.STOP)
-    await client.close()
-
-
-def test_known_questions_are_asked_of_the_real_server(vllm_server):
-    url, _ = vllm_server
-    questions = [
-        SourceQuestion(id=str(i), text=f"who {i} ?", answers=["no such answer"], documents=[("T", "x")], needed=[0])
-        for i in range(3)
-    ]
-    assert closed_book_filter(url, ["m"])(questions) == [False] * 3
-    with pytest.raises(ConfigError, match=r"endpoint.model is 'other'"):
-        closed_book_filter(url, ["other"])(questions)

@@ -1,0 +1,51 @@
+"""Waiting for a command: as long as it gets on, and no longer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import processes
+from tools.processes import Marked, Running, run
+
+GROWS = """
+import time
+for i in range(8):
+    time.sleep(0.5)
+    print(i, flush=True) if i % 2 else open("file", "a").write(str(i))
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 3.0)
+    monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.1)
+
+
+def test_a_command_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", GROWS], marked=Marked(), cwd=tmp_path)
+    assert (done.returncode, done.stdout.split()) == (0, ["1", "3", "5", "7"])
+    assert (tmp_path / "file").read_text() == "0246"
+
+
+def test_a_command_that_hangs_fails_with_the_end_of_its_output(tmp_path: Path) -> None:
+    marked = Marked()
+    hangs = Running(
+        [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"], marked=marked, cwd=tmp_path
+    )
+    try:
+        with pytest.raises(AssertionError, match="written nothing for 3 s\nso far"):
+            hangs.wait_until(lambda: False)
+        assert len(marked.processes()) == 1
+    finally:
+        marked.end()
+    assert marked.survivors() == []
+
+
+def test_a_command_that_ends_before_its_time_fails_with_what_it_said(tmp_path: Path) -> None:
+    ends = Running([sys.executable, "-c", "import sys; sys.exit('no room')"], marked=Marked(), cwd=tmp_path)
+    with pytest.raises(AssertionError, match="ended early with 1\nno room"):
+        ends.wait_until(lambda: False)
+    assert (ends.wait().returncode, ends.stderr) == (1, "no room\n")
