@@ -14,13 +14,16 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart test lint clean
+.PHONY: setup quickstart test test-fast lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume=auto
 
 test: setup lint  ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder  # two files at a time; tests on a GPU want it for themselves
+	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
+
+test-fast: setup  ## the tests that need no cluster, no engine and no training
+	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/conformance
 
 lint: setup
 	$(BIN)/ruff check .

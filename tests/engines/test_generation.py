@@ -20,6 +20,7 @@ from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator
 from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion, FinishReason
+from tools.processes import GONE_WITHIN_S
 
 GREEDY = SamplingConfig(temperature=0)
 SAMPLED = SamplingConfig()
@@ -147,12 +148,17 @@ async def test_every_completion_is_of_one_version_while_weights_change_under_loa
         while running:
             completions.append((prompt, await complete(generator, prompt, 10)))
 
+    async def until_one_is_of(version: int) -> None:
+        while not any(completion.policy_version == version for _, completion in completions):
+            await asyncio.sleep(0.05)
+
     tasks = [asyncio.create_task(trajectory(prompt)) for prompt in prompts(100)]
+    await until_one_is_of(next(iter(models)))
     for seed in (1, 2, 3):
-        await asyncio.sleep(0.3)
         model = build_model(seed=seed)
-        models[await serve(model)] = model
-    await asyncio.sleep(0.3)
+        version = await serve(model)
+        models[version] = model
+        await until_one_is_of(version)
     running = False
     await asyncio.gather(*tasks)
     counts = {version: sum(c.policy_version == version for _, c in completions) for version in models}
@@ -213,7 +219,7 @@ async def test_the_death_of_the_engine_reaches_every_call_at_once(busy):
     assert not any(call.done() for call in calls)
     for process in processes:
         process.kill()
-    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=10)
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=GONE_WITHIN_S)
     assert [type(result) for result in results] == [EngineDead] * len(calls)
     for call in (
         complete(generator, prompts(1)[0]),
@@ -227,9 +233,9 @@ async def test_the_death_of_the_engine_reaches_every_call_at_once(busy):
 async def test_shutdown_ends_completions_and_processes(busy):
     generator, processes, pending = busy
     await generator.shutdown()
-    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), timeout=10)
+    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), timeout=GONE_WITHIN_S)
     assert [type(result) for result in results] == [EngineDead] * 30
-    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1] == []
 
 
 def test_an_engine_does_not_outlive_a_killed_owner(model_path, tmp_path):
@@ -242,7 +248,7 @@ def test_an_engine_does_not_outlive_a_killed_owner(model_path, tmp_path):
         processes = engine_processes(psutil.Process(owner.pid))
         assert processes
         owner.kill()
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1] == []
 
 
 OWNER = """

@@ -1,14 +1,11 @@
 """A local Ray cluster, and the embedded world in miniature, shared by the tests of this folder."""
 
-import os
-
 import pytest
 import ray
 from miniature import MINIATURE, QUICKSTART
 
 from mempipe.actors.launch import connected
 from mempipe.config import RunConfig
-from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.runs import Run
 from pipelines.prepare import prepare
@@ -17,11 +14,6 @@ from pipelines.prepare import prepare
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.ray)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def environment():
-    os.environ.update(EVERY_PROCESS)
 
 
 @pytest.fixture(scope="session")

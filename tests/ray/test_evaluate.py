@@ -5,17 +5,13 @@ its driver killed after the first part, then the same command again, and a look 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
-from miniature import Marked
 
 from mempipe.cli import EXIT_CONFIG
 from mempipe.config import RunConfig
@@ -27,9 +23,9 @@ from mempipe.settings import ConfigError
 from mempipe.tracking.tracker import last_run_id
 from mempipe.types import Question
 from pipelines.evaluate import main
+from tools.processes import Marked, Running, run
 
 NUM_SAMPLES = 2
-DEADLINE_S = 240.0
 LONG = Question(id="long", text=" ".join(["where"] * 200), golden_answers=["nowhere"])
 
 
@@ -80,27 +76,13 @@ def evaluated(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
     suite = write_suite(folder, world, folder / "questions.parquet")
     marked = Marked()
     try:
-        driver = subprocess.Popen(
-            command(suite),
-            env=marked.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        first, deadline = folder / "kill" / "noise" / "world", time.monotonic() + DEADLINE_S
-        while not parts(first):
-            assert driver.poll() is None and time.monotonic() < deadline, (
-                driver.stderr.read() if driver.poll() else "no part in time"
-            )
-            time.sleep(0.02)
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-        survivors = marked.survivors(within_s=30)
+        driver = Running(command(suite), marked=marked, cwd=folder)
+        first = folder / "kill" / "noise" / "world"
+        driver.wait_until(lambda: parts(first), every_s=0.02)
+        driver.kill()
+        survivors = marked.survivors()
         at_kill = parts(first)
-        again = subprocess.run(
-            command(suite), env=marked.environment, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        again = run(command(suite), marked=marked, cwd=folder)
         assert again.returncode == 0, again.stderr[-2000:]
         yield Evaluated(suite, folder / "kill", questions, at_kill, survivors, again.stdout)
     finally:
@@ -171,6 +153,6 @@ def test_a_finished_evaluation_asks_nothing_again_and_other_settings_are_refused
 
 def test_two_evaluations_do_not_share_a_folder(evaluated):
     lock(evaluated.folder)
-    other = subprocess.run(command(evaluated.suite), capture_output=True, text=True, timeout=DEADLINE_S)
+    other = run(command(evaluated.suite), marked=Marked(), cwd=evaluated.folder.parent)
     assert other.returncode == EXIT_CONFIG
     assert f"error: another process is at work in {evaluated.folder}" in other.stderr

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from miniature import FEW_PROCESSES, ROOT, Marked
+from miniature import FEW_PROCESSES
 
 from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.tracking.tracker import read_metrics
 from mempipe.types import EndReason
+from tools.processes import ROOT, Marked, run
 
-JOB_WITHIN_S = 300
 PROMPTS = 'system: ""\nuser: "{question}<notebook>{memory}</notebook>"\n'
 BROKEN = "\n\ndef broken(trajectory, question):\n    return 1 / len(trajectory.answer or '')\n"
 
@@ -55,19 +55,18 @@ def train(workplace: Path, name: str, *overrides: str) -> subprocess.CompletedPr
         *overrides,
     ]
     command = [sys.executable, "-m", "mempipe.cli", "train", "notebook_agent/config.yaml", *settings]
-    environment = Marked().environment
-    return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=JOB_WITHIN_S)
+    return run(command, marked=Marked(), cwd=workplace)
 
 
 def test_an_agent_a_reward_and_a_tool_of_ones_own_are_trained(workplace):
     done = train(workplace, "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    run = workplace / "runs" / "run"
-    (step,) = [row for row in read_metrics(run / "metrics.jsonl") if "reward" in row]
+    folder = workplace / "runs" / "run"
+    (step,) = [row for row in read_metrics(folder / "metrics.jsonl") if "reward" in row]
     assert step["reward"] < 0, "only this reward has a price for words"
     assert step["learner/grad_norm"] > 0
     played = [
-        trajectory for group in read_trajectories(run / "trajectories.parquet") for trajectory in group.trajectories
+        trajectory for group in read_trajectories(folder / "trajectories.parquet") for trajectory in group.trajectories
     ]
     assert len(played) == 2 * 2, "before and after"
     for trajectory in played:

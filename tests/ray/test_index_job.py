@@ -7,16 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import yaml
-from miniature import Marked
 
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS, connected
@@ -27,10 +24,9 @@ from mempipe.retrieval.build import IndexBuild, encode_segment
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.retriever import Query, Retriever
+from tools.processes import Marked, Running, run
 
-pytestmark = pytest.mark.ray
-
-NUM_PASSAGES, GONE_WITHIN_S, TIMEOUT_S = 20_000, 60.0, 180.0
+NUM_PASSAGES = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -77,32 +73,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_bytes(folder):
     marked = Marked()
-    options: dict[str, Any] = {
-        "env": marked.environment,
-        "cwd": folder,
-        "text": True,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
     encoded = folder / ".killed.building" / "unfinished" / "encoded"
     try:
-        process = subprocess.Popen(command_of(folder, "killed"), start_new_session=True, **options)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not encoded.exists() or len(list(encoded.iterdir())) < 3:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.01)
-        process.kill()
-        process.communicate()
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while workers := [
-            p for p in marked.processes() if "Segment" in " ".join(p.cmdline())
-        ]:  # Ray's own agents are not ours to judge
-            assert time.monotonic() < deadline, workers
-            time.sleep(0.2)
+        build = Running(command_of(folder, "killed"), marked=marked, cwd=folder)
+        build.wait_until(lambda: encoded.exists() and len(list(encoded.iterdir())) >= 3, every_s=0.01)
+        build.kill()
+        assert marked.survivors(named="Segment") == []  # Ray's own agents are not ours to judge
         marked.end()
         done = len(list(encoded.glob("*.f32")))
         assert 3 <= done < NUM_PASSAGES / 500, "the kill came too late to test anything"
-        again = subprocess.run(command_of(folder, "killed"), timeout=TIMEOUT_S, check=False, **options)
+        again = run(command_of(folder, "killed"), marked=marked, cwd=folder)
     finally:
         marked.end()
     assert again.returncode == 0, again.stdout + again.stderr
@@ -115,9 +95,7 @@ def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
     with (folder / "bad.jsonl").open("w") as file:
         file.write((folder / "a.jsonl").read_text() + '{"id": "x"}\n')
     command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
-    done = subprocess.run(
-        command, cwd=folder, env=Marked().environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = run(command, marked=Marked(), cwd=folder)
     assert done.returncode == 2
     reason = "text is missing; a passage needs `contents`, or `title` and `text`, as text"
     assert done.stderr.strip().splitlines() == [

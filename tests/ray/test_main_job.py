@@ -8,9 +8,7 @@ import asyncio
 import json
 import re
 import resource
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import mlflow
 import pytest
 import ray
 import torch
-from miniature import QUICKSTART, Marked, start_train
+from miniature import QUICKSTART
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mempipe.actors import launch as launching
@@ -47,12 +45,11 @@ from mempipe.stream import stream_groups
 from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, Group, Question
 from pipelines.train import TrainingRows, learn
+from tools.processes import Marked, Running, run
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
 TOLERANCE = 1e-3  # of log-probs
-GONE_WITHIN_S = 20.0
-JOB_WITHIN_S = 900  # on a machine that is busy with other things
 NUM_STEPS = 8
 NUM_QUESTIONS = 192
 SHORT = [f"num_steps={NUM_STEPS}", f"world.num_validation_questions={NUM_QUESTIONS}", "optimizer.schedule=constant"]
@@ -95,16 +92,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     assert config.algorithm.max_off_policy_steps == 1
     marked = Marked()
     try:
-        driver = start_train(command, output, marked=marked)
-        _wait_for_checkpoint(config.folder, driver, step=2)
-        driver.send_signal(signal.SIGKILL)
-        survivors_of_kill = marked.survivors(within_s=GONE_WITHIN_S)
+        driver = Running(command, marked=marked, cwd=output)
+        driver.wait_until(lambda: _step_of_newest(config.folder) >= 2, every_s=0.005)
+        driver.kill()
+        survivors_of_kill = marked.survivors()
         newest = latest(config.folder / "checkpoints")
         assert newest is not None
         killed_at, run_id = read_state(newest)["position"], last_run_id(config.folder)
         num_lines = len((config.folder / "metrics.jsonl").read_text().splitlines())
-        driver = start_train([*command, "--resume"], output, marked=marked)
-        stdout, stderr = driver.communicate(timeout=JOB_WITHIN_S)
+        resumed = run([*command, "--resume"], marked=marked, cwd=output)
         world, model = config.folder / "world", config.folder / "warm_start"
         paths = {"data": {"train": str(world / "train.parquet"), "validation": str(world / "validation.parquet")}}
         yield Job(
@@ -115,21 +111,19 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
             run_id_at_kill=run_id,
             metric_lines_at_kill=num_lines,
             survivors_of_kill=survivors_of_kill,
-            survivors_of_end=marked.survivors(within_s=GONE_WITHIN_S),
-            exit_code=driver.returncode,
-            stdout=stdout,
-            stderr=stderr,
+            survivors_of_end=marked.survivors(),
+            exit_code=resumed.returncode,
+            stdout=resumed.stdout,
+            stderr=resumed.stderr,
         )
     finally:
         marked.end()
 
 
-def _wait_for_checkpoint(folder: Path, driver: Any, *, step: int) -> None:
-    deadline = time.monotonic() + JOB_WITHIN_S
-    while (newest := latest(folder / "checkpoints")) is None or read_state(newest)["position"]["step"] < step:
-        assert driver.poll() is None, f"the run ended early: {driver.communicate()}"
-        assert time.monotonic() < deadline, f"no checkpoint within {JOB_WITHIN_S} s"
-        time.sleep(0.005)
+def _step_of_newest(folder: Path) -> int:
+    """Steps that the newest checkpoint holds; 0 without one."""
+    newest = latest(folder / "checkpoints")
+    return 0 if newest is None else int(read_state(newest)["position"]["step"])
 
 
 def _with(config: RunConfig, **sections: Any) -> RunConfig:

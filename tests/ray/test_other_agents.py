@@ -4,19 +4,18 @@ a short warm start, two learner steps, evaluations, export.
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 
 import pytest
-from miniature import FEW_PROCESSES, QUICKSTART, ROOT, Marked, train_command
+from miniature import FEW_PROCESSES, QUICKSTART, train_command
 
 from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
 from mempipe.tracking.tracker import read_metrics
 from mempipe.types import EndReason
+from tools.processes import ROOT, Marked, run
 
 NUM_STEPS = 2
-JOB_WITHIN_S = 600  # on a machine that is busy with other things
 SCRIPT_ENDS = {EndReason.ANSWERED, EndReason.MAX_TURNS}
 """How attempts end that keep to the grammar of the script; others have not learned it yet."""
 
@@ -31,9 +30,7 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
         "warm_start.tokens_per_step=1024",
     ]
     command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"quickstart_{agent}.yaml"))
-    done = subprocess.run(
-        command, cwd=ROOT, env=Marked().environment, capture_output=True, text=True, timeout=JOB_WITHIN_S
-    )
+    done = run(command, marked=Marked(), cwd=ROOT, writes=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
     assert len(steps) == NUM_STEPS

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,6 @@ import pytest
 import ray
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
-from miniature import Marked
 from ray import serve
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
@@ -45,8 +43,12 @@ from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.serve.retrieval import app, served
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
+from tools.processes import Marked, Running, free_ports
 
 NUM_CLIENTS = 64
+NUM_ANSWERS = 3
+"""That every client gets before a replica is killed, and after."""
+PATIENCE_S = 300.0
 WORDS = [f"word{i}" for i in range(400)]
 
 
@@ -70,14 +72,10 @@ def retriever(index) -> Retriever:
     return Retriever(index)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return bound.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def service(index) -> Iterator[str]:
-    with served({"index": index, "num_replicas": 2}, host="127.0.0.1", port=free_port()) as url:
+    (port,) = free_ports(1)
+    with served({"index": index, "num_replicas": 2}, host="127.0.0.1", port=port) as url:
         yield url
     assert not ray.is_initialized()
 
@@ -96,16 +94,14 @@ def queries_of(client: int, count: int = 6) -> list[Query]:
 
 def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_path):
     """First: it starts a cluster of its own."""
-    marked, port = Marked(), free_port()
+    marked, (port,) = Marked(), free_ports(1)
     command = [sys.executable, "-m", "mempipe.cli", "index", "serve", index, "max_passages=17", "--port", str(port)]
-    running = subprocess.Popen(
-        command, env=marked.environment, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    serving = Running(command, marked=marked, cwd=tmp_path)
     try:
-        assert running.stdout is not None
-        assert running.stdout.readline().startswith(f"starting the service of {index}")
-        assert f"serving {index} at http://127.0.0.1:{port}" in running.stdout.readline()
-        example = running.stdout.readline()
+        serving.wait_until(lambda: serving.stdout.count("\n") >= 3)
+        first, address, example = serving.stdout.splitlines()
+        assert first.startswith(f"starting the service of {index}")
+        assert f"serving {index} at http://127.0.0.1:{port}" in address
         curl = subprocess.run(example, shell=True, capture_output=True, text=True, check=True)
         assert curl.stdout.startswith('[{"id":"')
         assert httpx.get(f"http://127.0.0.1:{port}/health").json()["max_passages"] == 17
@@ -114,10 +110,10 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
             served({"index": index}, host="127.0.0.1", port=port),
         ):
             pass
-        running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=30)
-        assert (running.returncode, "Traceback" in errors) == (0, False), errors
-        assert marked.survivors(within_s=10) == []
+        serving.process.send_signal(signal.SIGINT)
+        ended = serving.wait()
+        assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+        assert marked.survivors() == []
     finally:
         marked.end()
 
@@ -196,7 +192,7 @@ def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
             "return_scores": True,
             "partition": query.partition,
         }
-        answer = httpx.post(f"{narrow}/retrieve", json=body, timeout=30)
+        answer = http.post(f"{narrow}/retrieve", json=body)
         if answer.status_code == 503:
             return 503, int(answer.headers["retry-after"]) >= 1 and "under way" in answer.json()["detail"]
         hits = answer.json()["result"][0]
@@ -204,7 +200,8 @@ def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
             p.id for p in retriever.search([query])[0].passages
         ]
 
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+    limits = httpx.Limits(max_connections=NUM_CLIENTS)
+    with httpx.Client(timeout=PATIENCE_S, limits=limits) as http, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = Counter(pool.map(post, range(NUM_CLIENTS)))
     assert set(answers) == {(200, True), (503, True)}
 
@@ -219,29 +216,32 @@ def test_clients_that_ask_again_get_through_an_overload(narrow, retriever):
 
 
 def test_a_replica_that_is_killed_under_load_costs_no_client_its_answers(service, retriever):
-    deadline = time.monotonic() + 4
+    clients = range(16)
     killed = threading.Event()
-    num_after = Counter()
+    num_before: Counter[int] = Counter()
 
     def search(client: int) -> bool:
-        remote = RemoteRetriever(service, RetrievalConfig(url=service))
-        right, turn = True, 0
-        while time.monotonic() < deadline:
+        remote = RemoteRetriever(service, RetrievalConfig(url=service, timeout_s=PATIENCE_S))
+        right, turn, num_after = True, 0, 0
+        while num_after < NUM_ANSWERS:
             queries = queries_of(1000 * client + turn, 2)
+            asked_after = killed.is_set()
             right &= [r.passages for r in remote.search(queries)] == expected_of(retriever, queries)
-            num_after[client] += killed.is_set()
+            num_after += asked_after
+            num_before[client] += 1
             turn += 1
         return right
 
-    with ThreadPoolExecutor(16) as pool:
-        clients = [pool.submit(search, client) for client in range(16)]
-        time.sleep(1)
+    with ThreadPoolExecutor(len(clients)) as pool:
+        searches = [pool.submit(search, client) for client in clients]
+        while not all(num_before[client] >= NUM_ANSWERS for client in clients):
+            assert not any(done.done() for done in searches), "a client gave up"
+            time.sleep(0.01)
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
         replica, _ = (actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::retrieval#"))
         ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
         killed.set()
-        assert all(client.result() for client in clients)
-    assert len(num_after) == 16 and all(num_after.values())
+        assert all(done.result() for done in searches)
 
 
 LOCK = threading.Lock()

@@ -1,0 +1,46 @@
+"""How tests share a machine: those that start clusters or engines run one at a time, files of others side by side.
+After every run comes a table of the slowest files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+from mempipe.environment import EVERY_PROCESS
+
+os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
+
+HEAVY = ("tests/ray/", "tests/engines/", "tests/gpu/")
+"""Tests that want the cores, or the GPU, for a cluster or an engine of their own."""
+NUM_SLOWEST = 12
+
+
+class OneHeavyTestAtATime(LoadFileScheduling):
+    """Gives each worker whole files, and all heavy files to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "heavy" if nodeid.startswith(HEAVY) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    config.option.loadscopereorder = False  # `testpaths` has the heavy folders first, and the longest must start first
+    return OneHeavyTestAtATime(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Writes the files that took longest, fixtures included."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for file, total in seconds.most_common(NUM_SLOWEST):
+            terminalreporter.write_line(f"{total:7.1f} s  {file}")
