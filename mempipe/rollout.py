@@ -1,6 +1,4 @@
-"""Agents of a config, and the siblings of one question:
-played together, scored together. Here agents and learning meet.
-"""
+"""Plays the siblings of one question and scores them together. Here agents and learning meet."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from mempipe.user_code import load_user_object, user_code
 
 
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
-    """The configured agent's prompts in the model's chat template.
+    """Makes the configured agent's renderer: its prompts in the model's chat template.
 
     Raises ConfigError when they and the budget do not fit the context, and UserCodeError for an error in an agent of
     the user's own.
@@ -51,7 +49,7 @@ def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], 
 
 
 def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
-    """The configured agent, bound to an engine and a retriever."""
+    """Makes the configured agent, bound to an engine and a retriever."""
     return config.agent_spec.agent(make_renderer(config, tokenizer=tokenizer), generate=generate, search=search)
 
 
@@ -70,8 +68,8 @@ async def run_group(
     reward: RewardConfig,
     advantage: AlgorithmConfig,
 ) -> Group:
-    """`group_size` attempts at `question`, side by side, with rewards and advantages (multi-context GRPO, arXiv
-    2511.02805).
+    """Plays `group_size` attempts at `question` side by side; returns them with rewards and advantages (multi-context
+    GRPO, arXiv 2511.02805).
 
     Raises what the first failing attempt raised, after the others were cancelled: a group is whole or it is not there.
     """
@@ -110,9 +108,9 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
 
 
 async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:
-    """The trajectory with the reward, and the further measures, that a function of the user's own gives it.
+    """Returns the trajectory with the reward and the measures that a function of the user's own gives it.
 
-    Raises UserCodeError when it fails or returns what is no reward: neither becomes a reward of 0.
+    Raises UserCodeError when the function fails or returns what is no reward: neither becomes a reward of 0.
     """
     function = load_user_object(path, setting="reward.function")
     with user_code(f"reward.function {path} failed for trajectory {trajectory.id} of question {question.id}"):

@@ -1,5 +1,5 @@
-"""What every section of a config is made of.
-Each room has its own sections, in its `config.py`; `mempipe.config` puts a run together.
+"""The base of every section of a config. Each room has its own sections, in its `config.py`; `mempipe.config` puts a
+run together.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work.
-    The message names the setting, its value and what would be right; commands exit with code 2.
+    """A setting that cannot work. The message names the setting, its value and what would be right; commands exit with
+    code 2.
     """
 
 

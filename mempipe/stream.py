@@ -1,9 +1,10 @@
 """Questions to scored groups, as a Ray Data stream.
 
-One run is one dataset execution: a lazy source of questions, one row per block, goes through a pool of async drivers
-that each run many groups at a time; a group comes out as soon as it is finished, and those before it in its row.
-Engines and retrievers are named actors outside the dataset, looked up by the drivers. An `Admission` actor decides when
-a group may start, so Ray Data's own back-pressure (in bytes) never matters.
+One run is one execution of a dataset: a lazy source of questions, one row per block, goes through a pool of async
+drivers, and each driver plays many groups at a time. A group comes out when it and the groups before it in its row are
+finished. Engines and retrievers are named actors outside the dataset, looked up by the drivers
+(`mempipe.actors.driver`). An `Admission` actor (`mempipe.actors.admission`) decides when a group may start, so Ray
+Data's own back-pressure, which counts bytes, never matters.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to 
 
 
 class QuestionSource(Datasource):
-    """Rows of up to `groups_per_row` (group id, question) and the position of the first, made as they are asked for,
-    one per block.
+    """Makes rows as they are asked for, one per block: up to `groups_per_row` pairs of group id and question, and the
+    position of the first in the stream.
     """
 
     def __init__(self, rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> None:
@@ -70,8 +71,8 @@ QUESTION_ROW = pa.schema([("position", pa.int64()), ("groups", pa.list_(_ASKED))
 
 
 class GroupStage:
-    """The stage of the dataset that turns rows of questions into groups:
-    a driver, and the tickets that let its groups start.
+    """The stage of the dataset that turns rows of questions into groups. It has a driver, and waits for the ticket of
+    every group.
     """
 
     def __init__(self, spec: DriverSpec) -> None:
@@ -98,7 +99,7 @@ class GroupStage:
 
 
 def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
-    """Groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
+    """Yields groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
 
     Raises GroupFailed when a group cannot be finished, UserCodeError when code of the user's own failed.
     """
@@ -137,7 +138,7 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
 
 @dataclass(frozen=True, kw_only=True)
 class StepGroups:
-    """What one learner step trains on, and what was dropped while it was collected."""
+    """The groups that one learner step trains on, and those that were dropped while it was collected."""
 
     groups: list[Group]
     dropped: list[Group]
@@ -156,8 +157,8 @@ class Collector:
         self._waiting: dict[str, Group] = {}
 
     def next_step(self, policy_version: int) -> StepGroups | None:
-        """The groups of the step that ends `policy_version`; None when the questions are used up before the step is
-        full.
+        """Returns the groups of the step that ends `policy_version`; None when the questions are used up before the
+        step is full.
         """
         started = time.perf_counter()
         dropped = []
@@ -178,7 +179,9 @@ class Collector:
         )
 
     def consumed(self, step: StepGroups, *, policy_version: int) -> None:
-        """The step was trained and `policy_version` is served: others may start in the place of its groups."""
+        """Takes note that the step was trained and `policy_version` is served: others may start in the place of its
+        groups.
+        """
         self._consume(step.groups, policy_version)
 
     def _consume(self, groups: list[Group], policy_version: int) -> None:

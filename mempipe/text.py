@@ -1,6 +1,4 @@
-"""Small things about text that every room may use:
-what UTF-8 cannot hold, and what could be read as a command in untrusted text.
-"""
+"""Small things about text that every room needs: characters that UTF-8 cannot hold, and tags in untrusted text."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ BOX = "\\boxed"
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate: what can be written as UTF-8."""
+    """Returns the text with U+FFFD for every lone surrogate, so that it can be written as UTF-8."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 class Neutralizer:
     """Breaks what could be read as a special token or a protocol tag in untrusted text; all other text stays as it is.
 
-    One character (a space, unless a special token holds one) goes in behind the first character of every occurrence.
-    That character is part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens
-    of a single character cannot be broken; `Tokenizer.encode_text` sees to them.
+    One character (a space, unless a special token holds one) is put after the first character of every occurrence. That
+    character is part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens of a
+    single character cannot be broken; `Tokenizer.encode_text` sees to them.
     """
 
     def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str]) -> None:

@@ -25,13 +25,14 @@ T = TypeVar("T")
 class FinishReason(StrEnum):
     """Why the engine stopped sampling."""
 
-    # a stop token was sampled; it is the last of the completion's ids (or the text that a message ends with was)
-    STOP = "stop"
+    STOP = "stop"  # a stop token was sampled, the last of the completion's ids; or one of the agent's stop texts was
     LENGTH = "length"  # the token limit was reached
 
 
 class EndReason(StrEnum):
-    """Why a trajectory ended. Infrastructure faults are not among them: they are retried or end the run (promise 8)."""
+    """Why a trajectory ended. Infrastructure faults are not among them: they are retried or end the run (promise 8 of
+    docs/architecture.md).
+    """
 
     ANSWERED = "answered"
     NO_ACTION = "no_action"  # neither a tool call nor an answer
@@ -53,7 +54,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked, and what counts as right.
+    """A question and the answers that count as right.
 
     `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a
     document. `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics
@@ -75,8 +76,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A text of the corpus.
-    `score` is its similarity to the query that found it; `partition` is what `Question.partition` names.
+    """A text of the corpus. `score` is its similarity to the query that found it; `partition` is what
+    `Question.partition` names.
     """
 
     id: str
@@ -96,9 +97,11 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt. `token_ids` include the stop token; `logprobs` has one entry per id
-    and is taken from the distribution that was sampled from (temperature applied); `policy_version` is the version
-    of all of it."""
+    """The tokens that the engine sampled for one prompt.
+
+    `token_ids` include the stop token; `logprobs` has one entry per id and is taken from the distribution that was
+    sampled from (temperature applied); `policy_version` is the version of all of it.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -118,8 +121,8 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """One call of a tool other than search:
-    its arguments as the policy wrote them (JSON), and the texts that came back.
+    """One call of a tool other than search: its arguments as the policy wrote them (JSON), and the texts that came
+    back.
     """
 
     tool: str
@@ -186,8 +189,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The `group_size` trajectories of one question, scored together; in an evaluation none where the question could
-    not be answered, and `failed` says why."""
+    """The `group_size` trajectories of one question, scored together.
+
+    In an evaluation a question may have no trajectories, because it could not be answered; then `failed` says why.
+    """
 
     id: str
     question: Question
@@ -217,13 +222,13 @@ class TrainingSample:
 
 
 def to_row(record: Any) -> dict[str, Any]:
-    """The record as nested dicts and lists, ready for Arrow or JSON."""
+    """Returns the record as nested dicts and lists, ready for Arrow or JSON."""
     return {name: _plain(getattr(record, name)) for name in _fields(type(record))}
 
 
 def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
-    """The record of type `cls` that `to_row` turned into `row`.
-    Raises KeyError when a field without default is missing.
+    """Returns the record of type `cls` that `to_row` turned into `row`. Raises KeyError when a field without default is
+    missing.
     """
     values = {}
     for name, (hint, required) in _fields(cls).items():
@@ -243,9 +248,8 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        flat = not value or isinstance(
-            value[0], (int, float, str)
-        )  # ids and log-probs: most of a record, and nothing to look into
+        # Ids and log-probs are most of a record: what is in such a list need not be looked at one by one.
+        flat = not value or isinstance(value[0], (int, float, str))
         return list(value) if flat else [_plain(item) for item in value]
     return to_row(value) if dataclasses.is_dataclass(value) else value
 

@@ -19,12 +19,13 @@ _OURS = str(Path(__file__).parent)
 
 
 class UserCodeError(RuntimeError):
-    """Code that a config names raised an error. It ends the run: it is never a reward,
-    an observation or a lost group."""
+    """Code that a config names raised an error. It ends the run: it is never a reward, an observation or a
+    lost group.
+    """
 
 
 def import_user_module(name: str, *, setting: str) -> ModuleType:
-    """The module `name`, installed or in the folder that the command was started from.
+    """Imports the module `name`, which is installed or lies in the folder that the command was started from.
 
     Raises ConfigError that names `setting`, and the file and line where its import fails.
     """
@@ -47,7 +48,7 @@ def import_user_module(name: str, *, setting: str) -> ModuleType:
 
 
 def load_user_object(path: str, *, setting: str) -> Any:
-    """What MODULE:NAME names. Raises ConfigError that names `setting`."""
+    """Returns the object that MODULE:NAME names. Raises ConfigError that names `setting`."""
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ConfigError(f"{setting} is {path!r}; expected MODULE:NAME, e.g. my_package.rewards:brevity")
@@ -76,7 +77,7 @@ def _described(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the innermost frame that is neither ours nor the import system's."""
+    """Returns file and line of the innermost frame that is neither ours nor the import system's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]

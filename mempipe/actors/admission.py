@@ -1,10 +1,10 @@
-"""Tickets that bound staleness: which groups may start, and which a learner step has to contain.
+"""Tickets that bound staleness: which groups may start, and which ones a learner step has to contain.
 
 With `B` groups per step and `L` = max_off_policy_steps, the n-th group (from 0) starts only when `n < consumed + (L +
 1) * B`, and a group started at version `v` is trained by the step that ends version `v + L` at the latest. The first
-rule alone bounds how many groups are under way, and keeps to the order of the questions whichever driver asks first;
-the second bounds the age of a straggler: a step takes the oldest groups first and waits as long as those it would leave
-behind could not all be trained in time.
+rule alone bounds how many groups are under way, and it keeps to the order of the questions whichever driver asks first.
+The second rule bounds the age of a straggler: a step takes the oldest groups first, and it waits for as long as the
+groups that it would leave out could not all be trained in time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 
 class Admission:
-    """Hands out one ticket per group.
-    Keys are idempotent: a group whose driver was restarted gets its first ticket again.
+    """Hands out one ticket per group. Keys are idempotent: a group whose driver was restarted gets its first ticket
+    again.
     """
 
     def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, policy_version: int = 0) -> None:
@@ -41,22 +41,21 @@ class Admission:
         return self._outstanding[key]
 
     async def choose(self, finished: Sequence[str]) -> list[str] | None:
-        """The groups that the step ending the current version trains, oldest first; None when it has to wait for
-        more to finish.
+        """Returns the groups that the step ending the current version trains, oldest first; None when the step has to
+        wait until more groups finish.
         """
         if len(finished) < self._groups_per_step:
             return None
         step = sorted(finished, key=self._outstanding.__getitem__)[: self._groups_per_step]
         left = sorted(started for key, started in self._outstanding.items() if key not in set(step))
-        for i, started in enumerate(
-            left
-        ):  # earliest deadline first: the i-th oldest is trained i // B steps after the next one
+        # Earliest deadline first: the i-th oldest is trained i // B steps after the next one.
+        for i, started in enumerate(left):
             if self._version + 1 + i // self._groups_per_step > started + self._max_off_policy_steps:
                 return None
         return step
 
     async def consume(self, keys: Iterable[str], *, policy_version: int) -> None:
-        """The groups were trained on or dropped; from now on groups start at `policy_version`."""
+        """Takes note that the groups were trained on or dropped; from now on groups start at `policy_version`."""
         for key in keys:
             started_at = self._outstanding.pop(key, None)
             assert started_at is not None, f"group {key} was consumed without a ticket"

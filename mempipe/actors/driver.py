@@ -67,12 +67,12 @@ class Driver:
         )
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
-        """One attempt. Errors in an agent of the user's own name the user's file."""
+        """Plays one attempt. Errors in an agent of the user's own name the user's file."""
         with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion,)):
             return await self.agent.rollout(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:
-        """The group's trajectories, scored. Repeats it after faults of the machinery.
+        """Returns the group's trajectories, scored. Plays the whole group again after a fault of the machinery.
 
         Raises GroupFailed when `stream.num_attempts` are used up, UnfitQuestion for a question that the agent cannot
         take, and UserCodeError for an error in code of the user's own.

@@ -40,8 +40,8 @@ class Pool:
         self._rests_until = [0.0] * len(self._lines)
 
     async def call(self, *arguments: Any) -> Any:
-        """The answer of one replica to a request. One that died or failed is given time to recover; other errors pass
-        through.
+        """Returns the answer of one replica to a request. A replica that died or failed is given time to recover; other
+        errors pass through.
 
         Raises RoleUnavailable after the deadline.
         """

@@ -30,17 +30,19 @@ class Budget(Section):
     """The model's context: the parts of the agent's largest one and the template must fit."""
 
     def parts(self) -> dict[str, int]:
-        """What shares the agent's largest context with the template, in tokens by name."""
+        """Returns what shares the agent's largest context with the template, in tokens by name."""
         return {"question": self.question_tokens, "action": self.action_tokens}
 
     @property
     def memory_limit(self) -> int | None:
-        """The most tokens that go from one context to the next beside the question; None where everything does."""
+        """The most tokens that go from one context to the next beside the question; None where the whole
+        history goes.
+        """
         return None
 
     @property
     def turn_limit(self) -> int | None:
-        """The most turns of a trajectory; None where the text that is read decides."""
+        """The most turns of a trajectory; None where the length of the text that is read decides."""
         return None
 
 
@@ -57,7 +59,7 @@ class MemoryBudget(Budget):
 
     @property
     def memory_message_limit(self) -> int:
-        """`memory_message_tokens` as it holds: it follows `memory_tokens` unless it is set."""
+        """The limit that holds: `memory_message_tokens` if it is set, else `memory_tokens` and room for the tags."""
         return self.memory_message_tokens or self.memory_tokens + MEMORY_TAG_TOKENS
 
     @property

@@ -10,9 +10,7 @@ from mempipe.settings import Section
 
 
 class CompatConfig(Section):
-    """Where published code departs from its paper, or its evaluation from its training:
-    what to do as it does, item by item.
-    """
+    """Switches to what published code does where it departs from its paper, or its evaluation from its training."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"none": {}}
     """The flags that a preset sets, as that code behaves."""
@@ -31,7 +29,7 @@ class CompatConfig(Section):
         return {**cls.PRESETS[preset], **values} if isinstance(values, dict) else values
 
     def active(self) -> list[str]:
-        """The flags that change something, each with its value."""
+        """Returns the flags that differ from their defaults, each with its value."""
         fields = {name: field.default for name, field in type(self).model_fields.items() if name != "preset"}
         return [f"{name}: {getattr(self, name)}" for name, default in fields.items() if getattr(self, name) != default]
 

@@ -1,8 +1,9 @@
 """MEM1 (arXiv 2506.15841): an agent whose memory is its own last message, thought and query together.
 
-One user prompt, then an assistant message that goes on after every observation. Each turn is a context of its own that
-holds exactly what the policy saw when it sampled: prompt, the last message, its observation, and the new message. Older
-turns are gone. The last message was trained in the context before; here it is injected.
+The policy reads one user prompt and then an assistant message that goes on after every observation. Each turn is a
+context of its own that holds exactly what the policy saw when it sampled: the prompt, the last message, its
+observation, and the new message. Older turns are gone. The last message was trained on in the context before; here it
+is injected.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Mem1Renderer(TaggedRenderer):
 
 
 class Mem1(TaggedAgent[Mem1Renderer]):
-    """The agent. A search is noted in the context that reads its passages; the last turn's search would be read by
-    none and is not made.
+    """The agent. A search is noted in the context that reads its passages. The search of the last turn is not made,
+    since no context would read its passages.
     """
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
@@ -84,7 +85,7 @@ class Mem1(TaggedAgent[Mem1Renderer]):
     async def _next_turn(
         self, index: int, question_ids: list[int], state: Memory, *, query: str, partition: str
     ) -> Turn:
-        """The context after a search, up to its first sampled token."""
+        """Returns the context after a search, up to its first sampled token."""
         turn = Turn(index=index, question_ids=question_ids, memory=state)
         (search,) = await self._run_searches(turn, [(query, self.renderer.search.num_passages)], partition=partition)
         observation, turn.num_observation_tokens = self.renderer.observation(

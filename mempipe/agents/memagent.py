@@ -1,9 +1,9 @@
 """MemAgent (arXiv 2507.02259): an agent that reads a text of any length chunk by chunk and keeps a bounded memory of
 it.
 
-Every chunk is a context of its own: question, memory and chunk, then the sampled reply, which is the next memory as it
-stands. The last context holds question and memory only and is answered in a box. Every chunk is read, nothing is
-searched, and nothing ends the reading.
+Every chunk is a context of its own: question, memory and chunk, then the sampled reply, which as a whole is the next
+memory. The last context holds question and memory only and is answered in a box. Every chunk is read, nothing is
+searched, and nothing ends the reading early.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         read = prompts.read_chunk_first if chunk_first else prompts.read
         self._read = encode_pieces(tokenizer, chat.before_user, read, chat.after_user)
         self._answer = encode_pieces(tokenizer, chat.before_user, prompts.answer, chat.after_user)
-        self._cut = functools.lru_cache(maxsize=1)(
-            self._chunks
-        )  # siblings start one behind the other, with the same text
+        # Siblings start one after the other with the same text, which is cut once.
+        self._cut = functools.lru_cache(maxsize=1)(self._chunks)
         self.template_tokens = max(self._read.num_tokens, self._answer.num_tokens)
         self._check_budget()
 
@@ -114,7 +113,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         return cls(tokenizer, prompts=prompts, budget=budget, chunk_first=config.chunk_first, compat=config.compat)
 
     def chunks(self, question: Question) -> list[list[int]]:
-        """Ids of the question's text, all of them, cut every budget.chunk_tokens.
+        """Returns the ids of the question's text, all of them, cut every budget.chunk_tokens.
 
         Raises UnfitQuestion when there is no text, or when it is longer than budget.max_chunks allows.
         """
@@ -137,11 +136,11 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
             self.chunks(question)
 
     def read_prompt(self, *, question: list[int], memory: list[int], chunk: list[int]) -> list[int]:
-        """A context that reads a chunk, up to its first sampled token."""
+        """Returns a context that reads a chunk, up to its first sampled token."""
         return self._read.filled({"question": question, "memory": memory, "chunk": chunk})
 
     def answer_prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
-        """The last context up to its first sampled token."""
+        """Returns the last context up to its first sampled token."""
         return self._answer.filled({"question": question, "memory": memory})
 
     def _chunks(self, text: str) -> list[list[int]]:
@@ -150,9 +149,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
 
 
 class MemAgent(Agent[MemAgentRenderer]):
-    """The agent. A memory that its token limit cut off is a memory all the same, as published; `memory_truncated`
-    counts it.
-    """
+    """The agent. A memory that was cut off by its token limit is kept, as published; `memory_truncated` says so."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)

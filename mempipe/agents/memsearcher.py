@@ -1,8 +1,9 @@
 """MemSearcher (arXiv 2511.02805): an agent that searches turn by turn and carries nothing but the question and a
 bounded memory.
 
-Every turn is a context of its own: prompt, sampled action and, when the action searches, the injected observation and
-the sampled memory message. The same code serves training, evaluation and serving; only `generate` and `search` differ.
+Every turn is a context of its own: the prompt, the sampled action and, when the action searches, the injected
+observation and the sampled memory message. The same code serves training, evaluation and serving; only `generate` and
+`search` differ.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class MemSearcherBudget(MemoryBudget, SearchBudget):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemSearcherPrompts(PromptSet):
-    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key.
-    Raises ConfigError.
+    """The words around questions, memories and passages; `prompts/memsearcher.yaml` explains each key. Raises
+    ConfigError.
     """
 
     REQUIRED: ClassVar = {"user": {"question", "memory"}, "observation": {"passages"}, "passage": {"text"}}
@@ -90,7 +91,7 @@ class MemSearcherPrompts(PromptSet):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What stands between an action with calls and the memory message."""
+    """The injected tokens between an action with calls and the memory message."""
 
     token_ids: list[int]
     num_tokens: int  # of them, those that count against budget.observation_tokens
@@ -156,19 +157,21 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
         return cls(tokenizer, prompts=prompts, tools=tools, budget=budget, compat=config.compat)
 
     def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
-        """A context up to its first sampled token."""
+        """Returns a context up to its first sampled token."""
         return self._prompt.filled({"question": question, "memory": memory})
 
     def observation_room(self, calls: Sequence[ToolCall]) -> int:
-        """Tokens of the observation budget that are left for passages; below 1 the calls are too long or too many."""
+        """Returns how many tokens of the observation budget are left for passages; fewer than 1 when the calls are too
+        long or too many.
+        """
         between = len(self._next_call) + sum(map(len, self._reply.literals[1:-1]))
         return (
             self.budget.observation_tokens - sum(len(self._echo(call)) for call in calls) - (len(calls) - 1) * between
         )
 
     def observation(self, calls: Sequence[ToolCall], results: Sequence[ToolResult], *, last_id: int) -> Observation:
-        """The answer to `calls` after an action whose last token is `last_id`, with as much of the results as there
-        is room for.
+        """Returns the answer to `calls` after an action whose last token is `last_id`, with as much of the results as
+        there is room for.
         """
         room = self.observation_room(calls)
         shown = fit_passages(
@@ -208,7 +211,7 @@ class MemSearcher(Agent[MemSearcherRenderer]):
         return EndReason.MAX_TURNS, None
 
     async def _play(self, turn: Turn, question: Question) -> Memory | tuple[EndReason, str | None]:
-        """Fills `turn`; returns the memory for the next one, or how and with which answer the trajectory ends."""
+        """Fills `turn`. Returns the memory for the next turn, or how the trajectory ends and with which answer."""
         turn.inject(self.renderer.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
         message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
@@ -229,7 +232,7 @@ class MemSearcher(Agent[MemSearcherRenderer]):
         return memory
 
     async def _make_calls(self, turn: Turn, calls: Sequence[ToolCall], *, partition: str) -> list[ToolResult]:
-        """The results of all calls, made at the same time, in their order."""
+        """Makes all calls at the same time and returns their results in order."""
         searches = [call.arguments for call in calls if isinstance(call.arguments, SearchArguments)]
         own = [call for call in calls if not isinstance(call.arguments, SearchArguments)]
         found, used = await asyncio.gather(

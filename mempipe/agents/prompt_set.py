@@ -20,8 +20,7 @@ REPEATABLE = "passage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """What an agent's own prompt set is a subclass of: one text a key.
-    Raises ConfigError for a text with wrong slots."""
+    """The base of every agent's prompt set: one text per key. Raises ConfigError for a text with wrong slots."""
 
     REQUIRED: ClassVar[dict[str, set[str]]] = {}
     """Slots that the text of a key must hold."""
@@ -51,8 +50,8 @@ P = TypeVar("P", bound=PromptSet)
 
 
 def load_prompts(name: str, kind: type[P]) -> P:
-    """The built-in prompt set of that name, or the one in the YAML file at that path, for the agent of `kind`.
-    Raises ConfigError.
+    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. Raises
+    ConfigError.
     """
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
@@ -72,7 +71,7 @@ def load_prompts(name: str, kind: type[P]) -> P:
 
 
 def split_slots(text: str) -> list[str]:
-    """The text as literal, slot name, literal, …, literal.
-    Only `{name}` with the name of a slot is one; all other braces are text.
+    """Splits the text into literal, slot name, literal, …, literal. Only `{name}` with the name of a slot is one; all
+    other braces are text.
     """
     return re.split(f"{{({'|'.join(SLOTS)})}}", text)

@@ -1,8 +1,6 @@
-"""What the policy writes and what may be put before it: parsing of sampled text, neutralising of untrusted text.
+"""Parses what the policy writes, and names what an agent needs from the outside: a tokenizer, `generate` and `search`.
 
-Also what an agent needs from the outside, as plain callables: a tokenizer, `generate` and `search`.
-
-MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of the one tool, each a JSON object
+MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of its tools, each a JSON object
 between `<tool_call>` tags, or an answer in `\\boxed{…}`; a memory message holds the memory between `<memory>` tags.
 MemAgent answers in a box as well. MEM1 and ReAct write a thought, then a query between `<search>` tags or an answer
 between `<answer>` tags (`mempipe.agents.tagged`).
@@ -25,8 +23,8 @@ class ChatTemplateError(ValueError):
 
 
 class UnfitQuestion(ValueError):
-    """A question that the agent cannot take:
-    it or its text is too long, or has nothing to read. The message names it and the setting.
+    """A question that the agent cannot take: the question or its text is too long, or there is nothing to read. The
+    message names the question and the setting.
     """
 
 
@@ -49,39 +47,41 @@ class Tokenizer(Protocol):
         ...
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of trusted text; special tokens in it become their ids. Adds nothing of its own (no BOS)."""
+        """Encodes trusted text; special tokens in it become their ids. Adds nothing of its own (no BOS)."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of untrusted text; no id of `special_token_ids` can arise,
-        whatever the text holds (lone surrogates too)."""
+        """Encodes untrusted text; no id of `special_token_ids` can arise, whatever the text holds (lone surrogates
+        too).
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included."""
+        """Returns the text of the ids, special tokens included."""
         ...
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """The chat template applied to role/content messages. Raises ChatTemplateError when it refuses them."""
+        """Applies the chat template to role/content messages. Raises ChatTemplateError when it refuses them."""
         ...
 
 
 class GenerateFn(Protocol):
     async def __call__(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        """Samples one assistant message after `token_ids`. Infrastructure faults raise;
-        they never come back as text."""
+        """Samples one assistant message after `token_ids`. Infrastructure faults raise; they never come
+        back as text.
+        """
         ...
 
 
 class SearchFn(Protocol):
     async def __call__(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
-        """The best passages, at most `num_passages`. Infrastructure faults raise."""
+        """Returns the best passages, at most `num_passages`. Infrastructure faults raise."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What an assistant message does: search (then `end_reason` is None), answer, or neither."""
+    """What an assistant message asks for: calls of tools (then `end_reason` is None), or the end of the trajectory."""
 
     calls: list[ToolCall] = field(default_factory=list)
     answer: str | None = None
@@ -89,7 +89,7 @@ class Action:
 
 
 def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> Action:
-    """What MemSearcher's message `text` (its pre-filled start included) does. A call beside an answer wins."""
+    """Parses MemSearcher's message `text`, its pre-filled start included. A call beside an answer wins."""
     try:
         calls = [tools.parse(call) for call in tool_call_texts(text)]
     except InvalidCall:
@@ -103,20 +103,20 @@ def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> 
 
 
 def tool_call_texts(text: str) -> list[str]:
-    """The inner texts of all `<tool_call>` blocks; none when the tags do not pair."""
+    """Returns the inner texts of all `<tool_call>` blocks; none when the tags do not pair."""
     return _blocks(text, "tool_call")
 
 
 def parse_memory(text: str) -> str:
-    """The first `<memory>` block of a memory message; "" when there is none or the tags do not pair."""
+    """Returns the first `<memory>` block of a memory message; "" when there is none or the tags do not pair."""
     return next(iter(_blocks(text, "memory")), "")
 
 
 def parse_answer(
     text: str, *, paired: Sequence[str] = ("think", "tool_call"), box_in_thought: bool = False
 ) -> str | None:
-    """The last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired` does
-    not pair.
+    """Returns the last box, outside the thoughts unless `box_in_thought`; None when there is none, or a tag of `paired`
+    does not pair.
     """
     if not all(_tags_pair(text, tag) for tag in paired):
         return None
@@ -124,15 +124,15 @@ def parse_answer(
 
 
 def last_stated(text: str) -> str | None:
-    """What follows the last "the answer is", without the marks around it; None when it is said nowhere or nothing
-    follows.
+    """Returns what follows the last "the answer is", without the marks around it; None when nothing follows it or it
+    stands nowhere.
     """
     _, found, rest = text.rpartition("the answer is")
     return (rest.strip(" \n*.:") or None) if found else None
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed`; None when there is none or its braces do not close.
+    """Returns the content of the last `\\boxed`; None when there is none or its braces do not close.
 
     `\\boxed{a {b}}` holds `a {b}`; the brace-less `\\boxed a` holds everything up to the next `$`. Nothing else is a
     box.
@@ -153,21 +153,21 @@ def last_boxed(text: str) -> str | None:
 
 
 def _blocks(text: str, tag: str) -> list[str]:
-    """The stripped texts between the tags; none when they do not pair."""
+    """Returns the stripped texts between the tags; none when they do not pair."""
     if not _tags_pair(text, tag):
         return []
     return [block.strip() for block in re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)]
 
 
 def _tags_pair(text: str, tag: str) -> bool:
-    """Whether there are as many openings as closings, and the n-th opening is before the n-th closing."""
+    """Tells whether there are as many openings as closings, and the n-th opening stands before the n-th closing."""
     openings = [match.start() for match in re.finditer(f"<{tag}>", text)]
     closings = [match.start() for match in re.finditer(f"</{tag}>", text)]
     return len(openings) == len(closings) and all(start < end for start, end in zip(openings, closings, strict=True))
 
 
 def thought_of(text: str, *, actions: Sequence[str]) -> str:
-    """The thoughts in an assistant message: what stands between its think tags, or what precedes the first of
+    """Returns the thoughts in an assistant message: the texts between its think tags, or all that precedes the first of
     `actions`.
 
     A message whose opening tag was written for the policy starts inside its first thought.

@@ -1,9 +1,9 @@
-"""ReAct as Search-R1 trains it (arXiv 2210.03629, 2503.09516): the whole history in one growing context, to compare
-memories with.
+"""ReAct as Search-R1 trains it (arXiv 2210.03629, 2503.09516): the whole history in one growing context. Agents with a
+memory are compared with it.
 
-One user prompt, then an assistant message that goes on after every observation until it answers. A message that neither
-searches nor answers is told so and the trajectory goes on. When another turn would not fit the context the trajectory
-ends; nothing is ever cut off on the left.
+The policy reads one user prompt and then writes an assistant message that goes on after every observation until it
+answers. After a message that neither searches nor answers, the policy is told so and the trajectory goes on. When
+another turn would not fit the context the trajectory ends; nothing is ever cut off on the left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReactBudget(SearchBudget):
     """The limits of a ReAct context, which grows until the next turn does not fit."""
 
     def parts(self) -> dict[str, int]:
-        """The least that it holds: one search and an answer."""
+        """Returns the least that a context holds: one search and an answer."""
         return {
             "question": self.question_tokens,
             "action": self.action_tokens,
@@ -57,7 +57,7 @@ class ReactPrompts(TaggedPrompts):
 
 
 class ReactRenderer(TaggedRenderer):
-    """`retry` is what stands in the place of an observation after a message that neither searches nor answers."""
+    """Prompt, observations, and `retry`, which follows a message that neither searches nor answers."""
 
     def __init__(
         self,
@@ -125,7 +125,9 @@ class React(TaggedAgent[ReactRenderer]):
         return EndReason.MAX_TURNS if is_last else None
 
     async def _observe(self, turn: Turn, query: str, *, number: int, partition: str) -> tuple[list[int], int]:
-        """What follows the search of the message of that number, and how many ids of it count against the budget."""
+        """Searches. Returns the tokens that follow the message of that number, and how many of them count against the
+        budget.
+        """
         (search,) = await self._run_searches(turn, [(query, self.renderer.search.num_passages)], partition=partition)
         return self.renderer.observation(search.passages, turns_left=max(self.renderer.budget.max_turns - number, 0))
 

@@ -58,7 +58,7 @@ class AgentSpec:
 
 @functools.cache
 def agent_spec(name: str) -> AgentSpec:
-    """The agent of that name. Raises ConfigError when there is none, or when its module cannot be imported."""
+    """Returns the agent of that name. Raises ConfigError when there is none, or when its module cannot be imported."""
     if name not in BUILT_IN and "." not in name:
         known = ", ".join(map(repr, BUILT_IN))
         raise ConfigError(

@@ -1,10 +1,9 @@
-"""What the policy reads: prompts and observations as token ids, made from a prompt set and the model's own chat
-template.
+"""Prompts and observations as token ids, made from a prompt set and the model's own chat template.
 
-The chat template is rendered once, with marks in place of the messages. Template text and the prompt set's own words
-are trusted and encoded once, special tokens included; what goes into the slots is neutralised and encoded as plain
-text, piece by piece. So special tokens come from the template only, and every part of a context has a length of its
-own. Each agent's file has a renderer of its own.
+The chat template is rendered once, with marks in place of the messages. The template's text and the prompt set's own
+words are trusted and encoded once, special tokens included. What goes into the slots is neutralised and encoded as
+plain text, piece by piece. So special tokens come from the template only, and every part of a context has a length of
+its own. Each agent's file has a renderer of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ S = TypeVar("S", bound=SearchBudget)
 
 
 class Renderer(Generic[B]):
-    """What the renderers of all agents have: the text of one tokenizer, chat template and budget as ids, safe where it
-    is untrusted.
+    """The base of all renderers: turns texts into ids for one tokenizer, chat template and budget, and makes untrusted
+    ones safe.
 
     `template_tokens` is the most that a context holds besides the parts of the budget; `closing_id` is the token with
-    which the chat template ends an assistant message. Build a renderer once; nothing in it changes. Raises ConfigError
+    which the chat template ends an assistant message. A renderer is built once and never changes. Raises ConfigError
     when the chat template cannot serve, or when template and budget do not fit `budget.context_tokens`.
     """
 
@@ -54,7 +53,7 @@ class Renderer(Generic[B]):
         self.closing_id = _closing_id(tokenizer, self._chat.after_action)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of untrusted text: no special token, no protocol tag."""
+        """Encodes untrusted text: no special token and no protocol tag is among the ids."""
         token_ids = self.tokenizer.encode_text(self._neutralize(text))
         # A tokenizer that normalises may write a tag of its own accord, from full-width letters for example.
         written = self.tokenizer.decode(token_ids)
@@ -62,7 +61,7 @@ class Renderer(Generic[B]):
         return token_ids if safe == written else self.tokenizer.encode_text(safe)
 
     def question(self, question: Question) -> list[int]:
-        """Ids of the question's text. Raises UnfitQuestion when they are more than budget.question_tokens."""
+        """Encodes the question's text. Raises UnfitQuestion when it has more than budget.question_tokens."""
         text, limit = question.text, self.budget.question_tokens
         if self._question_mark and not text.rstrip().endswith("?"):
             text = text.rstrip() + "?"
@@ -78,7 +77,7 @@ class Renderer(Generic[B]):
         self.question(question)
 
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
-        """Whether sampled ids hold a token with which the chat template tells roles apart."""
+        """Tells whether sampled ids hold a token with which the chat template tells roles apart."""
         return not self._role_marks.isdisjoint(token_ids)
 
     def _checked_empty_memory(self, text: str) -> list[int]:
@@ -101,7 +100,7 @@ class Renderer(Generic[B]):
 
 
 class SearchRenderer(Renderer[S]):
-    """What the renderers of agents that search have besides: passages as ids."""
+    """The base of renderers of agents that search: it turns passages into ids too."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class SearchRenderer(Renderer[S]):
         return pieces
 
     def _text_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """The texts that a tool returned, as passages are shown."""
+        """Encodes the texts that a tool returned, as passages are shown."""
         return [self.encode(text if not index else self._separator + text) for index, text in enumerate(texts)]
 
 
@@ -145,7 +144,7 @@ class Pieces:
     slots: list[str]
 
     def filled(self, values: Mapping[str, list[int]]) -> list[int]:
-        """The whole, with the value of its name in every slot."""
+        """Returns all ids, with the value of its name in every slot."""
         return list(itertools.chain.from_iterable(alternate(self.literals, [values[name] for name in self.slots])))
 
     @property
@@ -155,7 +154,7 @@ class Pieces:
 
 
 def encode_pieces(tokenizer: Tokenizer, before: str, text: str, after: str) -> Pieces:
-    """`text` with its slots left open, between `before` and `after`, in which there are none."""
+    """Encodes `text` with its slots left open, between `before` and `after`, which have no slots."""
     pieces = split_slots(text)
     pieces[0], pieces[-1] = before + pieces[0], pieces[-1] + after
     return Pieces([tokenizer.encode_template(literal) for literal in pieces[::2]], pieces[1::2])
@@ -167,8 +166,8 @@ def alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> lis
 
 
 def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
-    """What is shown of each call's passages:
-    best ones of all calls first, whole ones as long as they fit, then a part of one.
+    """Returns what is shown of each call's passages. The best ones of all calls come first, whole as long as they fit;
+    then a part of one.
     """
     shown: list[list[int]] = [[] for _ in results]
     ranked = [
@@ -186,12 +185,12 @@ def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[
 
 
 def opened_thought(opening: str) -> str:
-    """The thought that the chat template itself opens (and perhaps closes) in an assistant message."""
+    """Returns the thought that the chat template itself opens (and perhaps closes) in an assistant message."""
     return "".join(opening.partition("<think>")[1:])
 
 
 def unless_open(prefill: str, opening: str) -> str:
-    """The prefill, or nothing when the chat template itself ends with it."""
+    """Returns the prefill, or nothing when the chat template itself ends with it."""
     return "" if opening.rstrip().endswith(prefill.strip()) else prefill
 
 
@@ -259,7 +258,7 @@ def _closing_id(tokenizer: Tokenizer, after_action: str) -> int:
 
 
 def _role_marks(tokenizer: Tokenizer, skeleton: str, tags: Sequence[str]) -> frozenset[int]:
-    """Special tokens of the template that are no protocol tags."""
+    """Returns the special tokens of the template that are no protocol tags."""
     template = skeleton.translate({ord(mark): None for mark in (SYSTEM, USER, ACTION, OBSERVATION)})
     of_tags = {i for tag in tags for i in tokenizer.encode_template(f"<{tag}></{tag}>")}
     return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(template)) - of_tags)

@@ -1,9 +1,8 @@
 """What MEM1 and ReAct share: one assistant message that goes on after every observation, with queries and answers
 between tags.
 
-The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples behind the first of these
-closing tags has no effect on anything: it is in no context and in no loss. The observation follows inside the same
-message.
+The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples after the first of these
+closing tags is dropped: it is in no context and in no loss. The observation follows inside the same message.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class TaggedPrompts(PromptSet):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedMessage:
-    """A sampled message up to the end of its action, or all of it when there is none.
-    One of query, answer and fault is set.
+    """A sampled message up to the end of its action, or all of it when there is none. One of query, answer and fault is
+    set.
     """
 
     token_ids: list[int]  # without the stop token
@@ -89,19 +88,19 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         self._check_budget()
 
     def prompt(self, question: list[int]) -> list[int]:
-        """A context up to its assistant message."""
+        """Returns a context up to its assistant message."""
         return self._prompt.filled({"question": question})
 
     def observation(self, passages: Sequence[Passage], *, turns_left: int) -> tuple[list[int], int]:
-        """What follows a search, with as many of the passages as there is room for, and how many ids count against
-        the budget.
+        """Returns the tokens that follow a search, with as many of the passages as there is room for, and how many of
+        the tokens count against the budget.
         """
         left = self._turns_left(turns_left)
         (shown,) = fit_passages([self._passage_pieces(passages)], room=self.budget.observation_tokens - len(left))
         return self._observation.filled({"passages": shown, "turns_left": left}), len(shown) + len(left)
 
     def parse(self, token_ids: list[int], *, finish: FinishReason) -> TaggedMessage:
-        """The message that was sampled, stop token included."""
+        """Parses the message that was sampled, stop token included."""
         body = without_stop(token_ids, self)
         kept = body[: self._action_length(body)]
         text = self.tokenizer.decode(kept)
@@ -120,7 +119,7 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
             return TaggedMessage(token_ids=kept, text=text, fault=EndReason.INVALID_CALL)
 
     def _action_length(self, body: list[int]) -> int:
-        """How many ids there are up to the one in which the first closing tag ends; all of them without one."""
+        """Returns how many ids there are up to the one in which the first closing tag ends; all of them without one."""
 
         def holds_action(length: int) -> bool:
             return _ACTION_END.search(self.tokenizer.decode(body[:length])) is not None
@@ -148,14 +147,19 @@ class TaggedAgent(Agent[T]):
         return completion, self.renderer.parse(completion.token_ids, finish=completion.finish_reason)
 
     def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
-        """The tokens of the message become part of the turn. A stop token does only where the trajectory `ends` with
-        no search: otherwise the assistant message goes on behind it."""
+        """Adds the tokens of the message to the turn.
+
+        The stop token is added only when the trajectory `ends` with this message and the message is no search: in every
+        other case the assistant message goes on, and the stop token is dropped.
+        """
         whole = len(without_stop(completion.token_ids, self.renderer)) == len(message.token_ids)
         stopped = ends and whole and message.query is None
         turn.sample(completion, num_kept=None if stopped else len(message.token_ids))
 
 
 def tagged_thought(action: str) -> str:
-    """The thoughts in an assistant message whose queries and answers are tagged; observations are none."""
+    """Returns the thoughts in an assistant message whose queries and answers are tagged; observations are
+    no thoughts.
+    """
     written = re.sub("<information>.*?</information>", "", action, flags=re.DOTALL)
     return thought_of(written, actions=("<search>", "<answer>"))

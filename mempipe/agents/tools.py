@@ -1,8 +1,8 @@
-"""What a policy may call: the search function, and tools of your own.
+"""The functions that a policy may call: the search function, and tools of the user's own.
 
 A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails
-for reasons of the machinery raises an `InfrastructureFault` and is repeated with its group; what the policy should read
-about a call that went wrong (division by zero, an unknown city) is an ordinary result text.
+for reasons of the machinery raises an `InfrastructureFault`, and its whole group is played again. What the policy
+should read about a call that went wrong (division by zero, an unknown city) is an ordinary result text.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class InvalidCall(ValueError):
 
 
 class ToolSpec(Protocol):
-    """What the policy reads of a tool, and what it may ask of it."""
+    """The part of a tool that the policy reads, and the check of what it asks for."""
 
     @property
     def name(self) -> str: ...
 
     def schema(self) -> dict[str, Any]:
-        """The function in OpenAI's form: {"name", "description", "parameters": a JSON schema}."""
+        """Returns the function in OpenAI's form: {"name", "description", "parameters": a JSON schema}."""
         ...
 
     def check(self, arguments: dict[str, Any]) -> Any:
-        """The arguments as `call` takes them. Raises InvalidCall, which ends the trajectory."""
+        """Returns the arguments as `call` takes them. Raises InvalidCall, which ends the trajectory."""
         ...
 
 
@@ -41,7 +41,7 @@ class Tool(ToolSpec, Protocol):
     """A tool of your own (docs/extending.md)."""
 
     async def call(self, arguments: Any) -> list[str]:
-        """The texts that the policy reads, best first: they are fitted into budget.observation_tokens."""
+        """Returns the texts that the policy reads, best first: they are fitted into budget.observation_tokens."""
         ...
 
 
@@ -87,8 +87,8 @@ class SearchTool:
 
     @classmethod
     def of(cls, limits: SearchLimits, *, name: str = "search", num_passages: int | None = None) -> SearchTool:
-        """The tool within `limits`; `num_passages` is what a search without a number gets, whatever the schema
-        promises.
+        """Makes the tool within `limits`. A search without a number gets `num_passages`, whatever the
+        schema promises.
         """
         return cls(
             name=name,
@@ -127,7 +127,7 @@ class SearchTool:
         return SearchArguments(query=query, num_passages=num_passages)
 
     def checked_query(self, text: str) -> str:
-        """The query as it is searched. Raises InvalidCall when it is empty or longer than the tool takes."""
+        """Returns the query as it is searched. Raises InvalidCall when it is empty or longer than the tool takes."""
         query = replace_surrogates(text.strip())
         if not query:
             raise InvalidCall("query is empty")
@@ -144,15 +144,15 @@ class Toolbox:
     own: Mapping[str, Tool] = field(default_factory=dict)
 
     def schemas(self) -> str:
-        """What the policy reads: one JSON object a line."""
+        """Returns what the policy reads: one JSON object per line."""
         functions = [{"type": "function", "function": tool.schema()} for tool in self._all.values()]
         return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 
     def parse(self, text: str) -> ToolCall:
-        """The call that the JSON `text` stands for.
+        """Parses the JSON of a call.
 
-        Raises InvalidCall unless it is a call of a tool here with arguments that the tool takes, and UserCodeError
-        when the check of a tool of your own fails in another way.
+        Raises InvalidCall unless it is a call of a tool here with arguments that the tool takes, and UserCodeError when
+        the check of a tool of your own fails in another way.
         """
         try:
             call = json.loads(text, parse_constant=_refuse_constant)
@@ -186,7 +186,8 @@ class Toolbox:
 
 
 def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, Tool]:
-    """The tools that `agent.tools` names as MODULE:NAME, by the name that the policy calls; `taken` are other names.
+    """Makes the tools that `agent.tools` names as MODULE:NAME, by the name that the policy calls; `taken` are other
+    names.
 
     Raises ConfigError for what cannot be imported, is no tool, or has a name that another tool has.
     """
@@ -208,7 +209,7 @@ def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What came back from a call: passages of a search, or the texts of a tool of your own."""
+    """The result of a call: passages of a search, or the texts of a tool of your own."""
 
     passages: list[Passage] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

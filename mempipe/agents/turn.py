@@ -1,4 +1,4 @@
-"""What all agents have: a context while it grows, and the calls to engine and retriever that fill it."""
+"""The base of all agents: a context while it grows, and the calls to engine and retriever that fill it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnContext = Callable[[Context], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What goes from one context to the next, as the next prompt holds it: ids, and their text."""
+    """The text that goes from one context to the next, and its ids as the next prompt holds them."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -99,8 +99,8 @@ class Turn:
 
 
 class Agent(ABC, Generic[R]):
-    """An agent, bound to an engine and a retriever.
-    It keeps no state between rollouts: any number of them may run at the same time.
+    """An agent, bound to an engine and a retriever. It keeps no state between rollouts: any number of them may run at
+    the same time.
     """
 
     def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn) -> None:
@@ -111,8 +111,8 @@ class Agent(ABC, Generic[R]):
     async def rollout(
         self, question: Question, *, trajectory_id: str, group_id: str, member: int, on_context: OnContext | None = None
     ) -> Trajectory:
-        """One attempt at `question`, not scored yet. `on_context` is called with every context as soon as it is
-        finished.
+        """Plays one attempt at `question`; it is not scored yet. `on_context` is called with every context as soon as
+        it is finished.
 
         Raises UnfitQuestion when the question does not fit the budget, and whatever `generate` and `search` raise.
         """
@@ -135,7 +135,7 @@ class Agent(ABC, Generic[R]):
         """
 
     async def _complete(self, turn: Turn, *, max_tokens: int) -> Completion:
-        """What the engine samples after the turn as it is; the turn does not take it in."""
+        """Samples after the turn as it is; the turn does not take the completion in."""
         started = time.perf_counter()
         completion = await self._generate(list(turn.token_ids), max_tokens=max_tokens)
         turn.generate_seconds += time.perf_counter() - started
@@ -147,7 +147,7 @@ class Agent(ABC, Generic[R]):
         return completion
 
     async def _sample(self, turn: Turn, *, max_tokens: int) -> Message:
-        """A whole message, taken into the turn."""
+        """Samples a whole message and takes it into the turn."""
         completion = await self._complete(turn, max_tokens=max_tokens)
         turn.sample(completion)
         body = without_stop(completion.token_ids, self.renderer)
@@ -158,7 +158,7 @@ class Agent(ABC, Generic[R]):
         )
 
     async def _run_searches(self, turn: Turn, queries: Sequence[tuple[str, int]], *, partition: str) -> list[Search]:
-        """The (query, number of passages) pairs, searched at the same time and noted in the turn."""
+        """Searches for the (query, number of passages) pairs at the same time and notes the searches in the turn."""
         started = time.perf_counter()
         results = await asyncio.gather(
             *(self._search(query, num_passages=count, partition=partition) for query, count in queries)
@@ -172,7 +172,7 @@ class Agent(ABC, Generic[R]):
         return searches
 
     def _memory(self, token_ids: list[int], *, cut_off: bool = False) -> Memory:
-        """The memory that the ids are, cut to its budget; `cut_off` says that they were cut already."""
+        """Makes a memory of the ids, cut to its budget; `cut_off` says that they were cut already."""
         kept = token_ids[: self.renderer.budget.memory_limit]
         return Memory(
             token_ids=kept, text=self.renderer.tokenizer.decode(kept), truncated=cut_off or len(kept) < len(token_ids)
@@ -180,5 +180,5 @@ class Agent(ABC, Generic[R]):
 
 
 def without_stop(token_ids: list[int], renderer: Renderer[Any]) -> list[int]:
-    """A sampled message without the stop token that ended it."""
+    """Returns a sampled message without the stop token that ended it."""
     return token_ids[:-1] if token_ids and token_ids[-1] in renderer.tokenizer.stop_token_ids else token_ids

@@ -9,7 +9,8 @@ from mempipe.types import Group
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-6) -> list[float]:
-    """(R - mean) / (std + eps) with the standard deviation of n - 1 (GRPO), or R - mean (Dr. GRPO, arXiv 2503.20783).
+    """Returns (R - mean) / (std + eps) with the standard deviation of n - 1 (GRPO), or R - mean (Dr. GRPO, arXiv
+    2503.20783).
 
     A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as MemSearcher, MemAgent
     and Search-R1 do, so that `group_size` 1 is plain REINFORCE. Equal rewards give exact zeros. Raises ValueError for
@@ -28,7 +29,7 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
 
 
 def has_signal(group: Group) -> bool:
-    """Whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv
+    """Tells whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv
     2503.14476).
     """
     return len({trajectory.reward for trajectory in group.trajectories}) > 1

@@ -22,9 +22,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token", "context", "trajectory"] = "token"
     """What the mean of the loss is over: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
     group_size: int = Field(5, ge=1)
-    """Attempts at one question.
-    A group of one has nothing to compare with and learns nothing under `dr_grpo` or `grpo`.
-    """
+    """Attempts at one question. A group of one has nothing to compare with: its reward is its advantage."""
     groups_per_step: int = Field(256, ge=1)
     """Questions per learner step."""
     updates_per_step: int = Field(1, ge=1)
@@ -40,7 +38,7 @@ class AlgorithmConfig(Section):
     filter_zero_variance: bool = False
     """Drop groups whose trajectories all have the same reward, and sample others in their place (DAPO)."""
     max_off_policy_steps: int = Field(0, ge=0)
-    """How many versions the sampler may be behind the learner; 0 is strictly on-policy."""
+    """The most versions by which the sampler may lag the learner; 0 is strictly on-policy."""
     max_importance_ratio: float | None = Field(2.0, gt=1)
     """With staleness: truncation of the importance weight between learner and sampler; null: off."""
 
@@ -54,17 +52,14 @@ class RewardConfig(Section):
     wrong_answer: float = Field(0.1, ge=0, le=1)
     """Reward of a well-formed answer that scores 0 (MemSearcher: 0.1)."""
     monotone: bool = False
-    """Pay a partly right answer at least wrong_answer.
-    Off, as published: MemSearcher pays an F1 of 0.06 less than a wrong answer.
-    """
+    """Pay a partly right answer at least wrong_answer. Off, as published: MemSearcher pays an F1 of 0.06 less than a
+    wrong answer."""
     format: Literal["none", "search_r1"] = "none"
-    """search_r1: exact match and the order of the tags are paid together, by the three scores below (react with answer:
-    em).
-    """
+    """search_r1: exact match and the order of the tags are paid together, by the three scores below (agent react,
+    reward.answer em)."""
     structure_score: float = Field(0.2, ge=0, le=1)
-    """search_r1: worth of the right order of tags:
-    a right answer without it earns that much less, a wrong one with it that much.
-    """
+    """search_r1: the worth of the right order of tags. A right answer without it earns that much less, a wrong answer
+    with it earns that much."""
     retrieval_score: float = Field(0.0, ge=0, le=1)
     """search_r1: added for a wrong answer in the right order of tags when a search found a gold."""
     attempt_score: float = Field(0.1, ge=0, le=1)

@@ -96,8 +96,9 @@ def policy_loss(
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = ref - logprob:
-    never negative, unbiased for tokens of the policy, cut at `MAX_KL`. [N] -> [N].
+    """Returns exp(d) - d - 1 with d = ref - logprob, cut at `MAX_KL`. [N] -> [N].
+
+    It is never negative, and unbiased for tokens that the policy sampled.
     """
     d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(d) - d).clamp(max=MAX_KL)
@@ -111,7 +112,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metric sums of several micro-batches or ranks as those of one: sums are added, maxima compared."""
+    """Merges the metric sums of several micro-batches or ranks: sums are added, maxima compared."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -123,7 +124,7 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Merged sums as what is logged: means per token, but totals, maxima and token counts as they are.
+    """Turns merged sums into what is logged: means per token, but totals, maxima and token counts as they are.
 
     A name "context_2/x" is a mean over the tokens of third contexts ("context_2/tokens").
     """
@@ -146,7 +147,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig, bound: 
 
 
 def _negative_bound(config: AlgorithmConfig, *, truncate: bool) -> float:
-    """The largest ratio that counts for a negative advantage, where the clip has no upper side."""
+    """Returns the largest ratio that counts for a negative advantage, where the clip has no upper side."""
     bounds = [config.dual_clip]
     if truncate and config.max_off_policy_steps:
         bounds.append(config.max_importance_ratio)
@@ -167,20 +168,23 @@ def _truncated(behaviour: Tensor, newer: Tensor, config: AlgorithmConfig) -> Ten
 
 
 def _sequence_means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """[N] -> [N]: every value replaced by the mean of its sequence."""
+    """Replaces every value by the mean of its sequence. [N] -> [N]."""
     totals = _sums_by(values, sequences, num_sequences)
     counts = _sums_by(torch.ones_like(values), sequences, num_sequences)
     return (totals / counts.clamp(min=1))[sequences]
 
 
 def _sums_by(values: Tensor, keys: Tensor, num_keys: int) -> Tensor:
-    """[N] -> [num_keys]. `index_add` has a deterministic form on every device; `bincount` with weights has not."""
+    """Sums the values of every key. [N] -> [num_keys]. `index_add` has a deterministic form on every device; `bincount`
+    with weights has not.
+    """
     return values.new_zeros(num_keys).index_add(0, keys, values)
 
 
 def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str, float]:
-    """How far the learner's log-probs are from the sampler's, over all tokens and by context index: sums of |Δ|, of
-    the k3 estimate of KL(sampler || learner), and the largest importance ratio."""
+    """Measures how far the learner's log-probs are from the sampler's, over all tokens and by context index: sums of
+    |Δ|, of the k3 estimate of KL(sampler || learner), and the largest importance ratio.
+    """
     if not len(logprobs):
         return {}
     d = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -198,7 +202,7 @@ def _mismatch(logprobs: Tensor, behaviour: Tensor, contexts: Tensor) -> dict[str
 
 
 def _floats(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """The scalars on the host, with one wait for the device."""
+    """Moves the scalars to the host, with one wait for the device."""
     return dict(
         zip(scalars, torch.stack([value.detach().double() for value in scalars.values()]).tolist(), strict=True)
     )

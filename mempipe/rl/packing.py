@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one rank takes in one forward and backward pass: T tokens of S whole contexts in a row, N of them loss
+    """The input of one forward and backward pass of one rank: T tokens of S whole contexts in a row, N of them loss
     tokens.
 
     A filler (`weights` all zero) keeps ranks in step when one of them has less to do; it adds nothing to loss or
@@ -58,11 +58,11 @@ class MicroBatch:
 def pack_step(
     samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int, aggregation: Aggregation
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of one optimiser step, one list per rank, all lists equally long.
+    """Returns the micro-batches of one optimiser step, one list per rank, all lists equally long.
 
-    Contexts are never split; those of similar length share a micro-batch, and micro-batches that ranks work on at the
-    same time hold similar numbers of tokens. The result depends on the set of samples only, not on their order. Raises
-    ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
+    Contexts are never split. Contexts of similar length share a micro-batch, and micro-batches that ranks work on at
+    the same time hold similar numbers of tokens. The result depends on the set of samples only, not on their order.
+    Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
     """
     if num_ranks < 1:
         raise ValueError(f"learner.num_ranks must be >= 1, got {num_ranks}")
@@ -135,7 +135,7 @@ def _check(sample: TrainingSample, max_tokens: int) -> None:
 
 
 def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) -> dict[str, float]:
-    """The weight of every loss token, by trajectory id."""
+    """Returns the weight of every loss token, by trajectory id."""
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.trajectory_id] += sum(sample.loss_mask)
@@ -160,8 +160,8 @@ def _tokens(contexts: Sequence[TrainingSample]) -> int:
 
 
 def _bins(ordered: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int) -> list[list[TrainingSample]]:
-    """Runs of neighbours of at most `max_tokens` each:
-    as many as the ranks need rounds for, with the smallest possible maximum.
+    """Cuts the samples into runs of neighbours of at most `max_tokens` each. There are as many runs as the ranks need
+    rounds for, and their largest is as small as possible.
     """
     num_rounds = -(-len(_runs(ordered, max_tokens)) // num_ranks)
     low, high = len(ordered[0].token_ids), max_tokens
@@ -175,7 +175,7 @@ def _bins(ordered: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int)
 
 
 def _runs(ordered: Sequence[TrainingSample], capacity: int) -> list[list[TrainingSample]]:
-    """Neighbours together while they fit; every sample alone does."""
+    """Puts neighbours together while they fit; every sample alone does."""
     runs: list[list[TrainingSample]] = []
     room = 0
     for sample in ordered:
@@ -216,8 +216,8 @@ def _flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArr
 
 
 def _filler(sample: TrainingSample) -> MicroBatch:
-    """The smallest thing that a model runs through forward and backward:
-    two tokens, the second in the loss with weight zero.
+    """Returns the smallest batch that a model runs through forward and backward: two tokens, the second in the loss
+    with weight zero.
     """
     zero = np.zeros(1, dtype=np.float32)
     return MicroBatch(

@@ -1,8 +1,7 @@
-"""What an attempt earns: token F1 or exact match of its answer, Search-R1's reward of answer and form, and MemTrain's
-recall bonus.
+"""Rewards: token F1 or exact match of the answer, Search-R1's reward of answer and form, and MemTrain's recall bonus.
 
 Whether a trajectory has an answer is for its agent to say (`mempipe.agents`): training and evaluation score the same
-one. Everything here is total: no answer or gold, however long or odd, raises.
+one. Every function here returns a number for every answer and gold, however long or odd they are.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def score(
     objectives: Sequence[Sequence[str]] = (),
     message: str = "",
 ) -> Scores:
-    """What a trajectory earns: nothing unless it ended with an answer; then what `config.answer` measures, and
+    """Returns what a trajectory earns: nothing unless it ended with an answer; then what `config.answer` measures, and
     `wrong_answer` where that is 0.
 
     With `objectives` (the golden answers of each) the answer is split at ";" and scored position by position: a missing
@@ -96,14 +95,17 @@ def score(
 
 
 def split_answers(answer: str, count: int) -> list[str]:
-    """The answers to `count` objectives, in order: what stands between semicolons, "" for each that is missing."""
+    """Returns the answers to `count` objectives, in order: the texts between semicolons, and "" for each that is
+    missing.
+    """
     answers = [part.strip() for part in answer.split(";")]
     return (answers + [""] * count)[:count]
 
 
 def follows_format(message: str) -> bool:
-    """Whether the assistant's message is turns of thought, search and information, then a thought and an answer,
-    with nothing but space between the tags: the form that Search-R1 rewards (arXiv 2505.15117)."""
+    """Tells whether the assistant's message has the form that Search-R1 rewards (arXiv 2505.15117): turns of thought,
+    search and information, then a thought and an answer, with nothing but space between the tags.
+    """
     pieces = _TAG.split(message)
     tags, between = pieces[1::2], pieces[::4]
     num_searches, rest = divmod(len(tags) - len(_LAST_TURN), len(_SEARCH_TURN))
@@ -111,7 +113,8 @@ def follows_format(message: str) -> bool:
 
 
 def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
-    """The best token F1 (harmonic mean of precision and recall over normalised words) against any gold; 0 without one.
+    """Returns the best token F1 (harmonic mean of precision and recall over normalised words) against any gold; 0
+    without one.
 
     "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same.
     """
@@ -121,14 +124,14 @@ def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """1.0 when the normalised prediction is one of the normalised golds, else 0.0."""
+    """Returns 1.0 when the normalised prediction is one of the normalised golds, else 0.0."""
     normalized = normalize_answer(prediction)
     return float(any(normalized == normalize_answer(gold) for gold in _as_list(golden_answers)))
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """1.0 when the prediction is one of the golds written in another way, case aside, as MATH compares them: what
-    MemAgent trains on.
+    """Returns 1.0 when the prediction is one of the golds written in another way, case aside, as MATH compares them;
+    MemAgent trains on it.
 
     Spaces, units and LaTeX variants do not count; articles and punctuation do.
     """
@@ -137,21 +140,22 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv 1606.05250).
-    Accents stay.
+    """Returns the text in lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv
+    1606.05250). Accents stay.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight: float = 0.5) -> float:
-    """MemTrain's reward of an end-to-end rollout: its own score plus `weight` times the mean score of the recall
-    samples that questioned its memory. With scores in [0, 1] it is in [0, 1 + weight]."""
+    """Returns MemTrain's reward of an end-to-end rollout (arXiv 2606.03197, Eq. 2): its own score plus `weight` times
+    the mean score of the recall samples that questioned its memory. With scores in [0, 1] it is in [0, 1 + weight].
+    """
     return answer_score + (weight * sum(recall_scores) / len(recall_scores) if recall_scores else 0.0)
 
 
 def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, config: RewardConfig) -> float:
-    """Search-R1's reward (v0.3):
-    1, or less without the form; for a wrong answer what the form, the retrieval or the attempt are worth.
+    """Returns Search-R1's reward (v0.3). A right answer earns 1, or less without the form; a wrong one earns what the
+    form, the retrieval or the attempt is worth.
     """
     in_form = follows_format(message)
     if em == 1:
@@ -188,5 +192,5 @@ def _f1(prediction: str, gold: str) -> float:
 
 
 def _as_list(golden_answers: Sequence[str]) -> Sequence[str]:
-    """A single gold given as a string is one answer, not its letters."""
+    """Makes a list of a single gold that is given as a string: it is one answer, not its letters."""
     return [golden_answers] if isinstance(golden_answers, str) else golden_answers

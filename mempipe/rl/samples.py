@@ -6,7 +6,7 @@ from mempipe.types import TrainingSample, Trajectory
 
 
 def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
-    """One sample per context, in order, each with the trajectory's advantage unless the context has its own.
+    """Returns one sample per context, in order, each with the trajectory's advantage unless the context has its own.
 
     The advantage is not divided by the number of contexts (multi-context GRPO, arXiv 2511.02805): every sampled token
     of the trajectory gets the same one.
