@@ -213,10 +213,8 @@ def _compare(arguments: argparse.Namespace) -> None:
         title_justify="left",
     )
     for each in comparisons:
-        test = each.mcnemar
-        verdict = f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
         means = [f"{100 * value:.2f}" for value in (each.first, each.second)]
-        table.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), verdict)
+        table.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), each.verdict)
     console = Console()
     console.print(table)
     console.print(f"A is {first}, B is {second}", soft_wrap=True)

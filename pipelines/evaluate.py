@@ -303,14 +303,14 @@ def _weights_sha256(config: RunConfig) -> str:
 
 def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path]) -> None:
     console = Console()
-    for table in score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed):
-        shown = Table("", *table.columns, title=f"{table.title}: {table.metric}, percent", title_justify="left")
+    tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
+    for table in tables:
+        shown = Table("", *table.columns, title=table.heading, title_justify="left")
         for row in table.rows:
             if not row.published:
                 shown.add_row(row.name, *(percent_text(value) for value in row.values))
         console.print(shown)
     if failed := sum(cell.num_failed for cell in cells):
         console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
-    console.print(
-        f"Report, with published numbers: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True
-    )
+    published = ", with published numbers" * any(row.published for table in tables for row in table.rows)
+    console.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)

@@ -38,12 +38,22 @@ class SetComparison:
     difference: Interval
     mcnemar: PairedTest | None
 
+    @property
+    def verdict(self) -> str:
+        """McNemar's test in words."""
+        test = self.mcnemar
+        return f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
+
+
+Options = Mapping[str, Any]
+"""Of the bootstrap: seed, num_resamples, confidence."""
+
 
 def compare_runs(
     first: Path, second: Path, *, metric: str = "em", seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
 ) -> list[SetComparison]:
-    """Every set that both have, then all of them together: the unweighted mean over sets, and McNemar's test over all
-    questions.
+    """Compares every set that both have, then all of them together: the unweighted mean over sets, and McNemar's test
+    over all questions.
 
     `first` and `second` are folders of a run (EVALUATION/RUN), or of an evaluation of a single run. Raises ConfigError
     when they are not, or share no question.
@@ -51,11 +61,30 @@ def compare_runs(
     if metric not in METRICS:
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
-    options: dict[str, Any] = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
+    rows = [{label: read_results(own[label]) for label in own if label in sets[0] and label in sets[1]} for own in sets]
+    options = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
+    comparisons = compare_rows(*rows, metric=metric, options=options)
+    if not comparisons:
+        raise ConfigError(
+            f"{first} and {second} share no question; their sets are {_names(sets[0])} and {_names(sets[1])}"
+        )
+    return comparisons
+
+
+def compare_rows(
+    first: Mapping[str, Sequence[ResultRow]],
+    second: Mapping[str, Sequence[ResultRow]],
+    *,
+    metric: str,
+    options: Options,
+) -> list[SetComparison]:
+    """Compares two runs given as rows by set. Returns the sets in which they share a question, then, where there are
+    several, all of them together.
+    """
     comparisons: list[SetComparison] = []
     pairs: dict[str, list[_Pair]] = {}
-    for label in [label for label in sets[0] if label in sets[1]]:
-        before, after = (_by_id(read_results(each[label])) for each in sets)
+    for label in [label for label in first if label in second]:
+        before, after = _by_id(first[label]), _by_id(second[label])
         both = [key for key in before if key in after]
         shared = [key for key in both if _asked(before[key]) == _asked(after[key])]
         if not shared:
@@ -74,10 +103,6 @@ def compare_runs(
                 difference=paired_bootstrap(*scores, **options),
                 mcnemar=_mcnemar(pairs[label]),
             )
-        )
-    if not comparisons:
-        raise ConfigError(
-            f"{first} and {second} share no question; their sets are {_names(sets[0])} and {_names(sets[1])}"
         )
     return [*comparisons, _overall(comparisons, pairs, metric, options)] if len(comparisons) > 1 else comparisons
 
@@ -112,7 +137,7 @@ def _overall(
     comparisons: Sequence[SetComparison],
     pairs: Mapping[str, list[_Pair]],
     metric: str,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> SetComparison:
     # A set's name before the id: two sets may use the same ids for different questions.
     gains = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from mempipe.data.trajectories import records_to_table
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
-from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
+from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
 from mempipe.files import whole_file, write_text
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group, from_row
@@ -61,6 +61,8 @@ class ResultRow:
     prompt_hash: str
     judge: float | None = None  # None: nobody judged, or no verdict could be read
     judge_unparsed: int = 0  # attempts without a verdict
+    full_history_tokens_by_turn: list[list[int]] = field(default_factory=list)
+    """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
 
     def score(self, metric: str) -> float:
         """Returns the score in one of `METRICS`."""
@@ -105,6 +107,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
             {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
         ),
         prompt_hash=prompt_hash,
+        full_history_tokens_by_turn=[] if growing else [full_history_context_tokens(attempt) for attempt in attempts],
     )
 
 
@@ -199,7 +202,8 @@ def _read_parts(folder: Path, columns: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in _parts(folder):
         try:
-            rows += pq.read_table(part, columns=columns).to_pylist()
+            known = set(pq.read_schema(part).names)  # an older version's part may lack a column that has a default
+            rows += pq.read_table(part, columns=[name for name in columns if name in known]).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(
                 f"{part} cannot be read: {' '.join(str(error).split())}; delete it to have its questions asked again"

@@ -101,6 +101,17 @@ def full_history_tokens(trajectory: Trajectory) -> list[int]:
     return tokens
 
 
+def full_history_context_tokens(trajectory: Trajectory) -> list[int]:
+    """Returns `context_tokens_by_turn` with the whole history in the memory's place: the tokens of each context, minus
+    its prompt, plus `full_history_tokens` of its turn.
+    """
+    prompts = full_history_tokens(trajectory)
+    return [
+        len(context.token_ids) - context.num_prompt_tokens + prompt
+        for context, prompt in zip(trajectory.contexts, prompts, strict=True)
+    ]
+
+
 def _messages(context: Context) -> Iterator[tuple[int, int]]:
     """Where every sampled message starts and ends."""
     place = 0

@@ -7,7 +7,7 @@ All values are shares in [0, 1]; they are written in percent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -21,6 +21,8 @@ from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
 JUDGE = "judge"
+OTHER = "other sets"
+_MAX_NAMED = 3  # sets that a title names
 METRICS_OF = {RULER: ("sub_em_two_way", "em", "f1"), "": ("em", "f1", "acc")}
 """The metrics that get a table, by family; the others are in report.json. Rows that a judge saw get one more."""
 
@@ -66,8 +68,14 @@ class Row:
 class ScoreTable:
     title: str
     metric: str
+    same: Sequence[str] = ()
+    """Further metrics whose every number is the same."""
     columns: Sequence[str]
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}: {' = '.join((self.metric, *self.same))}, percent"
 
 
 def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> list[ScoreTable]:
@@ -75,21 +83,25 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
     families: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         families.setdefault(family(cell.benchmark), []).append(cell)
-    return [
-        _table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed)
-        for (kind, objectives), members in families.items()
-        for metric in (
-            *METRICS_OF.get(kind, METRICS_OF[""]),
-            *[JUDGE] * any(cell.judged for cell in members),
-        )
-    ]
+    tables: list[ScoreTable] = []
+    for (kind, objectives), members in families.items():
+        judged = any(cell.judged for cell in members)
+        own: list[ScoreTable] = []
+        for metric in (*METRICS_OF.get(kind, METRICS_OF[""]), *[JUDGE] * judged):
+            table = _table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed)
+            if own and own[-1].rows == table.rows:
+                own[-1] = replace(own[-1], same=[*own[-1].same, metric])
+            else:
+                own.append(table)
+        tables += own
+    return tables
 
 
 def family(benchmark: Benchmark) -> tuple[str, int]:
     """Which sets stand in a table together."""
     if benchmark.name in SEARCH_QA:
         return "search-QA", benchmark.objectives
-    return (RULER if benchmark.num_docs else "other sets"), benchmark.objectives
+    return (RULER if benchmark.num_docs else OTHER), benchmark.objectives
 
 
 def evidence_lines(
@@ -108,22 +120,22 @@ def evidence_lines(
                 bins[min(int(depth * num_bins), num_bins - 1)][f"{row.question_id}/{number}"] = row.score(metric)
         if any(bins):
             texts = [
-                f"{percent_text(_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}" for part in bins
+                f"{percent_text(score_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}"
+                for part in bins
             ]
             lines.append([f"{cell.run}, {cell.benchmark.label}", *texts])
     return lines
 
 
 def percent_text(interval: Interval | None) -> str:
-    """An estimate with its interval, in percent; a published one has none."""
+    """Returns an estimate with its interval, in percent; a published one has none."""
     if interval is None:
         return "–"
     value = f"{100 * interval.value:.2f}"
-    return (
-        value
-        if interval.low == interval.high == interval.value
-        else f"{value} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
-    )
+    if interval.low == interval.high == interval.value:
+        return value
+    between = " to " if interval.low < 0 else "–"  # a dash beside a minus cannot be read
+    return f"{value} ({100 * interval.low:.1f}{between}{100 * interval.high:.1f})"
 
 
 @cache
@@ -141,7 +153,7 @@ def _table(
     rows = []
     for run in dict.fromkeys(cell.run for cell in cells):
         scores = {cell.benchmark.label: cell.scores(metric) for cell in cells if cell.run == run}
-        values = [_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
+        values = [score_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
         for members in groups.values():
             sets = [scores[label] for label in members if scores.get(label)]
             whole = len(sets) == len(members)
@@ -153,7 +165,8 @@ def _table(
                 else None
             )
         rows.append(Row(name=run, values=values))
-    title = kind if objectives == 1 else f"{kind}, {objectives} objectives"
+    title = ", ".join(labels) if kind == OTHER and len(labels) <= _MAX_NAMED else kind
+    title += f", {objectives} objectives" * (objectives > 1)
     table = ScoreTable(title=title, metric=metric, columns=[*labels, *groups], rows=rows)
     table.rows.extend(_published_rows(table, groups))
     return table
@@ -203,7 +216,7 @@ def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
     return dict(sorted(benchmarks.items(), key=lambda item: place(item[1])))
 
 
-def _interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
+def score_interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
     """Bootstrap over questions; Wilson's interval where all are right or all wrong, of which every resample is the
     same.
     """

@@ -84,7 +84,7 @@ class Bar:
 class BarGroup:
     label: str
     note: str = ""
-    bars: Sequence[Bar] = field(default_factory=list)
+    bars: Sequence[Bar | None] = field(default_factory=list)  # None keeps a place empty
 
 
 def percent(value: float) -> str:
@@ -130,20 +130,21 @@ def line_chart(
 
 def bar_chart(groups: Sequence[BarGroup], *, title: str, y_max: float | None = None) -> Chart:
     """Draws shares as bars side by side in groups, each with its value above it and, where given, its interval."""
-    tops = [max(bar.value, bar.high or 0.0) for group in groups for bar in group.bars]
+    drawn = [bar for group in groups for bar in group.bars if bar is not None]
+    tops = [max(bar.value, bar.high or 0.0) for bar in drawn]
     y_ticks = _ticks(0.0, y_max or max(tops, default=1.0) or 1.0, 5)
     plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]))
     room = plot.px(1) - plot.px(0)
     widths = [min(44.0, 0.76 * room / max(1, len(group.bars))) for group in groups]
-    texts = [percent(bar.value) for group in groups for bar in group.bars]
-    fits = max(map(len, texts), default=0) * _VALUE_CHAR_WIDTH <= min(widths, default=0.0)
+    fits = max((len(percent(bar.value)) for bar in drawn), default=0) * _VALUE_CHAR_WIDTH <= min(widths, default=0.0)
     parts = _grid(plot, y_ticks, percent)
     num_rows = 0
     for index, (group, width) in enumerate(zip(groups, widths, strict=True)):
         centre = plot.px(index + 0.5)
         left = centre - width * len(group.bars) / 2
         for place, bar in enumerate(group.bars):
-            parts += _bar(plot, bar, left + place * width, width, percent if fits else whole_percent)
+            if bar is not None:
+                parts += _bar(plot, bar, left + place * width, width, percent if fits else whole_percent)
         below = [(line, "label") for line in _wrapped(group.label, room)]
         notes = [(line, "tick") for part in group.note.splitlines() for line in _wrapped(part, room)]
         num_rows = max(num_rows, len(below) + len(notes))

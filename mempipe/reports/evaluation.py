@@ -14,20 +14,23 @@ from statistics import fmean
 from typing import Any
 
 from mempipe.config import RunConfig
+from mempipe.evaluation.compare import compare_rows
 from mempipe.evaluation.metrics import METRICS, definitions
 from mempipe.evaluation.statistics import bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import JUDGE, Cell, Row, ScoreTable, evidence_lines, percent_text, score_tables
 from mempipe.files import write_text
-from mempipe.reports.charts import Figure, Key, Series, line_chart
+from mempipe.reports.charts import Figure
+from mempipe.reports.evaluation_figures import context_by_turn, runs_of, scores_by_hops, scores_by_set
 from mempipe.reports.pages import render
 from mempipe.tracking.mlflow_writer import without_credentials
 
 PLOT_FILE = "context_tokens_by_turn.svg"
 NUM_EVIDENCE_BINS = 5
-_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
+_DIFFERENCE_TITLE = "Differences in em on the same questions, percent points"
+_DIFFERENCE_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
+_PAIRED = "Intervals are paired bootstraps over questions, McNemar's test is exact."
 _EVIDENCE_TITLE = "em by where the needed documents stand in the context"
-_MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
 _MAX_REASONS = 3
 _COSTS = {
     "turns": "turns",
@@ -62,11 +65,12 @@ def write_evaluation_report(
     """
     tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
     evidence = _evidence(cells, suite)
-    plot = _plot(cells)
+    plot = context_by_turn(cells)
+    differences = _differences(cells, suite)
     facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
     texts = {
-        "report.md": _markdown(suite, cells, tables, evidence, facts, has_plot=plot is not None),
-        "report.html": _page(suite, cells, tables, evidence, facts, plot),
+        "report.md": _markdown(suite, cells, tables, differences, evidence, facts, has_plot=plot is not None),
+        "report.html": _page(suite, cells, tables, differences, evidence, facts, plot),
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
@@ -146,31 +150,23 @@ def _evidence_head() -> list[str]:
     return ["run and length", *(f"{step * i}–{step * (i + 1)} %" for i in range(NUM_EVIDENCE_BINS))]
 
 
-def _plot(cells: Sequence[Cell]) -> Figure | None:
-    """Draws the context's tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where
-    history grows.
-    """
-    lines = []
-    for number, run in enumerate(dict.fromkeys(cell.run for cell in cells)):
-        attempts = [
-            turns for cell in cells if cell.run == run for row in cell.rows for turns in row.context_tokens_by_turn
-        ]
-        by_turn: dict[int, list[int]] = {}
-        for turns in attempts:
-            for turn, tokens in enumerate(turns, start=1):
-                by_turn.setdefault(turn, []).append(tokens)
-        points = [
-            (float(turn), fmean(tokens))
-            for turn, tokens in by_turn.items()
-            if len(tokens) >= _MIN_SHARE * len(attempts)
-        ]
-        if points:
-            lines.append(Series(label=run, style=f"part-{number % _NUM_STYLES}", points=points, markers=True))
-    if not lines:
-        return None
-    title = "Context tokens by turn"
-    keys = [Key(style=line.style, label=line.label) for line in lines]
-    return Figure(title=title, chart=line_chart(lines, title=title, x_label="turn"), keys=keys)
+def _score_figures(cells: Sequence[Cell], tables: Sequence[ScoreTable], suite: EvaluationSuite) -> list[Figure | None]:
+    first_of_family = {table.title: table for table in reversed(tables)}
+    by_hops = scores_by_hops(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed)
+    return [*(scores_by_set(first_of_family[title]) for title in reversed(first_of_family)), by_hops]
+
+
+def _differences(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+    """Returns a line per set, or all sets, and later run: its EM minus that of the first run, on the same questions."""
+    drawn = suite.bootstrap
+    options = {"seed": suite.seed, "num_resamples": drawn.num_resamples, "confidence": drawn.confidence}
+    rows = {run: {c.benchmark.label: c.rows for c in cells if c.run == run} for run in runs_of(cells)}
+    first, *others = rows
+    return [
+        [f"{run} - {first}", each.label, str(each.num_shared), percent_text(each.difference), each.verdict]
+        for run in others
+        for each in compare_rows(rows[first], rows[run], metric="em", options=options)
+    ]
 
 
 def _head(suite: EvaluationSuite) -> list[str]:
@@ -231,6 +227,7 @@ def _markdown(
     suite: EvaluationSuite,
     cells: Sequence[Cell],
     tables: Sequence[ScoreTable],
+    differences: Sequence[list[str]],
     evidence: Sequence[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
     *,
@@ -239,10 +236,12 @@ def _markdown(
     parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
     for table in tables:
         parts += [
-            f"## {table.title}: {table.metric}, percent",
+            f"## {table.heading}",
             _markdown_table(_grid(table)),
             *filter(None, [_sources(table)]),
         ]
+    if differences:
+        parts += [f"## {_DIFFERENCE_TITLE}", _markdown_table([_DIFFERENCE_HEAD, *differences])]
     if evidence:
         parts += [
             f"## {_EVIDENCE_TITLE}",
@@ -278,19 +277,22 @@ def _page(
     suite: EvaluationSuite,
     cells: Sequence[Cell],
     tables: Sequence[ScoreTable],
+    differences: Sequence[list[str]],
     evidence: Sequence[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
     plot: Figure | None,
 ) -> str:
     sections = [
         TableSection(
-            title=f"{table.title}: {table.metric}, percent",
+            title=table.heading,
             lines=_grid(table),
             published=[_line_name(row) for row in table.rows if row.published],
             note=_sources(table),
         )
         for table in tables
     ]
+    if differences:
+        sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
     if evidence:
         sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
     sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))
@@ -300,7 +302,7 @@ def _page(
         name=suite.name,
         facts=[*_head(suite), "a question that failed counts with 0"],
         sections=sections,
-        figures=[plot] if plot else [],
+        figures=[figure for figure in (*_score_figures(cells, tables, suite), plot) if figure is not None],
         metrics=definitions(),
     )
 
@@ -317,6 +319,7 @@ def _json(
             {
                 "title": table.title,
                 "metric": table.metric,
+                "same": list(table.same),
                 "columns": list(table.columns),
                 "rows": [
                     {

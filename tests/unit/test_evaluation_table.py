@@ -426,6 +426,77 @@ def test_a_report_says_how_its_numbers_came_about(tmp_path):
     )
 
 
+def with_hops(each: Cell) -> Cell:
+    rows = [dataclasses.replace(row, num_hops=1 + number % 2) for number, row in enumerate(each.rows)]
+    return dataclasses.replace(each, rows=rows)
+
+
+def test_metrics_that_agree_in_every_number_share_a_table(tmp_path):
+    (same,) = score_tables([cell("a", "mine", [1, 0])], bootstrap=BOOTSTRAP, seed=1)
+    assert same.heading == "mine: em = f1 = acc, percent"
+    rows = rows_of(group(0, "the long Nile"), group(1, "Nile"))
+    tables = score_tables(
+        [Cell(run="a", benchmark=Benchmark(name="mine", file="x"), rows=rows)], bootstrap=BOOTSTRAP, seed=1
+    )
+    assert [table.heading for table in tables] == [f"mine: {metric}, percent" for metric in ("em", "f1", "acc")]
+    files = written(tmp_path, cell("a", "nq", [1, 0]))
+    assert files["report.md"].count("## search-QA") == files["report.html"].count("<h2>search-QA") == 1
+
+
+def test_later_runs_are_tested_against_the_first_on_the_same_questions(tmp_path):
+    files = written(tmp_path, cell("base", "mine", [1, 1, 1, 1, 1, 1, 1, 0]), cell("new", "mine", [0] * 8))
+    for name in ("report.md", "report.html"):
+        assert "new - base" in files[name] and "0 gained, 7 lost, p = 0.0156" in files[name]
+    assert re.search(r"-87\.50 \(-100\.0 to -62\.5\)", files["report.md"]), "a dash beside a minus cannot be read"
+    (tmp_path / "one").mkdir()
+    assert "Differences" not in written(tmp_path / "one", cell("base", "mine", [1, 0]))["report.md"]
+
+
+def test_charts_show_scores_by_set_and_hops_and_the_full_history(tmp_path):
+    cells = [with_hops(cell(run, "mine", [1, 0, 1])) for run in ("a", "b")]
+    page = written(tmp_path, *cells)["report.html"]
+    for words in ("em by set", "em by hops", "2 hops", "3 attempts", "Dashed: the same turns", "fewer than 5%"):
+        assert words in page, words
+    (tmp_path / "plain").mkdir()
+    assert "em by hops" not in written(tmp_path / "plain", cell("a", "mine", [1]))["report.html"]
+
+
+def test_a_run_without_a_set_leaves_its_place_empty(tmp_path):
+    page = written(tmp_path, cell("a", "nq", [1]), cell("a", "popqa", [1]), cell("b", "nq", [0]))["report.html"]
+    chart = page.partition("em by set")[2].partition("</figure>")[0]
+    assert chart.count('class="bar part-0"') == 3 and chart.count('class="bar part-1"') == 1
+
+
+def test_the_full_history_stands_in_the_place_of_the_memory():
+    row = result_row(
+        Group(id="q0", question=question(0), trajectories=[attempt("Nile", masks=("0011", "00011"))]),
+        growing=False,
+        prompt_hash="p",
+    )
+    assert row.context_tokens_by_turn == [[4, 5]]
+    assert row.full_history_tokens_by_turn == [[4, 2 + 4]], "prompt of turn 1 and its action, then two sampled"
+    assert result_row(group(0, "Nile"), growing=True, prompt_hash="p").full_history_tokens_by_turn == []
+
+
+def test_results_of_an_older_version_can_be_read(tmp_path):
+    results = ResultFolder(tmp_path, {})
+    results.open()
+    results.append([group(0, "Nile")], rows_of(group(0, "Nile")))
+    part = tmp_path / "part-00000.parquet"
+    pq.write_table(pq.read_table(part).drop_columns(["full_history_tokens_by_turn"]), part)
+    (row,) = read_results(tmp_path)
+    assert row.em == 1.0 and row.full_history_tokens_by_turn == []
+
+
+def test_the_terminal_promises_published_numbers_only_where_there_are_some(tmp_path, capsys):
+    from pipelines.evaluate import _print
+
+    _print(suite(tmp_path), [cell("a", "mine", [1, 0])], [tmp_path / "report.html"])
+    assert "published" not in capsys.readouterr().out
+    _print(suite(tmp_path), [cell("a", "nq", [1], objectives=2)], [tmp_path / "report.html"])
+    assert "Report, with published numbers: " in capsys.readouterr().out
+
+
 def test_failures_are_counted_in_the_report_with_their_reasons(tmp_path):
     rows = rows_of(group(0, "Nile"), group(1, failed="question q1 is too long"))
     files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows))

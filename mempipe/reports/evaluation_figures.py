@@ -1,0 +1,102 @@
+"""Charts of an evaluation: scores by set, scores by hops, context by turn. A colour is a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from mempipe.evaluation.statistics import Interval
+from mempipe.evaluation.suite import Bootstrap
+from mempipe.evaluation.table import Cell, ScoreTable, score_interval
+from mempipe.reports.charts import Bar, BarGroup, Figure, Key, Series, bar_chart, line_chart
+
+_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
+_MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
+
+
+def runs_of(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.run for cell in cells))
+
+
+def scores_by_set(table: ScoreTable) -> Figure:
+    """Draws our rows of a table, a group of bars per column."""
+    own = [row for row in table.rows if not row.published]
+    groups = [
+        BarGroup(label=column, bars=[_bar(row.values[index], number) for number, row in enumerate(own)])
+        for index, column in enumerate(table.columns)
+    ]
+    return Figure(
+        title=f"{table.metric} by set",
+        chart=bar_chart(groups, title=table.heading, y_max=1.0),
+        keys=[Key(style=_style(number), label=row.name) for number, row in enumerate(own)],
+        caption="Whiskers are the intervals of the table.",
+    )
+
+
+def scores_by_hops(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int) -> Figure | None:
+    """Draws a metric by the hops of the questions, over all sets; None where hops are unknown or all the same."""
+    by_hops: dict[int, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for cell in cells:
+        for row in cell.rows:
+            if row.num_hops:
+                by_hops[row.num_hops][cell.run][f"{cell.benchmark.label}/{row.question_id}"] = row.score(metric)
+    if len(by_hops) < 2:
+        return None
+    runs = runs_of(cells)
+    groups = []
+    for hops, scores in sorted(by_hops.items()):
+        intervals = [score_interval(scores.get(run), bootstrap=bootstrap, seed=seed) for run in runs]
+        bars = [_bar(interval, number) for number, interval in enumerate(intervals)]
+        note = f"{max(map(len, scores.values()))} questions"
+        groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
+    return Figure(
+        title=f"{metric} by hops",
+        chart=bar_chart(groups, title=f"{metric} by hops", y_max=1.0),
+        keys=[Key(style=_style(number), label=run) for number, run in enumerate(runs)],
+        caption="Questions of all sets; whiskers are intervals over questions.",
+    )
+
+
+def context_by_turn(cells: Sequence[Cell]) -> Figure | None:
+    """Draws the context's tokens by turn, a line per run, over all its sets: flat where memory is bounded, rising where
+    history grows. A dashed line is the same run with the whole history in the memory's place.
+    """
+    lines, keys = [], []
+    for number, run in enumerate(runs_of(cells)):
+        rows = [row for cell in cells if cell.run == run for row in cell.rows]
+        attempts = [turns for row in rows for turns in row.context_tokens_by_turn]
+        full = [turns for row in rows for turns in row.full_history_tokens_by_turn]
+        if not any(attempts):
+            continue
+        lines.append(Series(label=run, style=_style(number), points=_means_by_turn(attempts), markers=True))
+        keys.append(Key(style=_style(number), label=run, value=f"{len(attempts):,} attempts"))
+        if any(full):
+            lines.append(Series(label="", style=f"{_style(number)} dashed", points=_means_by_turn(full)))
+    if not lines:
+        return None
+    title = "Context tokens by turn"
+    caption = f"A line ends where fewer than {_MIN_SHARE:.0%} of its attempts go on."
+    if len(lines) > len(keys):
+        caption += " Dashed: the same turns with the whole history in the memory's place."
+    return Figure(title=title, chart=line_chart(lines, title=title, x_label="turn"), keys=keys, caption=caption)
+
+
+def _means_by_turn(attempts: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    by_turn: dict[int, list[int]] = defaultdict(list)
+    for turns in attempts:
+        for turn, tokens in enumerate(turns, start=1):
+            by_turn[turn].append(tokens)
+    enough = _MIN_SHARE * len(attempts)
+    return [(float(turn), fmean(tokens)) for turn, tokens in by_turn.items() if len(tokens) >= enough]
+
+
+def _bar(interval: Interval | None, number: int) -> Bar | None:
+    """Returns None where the run has no such set."""
+    if interval is None:
+        return None
+    return Bar(value=interval.value, style=_style(number), low=interval.low, high=interval.high)
+
+
+def _style(number: int) -> str:
+    return f"part-{number % _NUM_STYLES}"
