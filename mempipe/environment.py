@@ -37,6 +37,9 @@ EVERY_PROCESS = {
 }
 """What the command and all workers run with; a variable that the user has set stays as it is."""
 
+GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""A learner's rows change their length, which fragments GPU memory. Handles of such memory cannot be passed by ipc."""
+
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 """Holds the id of the process that an engine belongs to, and with which it ends."""

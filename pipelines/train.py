@@ -69,7 +69,7 @@ def _run(run: Run, config: RunConfig) -> Run:
         with run.phase("prepare"):
             config = prepare(run)
             check_inputs(run, config)
-        with connected(config.ray_address, name=config.name) as namespace:
+        with connected(config.ray_address, name=config.name, model=config.model) as namespace:
             if config.warm_start is not None:
                 with run.phase("warm_start"):
                     config = warm_start(run, config)
@@ -244,7 +244,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
             )
             for update in split_updates(samples, config.algorithm.updates_per_step)
         ]
-        reports = roles.learners.step(updates)
+        reports = roles.learn(updates)
     with Timer() as syncing:
         canary = roles.sync(step + 1)
     rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent_spec.grows)

@@ -51,7 +51,7 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
         with launch_learners(config, settings) as learners, Progress("warm start", total=len(updates)) as progress:
             for start in range(0, len(updates), UPDATES_PER_CALL):
                 batches = updates[start : start + UPDATES_PER_CALL]
-                reports = learners.step([_packed(batch, config) for batch in batches])
+                reports = learners.step([_packed(batch, config, num_ranks=len(learners.ranks)) for batch in batches])
                 progress.advance(len(reports), loss=sum(report["loss"] for report in reports) / len(reports))
             learners.export(folder, source=config.model.path)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
@@ -136,7 +136,7 @@ def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterato
         yield batch
 
 
-def _packed(samples: Sequence[TrainingSample], config: RunConfig) -> list[list[MicroBatch]]:
+def _packed(samples: Sequence[TrainingSample], config: RunConfig, *, num_ranks: int) -> list[list[MicroBatch]]:
     assert config.warm_start is not None
     max_tokens = max(config.warm_start.tokens_per_step, MIN_ROW)
-    return pack_step(samples, num_ranks=config.learner.num_ranks, max_tokens=max_tokens, aggregation="token")
+    return pack_step(samples, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token")

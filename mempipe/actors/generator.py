@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
@@ -15,10 +15,8 @@ from mempipe.actors.handles import Handle
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.weights import WeightHandle
+from mempipe.placement import Transfer
 from mempipe.types import Completion
-
-Transfer = Literal["mempipe_shm", "nccl"]
-"""How weights reach an engine: as bytes through the object store, or from GPU to GPU."""
 
 
 class WeightStore:
@@ -48,10 +46,17 @@ class GeneratorActor:
         store: str,
         transfer: Transfer,
         stop_texts: Sequence[str] = (),
+        sleeps: bool = False,
     ) -> None:
         """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
         self._engine = Generator(
-            model, config, max_model_len=context_tokens, seed=seed, transfer=transfer, stop_texts=stop_texts
+            model,
+            config,
+            max_model_len=context_tokens,
+            seed=seed,
+            transfer=transfer,
+            stop_texts=stop_texts,
+            can_sleep=sleeps,
         )
         self._store: Handle = ray.get_actor(store)
         self._desk = BatchedServer(self._generate)
@@ -84,6 +89,10 @@ class GeneratorActor:
     async def shutdown(self) -> None:
         """Ends the engine's processes; the actor itself is killed afterwards."""
         await self._engine.shutdown()
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory to others until the next weights come; completions wait meanwhile."""
+        await self._engine.sleep()
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """The rendezvous of a transfer between GPUs."""

@@ -8,33 +8,45 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from mempipe.actors.admission import Admission
-from mempipe.actors.driver import DriverSpec
-from mempipe.actors.generator import GeneratorActor, Transfer, WeightStore
+from mempipe.actors.driver import DriverSpec, GroupFailed
+from mempipe.actors.generator import GeneratorActor, WeightStore
 from mempipe.actors.handles import Handle, start_actor
-from mempipe.actors.learner_group import LearnerActor, LearnerGroup
+from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferenceActor
+from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
-from mempipe.engines.config import SamplingConfig
+from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.learner import LearnerSettings
 from mempipe.engines.weights import check_canary
 from mempipe.environment import EVERY_PROCESS
-from mempipe.settings import ConfigError
+from mempipe.placement import Demand, Plan, needs_reference, plan
+from mempipe.rl.packing import MicroBatch
 
 START_TIMEOUT_S = 900.0
 KNOCK_TIMEOUT_S = 10.0
@@ -47,16 +59,33 @@ class LaunchError(RuntimeError):
     """A role did not start or did not stay alive, or the cluster cannot be reached."""
 
 
+class RoleLost(LaunchError):
+    """A role died or is late: another start may do better."""
+
+
+LOST = (
+    RoleLost,
+    LearnerLost,
+    GroupFailed,
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectLostError,
+)
+"""What a run can meet when an actor, an engine or a node is lost."""
+
+
 @dataclass(kw_only=True)
 class RolloutActors:
     """What runs trajectories: engines and retrievers."""
 
     config: RunConfig
+    """As the plan runs it."""
+    plan: Plan
     namespace: str
     generators: dict[str, Handle]
     retrievers: dict[str, Handle]
     store: Handle
-    transfer: Transfer
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
         """What a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
@@ -93,14 +122,24 @@ class Roles(RolloutActors):
             policy_version=policy_version,
         )
 
+    def learn(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
+        """One learner step (`LearnerGroup.step`), for which engines that share its memory sleep until the next sync."""
+        if not self.plan.sleeps:
+            return self.learners.step(updates)
+        pending = {name: actor.sleep.remote() for name, actor in self.generators.items()}
+        wait_for(pending, phase="putting engines to sleep", timeout_s=self.config.generation.timeout_s)
+        reports = self.learners.step(updates)
+        self.learners.release_memory()
+        return reports
+
     def sync(self, policy_version: int) -> float:
         """Brings the learner's weights to every engine as `policy_version`; returns the largest canary difference.
 
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
         serve them.
         """
-        if self.transfer == "nccl":
-            self.learners.send_weights(policy_version)
+        if self.plan.transfer != "mempipe_shm":
+            self.learners.send_weights(policy_version, list(self.generators.values()))
         else:
             weights = self.learners.weights()
             ray.get(self.store.put.remote([weights], policy_version))
@@ -123,25 +162,26 @@ class Roles(RolloutActors):
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
-    """What every reference holds, by name. Raises LaunchError naming the phase and who failed or was late."""
+    """What every reference holds, by name. Raises LaunchError naming the phase and who failed, RoleLost when
+    it died or was late."""
     deadline = time.monotonic() + timeout_s
     results = {}
     for name, reference in pending.items():
         try:
             results[name] = ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
         except GetTimeoutError as error:
-            raise LaunchError(f"{phase}: {name} did not finish within {timeout_s:g} s") from error
+            raise RoleLost(f"{phase}: {name} did not finish within {timeout_s:g} s") from error
         except RayActorError as error:
-            raise LaunchError(f"{phase}: {name} died: {error}") from error
+            raise RoleLost(f"{phase}: {name} died: {error}") from error
         except RayTaskError as error:
             raise LaunchError(f"{phase}: {name}: {error.cause}") from error
     return results
 
 
 @contextmanager
-def connected(address: str, *, name: str) -> Iterator[str]:
-    """A Ray connection for the run `name`:
-    the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that ends with the run.
+def connected(address: str, *, name: str, model: ModelConfig | None = None) -> Iterator[str]:
+    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that
+    ends with the run and whose object store has room for `model`.
     """
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
@@ -150,7 +190,11 @@ def connected(address: str, *, name: str) -> Iterator[str]:
     if address:
         options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
     else:
-        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 512 * 2**20}
+        options |= {
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+            "object_store_memory": _object_store(model),
+        }
     quiet_loggers()
     try:
         _knock(address)
@@ -168,6 +212,12 @@ def connected(address: str, *, name: str) -> Iterator[str]:
         ray.shutdown()
 
 
+def _object_store(model: ModelConfig | None) -> int:
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    memory = psutil.virtual_memory().total
+    return object_store_bytes(model or ModelConfig(), memory=memory, shared_memory=shared)
+
+
 def _knock(address: str) -> None:
     """Raises OSError when nobody listens at host:port; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -178,10 +228,7 @@ def _knock(address: str) -> None:
 @contextmanager
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     """All roles, started side by side. Leaves no actor, process or placement group behind, whatever happens inside."""
-    reference = [1] * needs_reference(config)
-    with _launched(
-        config, namespace, sizes=[1] * config.learner.num_ranks + _engine_sizes(config) + reference
-    ) as started:
+    with _launched(config, namespace, Demand.of_training(config)) as started:
         yield started.roles()
 
 
@@ -191,26 +238,38 @@ def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool
 
     Cleans up as `launch` does.
     """
-    if not generators:
-        config = config.model_copy(update={"generation": config.generation.model_copy(update={"num_replicas": 0})})
-    with _launched(config, namespace, sizes=_engine_sizes(config)) as started:
-        engines = started.engines("mempipe_shm")
+    demand = Demand.of_rollouts(config)
+    with _launched(config, namespace, demand if generators else replace(demand, engines=0)) as started:
+        actors = started.rollout_actors()
         started.wait()
-        yield engines
+        yield actors
 
 
 @contextmanager
 def launch_learners(config: RunConfig, settings: LearnerSettings) -> Iterator[LearnerGroup]:
     """Only the learner ranks, for supervised phases."""
-    placement = _Placement([1] * config.learner.num_ranks)
-    group = _learner_group(config, placement)
+    reservation = reserve(config, Demand(learners=config.learner.num_ranks))
+    group = _learner_group(reservation.plan.applied(config), reservation)
     try:
         group.start(settings)
         yield group
     finally:
         for rank in group.ranks:
             ray.kill(rank)
-        placement.remove()
+        reservation.remove()
+
+
+def reserve(config: RunConfig, demand: Demand) -> Reservation:
+    """Seats for the demand on the cluster that is there. Raises ConfigError when it has too few GPUs, or unusable ones,
+    and LaunchError when it does not free them."""
+    nodes = cluster_gpus()
+    made = plan(config, demand, list(nodes.values()), gpu_bytes=smallest_gpu(nodes) if nodes else None)
+    if made.bundles:
+        print(f"placement  {made}", flush=True)
+    try:
+        return Reservation(made, timeout_s=START_TIMEOUT_S)
+    except NotReserved as error:
+        raise LaunchError(str(error)) from error
 
 
 def learner_settings(config: RunConfig) -> LearnerSettings:
@@ -226,71 +285,15 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
     )
 
 
-class _Placement:
-    """Where roles go: on a cluster with GPUs one placement group, reserved as a whole before anything starts;
-    otherwise anywhere.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes` are the GPUs of each role."""
-        self.group: PlacementGroup | None = None
-        self._next = 0
-        available = int(ray.cluster_resources().get("GPU", 0))
-        if not available or not sizes:
-            return
-        if sum(sizes) > available:
-            raise ConfigError(
-                f"the roles need {sum(sizes)} GPUs (`mempipe doctor` lists them), but the cluster has {available}; "
-                "lower learner.num_ranks, generation.num_replicas or generation.tensor_parallel"
-            )
-        self.group = placement_group([{"GPU": size, "CPU": 1} for size in sizes], strategy="PACK")
-        if not self.group.wait(timeout_seconds=START_TIMEOUT_S):
-            self.remove()
-            raise LaunchError(f"the cluster did not free {sum(sizes)} GPUs within {START_TIMEOUT_S:g} s")
-
-    def options(self, num_gpus: int) -> dict[str, Any]:
-        """Actor options of the next role in the group."""
-        if self.group is None:
-            return {"num_cpus": 0}
-        index, self._next = self._next, self._next + 1
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
-        return {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
-
-    def transfer(self, config: RunConfig) -> Transfer:
-        """GPU to GPU where roles have GPUs of their own; merged LoRA weights go as bytes, since the sender knows
-        full parameters only.
-        """
-        return "nccl" if self.group is not None and not config.model.lora_rank else "mempipe_shm"
-
-    def remove(self) -> None:
-        if self.group is not None:
-            remove_placement_group(self.group)
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """Whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
-    return config.algorithm.kl_coef > 0 and not config.model.lora_rank
-
-
-def _learner_group(config: RunConfig, placement: _Placement) -> LearnerGroup:
-    ranks = [start_actor(LearnerActor, placement.options(1)) for _ in range(config.learner.num_ranks)]
+def _learner_group(config: RunConfig, reservation: Reservation) -> LearnerGroup:
+    ranks = [start_actor(LearnerActor, reservation.options("learner")) for _ in range(config.learner.num_ranks)]
     return LearnerGroup(ranks, timeout_s=config.learner.timeout_s)
 
 
-def _engine_sizes(config: RunConfig) -> list[int]:
-    """GPUs of each engine and of each actor that holds vectors and wants some."""
-    retrieval = [config.retrieval.num_gpus] * _num_vector_holders(config) if config.retrieval.num_gpus else []
-    return [config.generation.tensor_parallel] * config.generation.num_replicas + retrieval
-
-
-def _num_vector_holders(config: RunConfig) -> int:
-    return (config.retrieval.shard_actors or config.retrieval.num_replicas) if config.retrieval.index else 0
-
-
 @contextmanager
-def _launched(config: RunConfig, namespace: str, *, sizes: Sequence[int]) -> Iterator[_Started]:
-    """What is started inside is ended behind it."""
-    started = _Started(config, namespace, _Placement(sizes))
+def _launched(config: RunConfig, namespace: str, demand: Demand) -> Iterator[_Started]:
+    """An empty start; everything that is started with it is ended when the block ends."""
+    started = _Started(config, namespace, reserve(config, demand))
     try:
         yield started
     finally:
@@ -298,70 +301,70 @@ def _launched(config: RunConfig, namespace: str, *, sizes: Sequence[int]) -> Ite
             ray.get([engine.shutdown.remote() for engine in started.generators.values()], timeout=SHUTDOWN_TIMEOUT_S)
         for actor in started.actors:
             ray.kill(actor)
-        started.placement.remove()
+        started.reservation.remove()
 
 
 class _Started:
     """Actors as they are started, so that a half-finished start can be cleaned up."""
 
-    def __init__(self, config: RunConfig, namespace: str, placement: _Placement) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, namespace: str, reservation: Reservation) -> None:
+        self.plan = reservation.plan
+        self.config = self.plan.applied(config)
         self.namespace = namespace
-        self.placement = placement
+        self.reservation = reservation
         self.actors: list[Handle] = []
         self.generators: dict[str, Handle] = {}
         self._pending: dict[str, Any] = {}
 
     def roles(self) -> Roles:
         """Everything that training needs, ready."""
-        learners = _learner_group(self.config, self.placement)
+        rollout_actors = self.rollout_actors()
+        if self.plan.kind == "colocated":  # an engine measures what is free on its GPU while it starts
+            self.wait()
+        learners = _learner_group(self.config, self.reservation)
         self.actors += learners.ranks
-        engines = self.engines(self.placement.transfer(self.config))
         reference = None
         if needs_reference(self.config):
-            reference = self._start(ReferenceActor, self.placement.options(1), self.config)
+            reference = self._start(ReferenceActor, self.reservation.options("reference"), self.config)
             self._pending["reference"] = reference.ready.remote()
         learners.start(learner_settings(self.config))
         self.wait()
-        if engines.transfer == "nccl":
-            learners.open_transfer(
-                list(engines.generators.values()), tensor_parallel=self.config.generation.tensor_parallel
-            )
-        return Roles(**vars(engines), learners=learners, reference=reference)
+        if self.plan.transfer != "mempipe_shm":
+            engines = list(rollout_actors.generators.values())
+            learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
+        return Roles(**vars(rollout_actors), learners=learners, reference=reference)
 
-    def engines(self, transfer: Transfer) -> RolloutActors:
-        """RolloutActors and retrievers on their way; `wait` waits for them.
-        An agent without an index has no retriever."""
+    def rollout_actors(self) -> RolloutActors:
+        """Engines and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
-        for i in range(config.generation.num_replicas):
+        # An engine that starts again takes the newest weights from the store; it cannot join a sender of GPU memory.
+        engine_restarts = {"max_restarts": -1 if self.plan.transfer == "mempipe_shm" else 0}
+        for i in range(self.plan.num_engines):
             self.generators[f"generator-{i}"] = self._start(
                 GeneratorActor,
-                # A restarted engine takes the newest weights from the store; an nccl group cannot be joined again.
-                {"name": f"generator-{i}", **restartable, "max_restarts": 0 if transfer == "nccl" else -1}
-                | self.placement.options(config.generation.tensor_parallel),
+                {"name": f"generator-{i}"} | restartable | engine_restarts | self.reservation.options("generator"),
                 model=config.model,
                 config=config.generation,
                 context_tokens=config.budget.context_tokens,
                 seed=config.seed + i,
                 store=WEIGHT_STORE,
-                transfer=transfer,
+                transfer=self.plan.transfer,
                 stop_texts=config.agent_spec.stop_texts,
+                sleeps=self.plan.sleeps,
             )
         retrieval, anywhere = config.retrieval, {"num_cpus": 0}
-        on_gpus = retrieval.num_gpus > 0
-        of_holder = [
-            self.placement.options(retrieval.num_gpus) if on_gpus else anywhere
-            for _ in range(_num_vector_holders(config))
-        ]
         shards = [
-            self._start(ShardActor, restartable | of_holder[i], retrieval, i) for i in range(retrieval.shard_actors)
+            self._start(ShardActor, restartable | self.reservation.options("retrieval"), retrieval, i)
+            for i in range(retrieval.shard_actors if retrieval.index else 0)
         ]
         retrievers = {
             f"retriever-{i}": self._start(
                 RetrieverActor,
-                {"name": f"retriever-{i}", **restartable} | (anywhere if shards or retrieval.url else of_holder[i]),
+                {"name": f"retriever-{i}"}
+                | restartable
+                | (anywhere if shards or retrieval.url else self.reservation.options("retrieval")),
                 retrieval,
                 shards,
             )
@@ -370,16 +373,17 @@ class _Started:
         self._pending |= {name: actor.ready.remote() for name, actor in [*self.generators.items(), *retrievers.items()]}
         return RolloutActors(
             config=config,
+            plan=self.plan,
             namespace=self.namespace,
             generators=self.generators,
             retrievers=retrievers,
             store=store,
-            transfer=transfer,
         )
 
     def wait(self) -> None:
-        """Until every engine, retriever and reference answers."""
+        """Until all that was started since the last call answers."""
         wait_for(self._pending, phase="start", timeout_s=START_TIMEOUT_S)
+        self._pending = {}
 
     def _start(self, cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
         self.actors.append(start_actor(cls, options, *args, **kwargs))

@@ -5,12 +5,14 @@ them.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe.actors.handles import Handle
@@ -19,9 +21,16 @@ from mempipe.engines.learner import Learner, LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
 
+WATCH_S = 5.0
+ANSWER_S = 30.0
+
 
 class LearnerFailed(RuntimeError):
     """A rank failed, died, or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
+
+
+class LearnerLost(LearnerFailed):
+    """A rank, or an engine that the ranks wait for, died or is late: another start may do better."""
 
 
 class LearnerActor:
@@ -41,6 +50,10 @@ class LearnerActor:
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
         return self._learner.step(updates)
 
+    def release_memory(self) -> None:
+        """Gives GPU memory that no tensor uses back to those who share the GPU."""
+        torch.cuda.empty_cache()
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._learner.score(sequences)
 
@@ -49,12 +62,18 @@ class LearnerActor:
         state_dict = self._learner.full_state_dict()
         return pack_weights(state_dict) if state_dict else None
 
-    def open_transfer(self, engines: Sequence[Handle], tensor_parallel: int, address: tuple[str, int]) -> None:
-        """Joins this rank and all engines' workers into one nccl group."""
+    def open_transfer(
+        self,
+        engines: Sequence[Handle],
+        tensor_parallel: int,
+        address: tuple[str, int],
+        backend: Literal["nccl", "ipc"],
+    ) -> None:
+        """Connects this rank with all engines: by nccl in one group, by ipc with the engine on its own GPU."""
         self._sender = GpuWeightSender(
             self._learner.policy.lm,
             control=_Engines(engines, tensor_parallel),
-            backend="nccl",
+            backend=backend,
             rank=self._learner.rank,
             address=address,
             num_engine_ranks=len(engines) * tensor_parallel,
@@ -62,6 +81,9 @@ class LearnerActor:
 
     def send_weights(self, policy_version: int) -> None:
         self._sender.send(policy_version)
+
+    def updates_done(self) -> int:
+        return self._learner.num_updates_done
 
     def save(self, folder: Path, position: Position, keep: int) -> None:
         self._learner.save(folder, position, keep=keep)
@@ -110,6 +132,10 @@ class LearnerGroup:
         """
         return self._all("optimiser step", lambda rank, i: rank.step.remote([update[i] for update in updates]))[0]
 
+    def release_memory(self) -> None:
+        """Gives GPU memory that no tensor uses back to those who share the GPU."""
+        self._all("releasing memory", lambda rank, _: rank.release_memory.remote())
+
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every sequence's tokens but the first, under the current weights."""
         return self._all("score", lambda rank, _: rank.score.remote(sequences))[0]
@@ -120,16 +146,30 @@ class LearnerGroup:
         self._get("gathering weights", references[1:])
         return references[0]
 
-    def open_transfer(self, engines: Sequence[Handle], *, tensor_parallel: int) -> None:
-        """From now on `send_weights` goes from GPU to GPU."""
+    def open_transfer(
+        self, engines: Sequence[Handle], *, tensor_parallel: int, backend: Literal["nccl", "ipc"]
+    ) -> None:
+        """From now on `send_weights` goes from GPU memory to GPU memory."""
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
         self._all(
-            "opening the weight transfer", lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address)
+            "opening the weight transfer",
+            lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address, backend),
         )
 
-    def send_weights(self, policy_version: int) -> None:
-        """Gives every engine the current weights as `policy_version`; returns when all serve them."""
-        self._all("sending weights", lambda rank, _: rank.send_weights.remote(policy_version))
+    def send_weights(self, policy_version: int, engines: Sequence[Handle]) -> None:
+        """Gives the engines of `open_transfer` the current weights as `policy_version`; returns when all serve them."""
+        sent = [rank.send_weights.remote(policy_version) for rank in self.ranks]
+        self._get("sending weights", sent, beside=engines)
+
+    def updates_done(self) -> int:
+        """Optimiser updates of the learner as it is now. Raises LearnerLost when the ranks do not say so at once, or
+        not the same."""
+        counts = set(
+            self._get("counting updates", [rank.updates_done.remote() for rank in self.ranks], timeout_s=ANSWER_S)
+        )
+        if len(counts) != 1:
+            raise LearnerLost(f"the ranks have done {sorted(counts)} updates")
+        return counts.pop()
 
     def save(self, folder: Path, position: Position, *, keep: int) -> None:
         """Writes a checkpoint of the run at `position` under `folder`."""
@@ -147,14 +187,32 @@ class LearnerGroup:
     def _all(self, phase: str, submit: Callable[[Handle, int], Any]) -> list[Any]:
         return self._get(phase, [submit(rank, i) for i, rank in enumerate(self.ranks)])
 
-    def _get(self, phase: str, references: Sequence[Any]) -> list[Any]:
+    def _get(
+        self, phase: str, references: Sequence[Any], *, timeout_s: float | None = None, beside: Sequence[Handle] = ()
+    ) -> list[Any]:
+        """What the references hold. The ranks wait for the actors `beside`, whose death is noticed at once."""
+        timeout_s = timeout_s or self._timeout_s
+        deadline, pending = time.monotonic() + timeout_s, list(references)
         try:
-            return ray.get(list(references), timeout=self._timeout_s)
+            while beside and pending and time.monotonic() < deadline:
+                done, pending = ray.wait(pending, timeout=WATCH_S)
+                ray.get(done)
+                _check_alive(beside, phase)
+            return ray.get(list(references), timeout=max(deadline - time.monotonic(), 0.001))
         except GetTimeoutError as error:
-            raise LearnerFailed(
-                f"{phase}: not all ranks finished within learner.timeout_s {self._timeout_s:g} s"
-            ) from error
+            raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s (learner.timeout_s)") from error
         except RayActorError as error:
-            raise LearnerFailed(f"{phase}: a learner rank died: {error}") from error
+            raise LearnerLost(f"{phase}: a learner rank died: {error}") from error
         except RayTaskError as error:
             raise LearnerFailed(f"{phase}: {error.cause}") from error
+
+
+def _check_alive(engines: Sequence[Handle], phase: str) -> None:
+    """Raises LearnerLost when one has died; one that is busy may take its time."""
+    for engine in engines:
+        try:
+            ray.get(engine.ready.remote(), timeout=WATCH_S)
+        except GetTimeoutError:
+            continue
+        except RayActorError as error:
+            raise LearnerLost(f"{phase}: an engine died: {error}") from error

@@ -64,6 +64,7 @@ class Generator:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         transfer: Literal["mempipe_shm", "nccl", "ipc"] = SHARED_MEMORY_BACKEND,
         stop_texts: Sequence[str] = (),
+        can_sleep: bool = False,
     ) -> None:
         """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
 
@@ -78,6 +79,8 @@ class Generator:
         self._device = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         self._transfer = transfer
         self._stop_texts = list(stop_texts)
+        self._can_sleep = can_sleep
+        self._asleep = False
         self._engine: AsyncLLM | None = None
         self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
         self._vocab_size = 0
@@ -107,6 +110,7 @@ class Generator:
                 transfer=self._transfer,
             )
             arguments["skip_tokenizer_init"] = not self._stop_texts
+            arguments["enable_sleep_mode"] = self._can_sleep
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._death = self._engine.output_handler
         self._vocab_size = self._engine.model_config.get_vocab_size()
@@ -183,7 +187,23 @@ class Generator:
                     await self._replace(handle, policy_version)
                 self._transfer_failure = None
             finally:
-                self._open.set()
+                if not self._asleep:
+                    self._open.set()
+
+    async def sleep(self) -> None:
+        """Frees the GPU memory of weights and cache, once the completions under way have finished.
+
+        New ones wait until `load_weights`, which wakes the engine. Only for an engine that was made with `can_sleep`.
+        """
+        async with self._update:
+            self._open.clear()
+            await self._idle.wait()
+            try:
+                await self._call("sleep", self._live().sleep(level=2))
+                self._asleep = True
+            finally:
+                if not self._asleep:
+                    self._open.set()
 
     async def shutdown(self) -> None:
         """Ends the engine's processes; completions under way raise EngineDead."""
@@ -203,9 +223,14 @@ class Generator:
         engine = self._live()
         if not self._connected:
             await self.connect({})
+        if self._asleep:
+            await self._call("wake for weights", engine.wake_up(tags=["weights"]))
         await self._call("start", engine.start_weight_update())
         await self._call("update", engine.update_weights(WeightTransferUpdateRequest(update_info=handle.update_info)))
         await self._call("finish", engine.finish_weight_update(weight_version=str(policy_version)))
+        if self._asleep:
+            await self._call("wake", engine.wake_up(tags=["kv_cache"]))
+            self._asleep = False
         if not await self._call("prefix cache", engine.reset_prefix_cache()):
             raise WeightTransferFailed(
                 f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
@@ -385,6 +410,8 @@ def _engine_arguments(
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
         "tensor_parallel_size": config.tensor_parallel,
+        # Inside a placement group vLLM would look for a bundle of its own for every worker.
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
         "enforce_eager": config.enforce_eager or device == "cpu",
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",

@@ -1,0 +1,89 @@
+"""A plan's GPUs on a Ray cluster: what the cluster has, and the placement group that holds a job's seats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from mempipe.engines.devices import gpu_bytes
+from mempipe.environment import GROWING_SEGMENTS
+from mempipe.placement import Plan, Role, bundle_gpus
+from mempipe.settings import ConfigError
+
+INSPECTION_TIMEOUT_S = 120.0
+
+
+class NotReserved(RuntimeError):
+    """The cluster did not free the GPUs in time."""
+
+
+def cluster_gpus() -> dict[str, int]:
+    """GPUs of every node that has some, by node id."""
+    nodes = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+    return {node: count for node, count in nodes.items() if count}
+
+
+def smallest_gpu(nodes: dict[str, int]) -> int | None:
+    """Memory in bytes of the smallest GPU, asked of one on every node; None when all are taken.
+
+    Raises ConfigError, which names the node, when Ray counts GPUs that torch cannot use there.
+    """
+    ask: Any = ray.remote(gpu_bytes)
+    asked = {
+        node: ask.options(
+            num_cpus=0, num_gpus=1, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote()
+        for node in nodes
+    }
+    sizes = []
+    for node, answer in asked.items():
+        try:
+            sizes.append(ray.get(answer, timeout=INSPECTION_TIMEOUT_S))
+        except GetTimeoutError:  # another job is at work on them, so they can be used
+            ray.cancel(answer)
+        except RayTaskError as error:
+            raise ConfigError(f"node {node[:8]} counts {nodes[node]} GPUs for Ray, but {error.cause}") from error
+    return min(sizes, default=None)
+
+
+class Reservation:
+    """The seats of a plan, reserved as a whole before anything starts; without GPUs there is nothing to reserve."""
+
+    def __init__(self, plan: Plan, *, timeout_s: float) -> None:
+        """Raises NotReserved."""
+        self.plan = plan
+        self._group: PlacementGroup | None = None
+        self._taken: dict[Role, int] = {}
+        if not plan.bundles:
+            return
+        sizes = [bundle_gpus(bundle) for bundle in plan.bundles]
+        self._group = placement_group([{"GPU": float(size)} for size in sizes], strategy="PACK")
+        if not self._group.wait(timeout_seconds=timeout_s):
+            self.remove()
+            raise NotReserved(f"the cluster did not free {sum(sizes)} GPUs within {timeout_s:g} s")
+
+    def options(self, role: Role) -> dict[str, Any]:
+        """Ray's options for the next actor of the role."""
+        if self._group is None or not self.plan.seats(role):
+            return {"num_cpus": 0}
+        index = self._taken.get(role, 0)
+        self._taken[role] = index + 1
+        bundle, num_gpus = self.plan.seats(role)[index]
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            ),
+        }
+        if role == "learner" and self.plan.transfer != "ipc":
+            options["runtime_env"] = {"env_vars": GROWING_SEGMENTS}
+        return options
+
+    def remove(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)

@@ -1,0 +1,212 @@
+"""Roles on a local cluster that declares GPUs which it does not have.
+Stub roles record where they are and which GPUs they see."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from mempipe.actors import launch as launching
+from mempipe.actors import reservation
+from mempipe.actors.launch import Roles, launch, launch_learners, launch_rollout_actors
+from mempipe.capacity import GIB
+from mempipe.config import RunConfig
+from mempipe.engines.tiny import build_model, build_tokenizer
+from mempipe.environment import EVERY_PROCESS
+from mempipe.loader import load_config
+from mempipe.settings import ConfigError
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
+
+NUM_GPUS = 8
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+
+
+class Stub:
+    """A role that answers at once and says where it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._kwargs = kwargs
+        self._events: list[Any] = []
+
+    async def where(self) -> dict[str, Any]:
+        """GPUs that this process may use, whether it lies in a placement group, and the engine's settings."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return {
+            "gpus": None if visible is None else [gpu for gpu in visible.split(",") if gpu],
+            "grouped": ray.util.get_current_placement_group() is not None,
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+            "events": self._events,
+            **{key: self._kwargs[key] for key in ("transfer", "sleeps") if key in self._kwargs},
+        }
+
+    async def ready(self) -> int:
+        return 0
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def start(self, *args: Any) -> None:
+        pass
+
+    async def open_transfer(self, engines: Any, tensor_parallel: int, address: Any, backend: str) -> None:
+        self._events.append((len(engines), tensor_parallel, backend))
+
+    async def sleep(self) -> None:
+        self._events.append("sleep")
+
+    async def step(self, updates: Any) -> list[dict[str, float]]:
+        self._events.append("step")
+        return []
+
+    async def release_memory(self) -> None:
+        self._events.append("release")
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster() -> Iterator[None]:
+    """One node that declares eight GPUs."""
+    os.environ.update(EVERY_PROCESS)
+    ray.init(
+        num_gpus=NUM_GPUS,
+        num_cpus=4,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        namespace="placement",
+        log_to_driver=False,
+        object_store_memory=256 * 2**20,
+    )
+    yield
+    ray.shutdown()
+
+
+@contextmanager
+def stubs(gpus: int) -> Iterator[None]:
+    """Stub roles, on the first `gpus` GPUs of the cluster, of 76 GiB each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LearnerActor", "GeneratorActor", "ReferenceActor", "RetrieverActor"):
+            patch.setattr(launching, name, Stub)
+        (node,) = reservation.cluster_gpus()
+        patch.setattr(launching, "cluster_gpus", lambda: {node: gpus})
+        patch.setattr(launching, "smallest_gpu", lambda _: 76 * GIB)
+        yield
+
+
+def settings(name: str = "quickstart", *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}.yaml", ["retrieval.index=x", *overrides])
+
+
+def places(actors: list[Any]) -> list[dict[str, Any]]:
+    return ray.get([actor.where.remote() for actor in actors])
+
+
+def gpus_of(actors: list[Any]) -> list[list[str]]:
+    return [place["gpus"] for place in places(actors)]
+
+
+@contextmanager
+def launched(gpus: int, config: RunConfig) -> Iterator[Roles]:
+    with stubs(gpus), launch(config, "placement") as roles:
+        yield roles
+
+
+def test_with_gpus_enough_every_role_has_its_own_and_nobody_else_sees_any(gpu_cluster):
+    with launched(4, settings()) as roles:
+        ranks, engines = gpus_of(roles.learners.ranks), gpus_of([*roles.generators.values()])
+        taken = [gpu for gpus in (*ranks, *engines, *gpus_of([roles.reference])) for gpu in gpus]
+        assert [len(gpus) for gpus in (*ranks, *engines)] == [1, 1, 1]
+        assert len(set(taken)) == len(taken) == 4
+        assert gpus_of([*roles.retrievers.values()]) == [[]]  # not None: it would see all of them
+        assert all(place["allocator"] == "expandable_segments:True" for place in places(roles.learners.ranks))
+        assert places(roles.learners.ranks)[0]["events"] == [(1, 1, "nccl")]
+        assert places([*roles.generators.values()])[0]["transfer"] == "nccl"
+
+
+def test_on_three_gpus_the_reference_is_with_a_rank(gpu_cluster):
+    with launched(3, settings()) as roles:
+        assert gpus_of([roles.reference])[0] in gpus_of(roles.learners.ranks)
+        assert gpus_of([*roles.generators.values()])[0] not in gpus_of(roles.learners.ranks)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_on_few_gpus_a_rank_and_an_engine_share_each_one(gpu_cluster, gpus):
+    with launched(gpus, settings("quickstart", "model.path=Qwen/Qwen2.5-0.5B-Instruct")) as roles:
+        ranks, engines = gpus_of(roles.learners.ranks), gpus_of([*roles.generators.values()])
+        assert ranks == engines and len({gpu for (gpu,) in ranks}) == len(ranks) == gpus
+        assert gpus_of([roles.reference])[0] in ranks
+        assert roles.config.learner.num_ranks == roles.config.generation.num_replicas == gpus
+        assert places(roles.learners.ranks)[0]["events"] == [(gpus, 1, "ipc")]
+        assert places(roles.learners.ranks)[0]["allocator"] == ""  # handles of such memory cannot be passed
+
+
+def test_engines_sleep_while_a_learner_that_needs_their_memory_works(gpu_cluster):
+    config = settings("memsearcher_qwen2.5-3b")
+    with launched(1, config) as roles:
+        (rank,), (engine,) = roles.learners.ranks, [*roles.generators.values()]
+        assert places([engine])[0]["sleeps"]
+        roles.learn([[[]]])
+        assert places([engine])[0]["events"] == ["sleep"]
+        assert places([rank])[0]["events"][1:] == ["step", "release"]
+    with launched(8, config) as roles:
+        roles.learn([[[]] * 4])
+        assert all(place["events"] == [] and not place["sleeps"] for place in places([*roles.generators.values()]))
+
+
+def test_an_engine_of_several_gpus_sees_them_all(gpu_cluster):
+    config = settings("quickstart", "generation.tensor_parallel=4")
+    with launched(8, config) as roles:
+        ((*found,),) = gpus_of([*roles.generators.values()])
+        assert len(set(found)) == 4 and not {*found} & {gpu for (gpu,) in gpus_of(roles.learners.ranks)}
+        assert places(roles.learners.ranks)[0]["events"] == [(1, 4, "nccl")]
+
+
+def test_vectors_have_gpus_of_their_own_and_supervised_ranks_come_down_to_what_is_there(gpu_cluster):
+    config = settings("quickstart", "retrieval.num_gpus=2")
+    with stubs(8), launch_rollout_actors(config, "placement") as actors:
+        (holder,) = gpus_of([*actors.retrievers.values()])
+        assert len(holder) == 2 and not {*holder} & {*gpus_of([*actors.generators.values()])[0]}
+    with stubs(1), launch_learners(config, {}) as learners:
+        assert len(learners.ranks) == 1
+
+
+def test_nothing_is_left_behind(gpu_cluster):
+    with launched(4, settings()):
+        pass
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("GPU", 0) < NUM_GPUS and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ray.available_resources()["GPU"] == NUM_GPUS
+
+
+def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(gpu_cluster):
+    """These ones do not exist, so torch finds none."""
+    with (
+        pytest.raises(ConfigError, match=r"counts 8 GPUs for Ray, but torch \S+ is built without CUDA; install"),
+        launch(settings(), "placement"),
+    ):
+        pass
+
+
+def test_a_tensor_parallel_engine_starts_inside_a_placement_group(gpu_cluster, tmp_path, monkeypatch):
+    """A real one, whose two workers happen to run on CPUs."""
+    monkeypatch.setattr(launching, "smallest_gpu", lambda _: None)
+    build_tokenizer(tmp_path)
+    build_model(tmp_path, seed=1)
+    config = settings("quickstart", "generation.tensor_parallel=2", f"model.path={tmp_path}").model_copy(
+        update={"retrieval": RunConfig().retrieval}
+    )
+    with launch_rollout_actors(config, "placement") as actors:
+        (engine,) = actors.generators.values()
+        scores = ray.get(engine.score.remote([5, 6, 7]))
+    assert len(scores) == 2 and all(score < 0 for score in scores)
