@@ -108,19 +108,22 @@ def weight_width(model: ModelConfig) -> int:
 
 
 def trained_parameters(model: ModelConfig, shape: Shape) -> int:
-    """All of them, or those of the LoRA adapter."""
+    """All of them, or those of the LoRA adapter: a target names every linear layer whose dotted name ends in it."""
     if not model.lora_rank:
         return shape.num_parameters
-    rows = {
-        "q_proj": (shape.hidden, shape.heads * shape.head_dim),
-        "k_proj": (shape.hidden, shape.kv_heads * shape.head_dim),
-        "v_proj": (shape.hidden, shape.kv_heads * shape.head_dim),
-        "o_proj": (shape.heads * shape.head_dim, shape.hidden),
-        "gate_proj": (shape.hidden, shape.intermediate),
-        "up_proj": (shape.hidden, shape.intermediate),
-        "down_proj": (shape.intermediate, shape.hidden),
+    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "self_attn.q_proj": shape.hidden + heads,
+        "self_attn.k_proj": shape.hidden + kv_heads,
+        "self_attn.v_proj": shape.hidden + kv_heads,
+        "self_attn.o_proj": shape.hidden + heads,
+        "mlp.gate_proj": shape.hidden + shape.intermediate,
+        "mlp.up_proj": shape.hidden + shape.intermediate,
+        "mlp.down_proj": shape.hidden + shape.intermediate,
     }
-    return shape.layers * sum(model.lora_rank * sum(rows[name]) for name in model.lora_targets if name in rows)
+    layers = ((f".model.layers.{i}.{name}", size) for i in range(shape.layers) for name, size in sizes.items())
+    targets = tuple(f".{target}" for target in model.lora_targets)
+    return model.lora_rank * sum(size for name, size in layers if name.endswith(targets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

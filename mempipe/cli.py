@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mempipe.checks.findings import refuse
 from mempipe.config import RunConfig
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "train an agent: CONFIG [key=value ...]")
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. algorithm.group_size=16")
-    train.add_argument("--resume", nargs="?", const="always", default="never", choices=["always", "auto", "never"])
+    _add_resume(train)
 
     evaluate = add(
         "evaluate", _evaluate, "measure agents: CONFIG [key=value ...], or compare two evaluated runs: compare A B"
@@ -78,9 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--metric", default="em", help="of compare")
 
-    doctor = add("doctor", _doctor, "check that a config can work on this cluster, without starting anything")
-    doctor.add_argument("config")
-    doctor.add_argument("overrides", nargs="*")
+    doctor = add("doctor", _doctor, "check what can be known of a config of any kind, without starting anything")
+    doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
+    doctor.add_argument("overrides", nargs="*", help="key=value with dotted keys")
+    _add_resume(doctor)
     doctor.add_argument(
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
     )
@@ -172,8 +174,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_resume(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--resume", nargs="?", const="always", default="never", choices=["always", "auto", "never"])
+
+
 def _train(arguments: argparse.Namespace) -> None:
+    from mempipe.checks.run import check_run
+
     config = load_config(arguments.config, arguments.overrides)
+    refuse(check_run(config, resume=arguments.resume))
     from pipelines.train import main as train
 
     train(config, resume=arguments.resume)
@@ -183,9 +192,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.config == "compare":
         _compare(arguments)
         return
+    from mempipe.checks.evaluation import check_suite
     from mempipe.evaluation.suite import load_suite
 
     suite = load_suite(arguments.config, arguments.overrides)
+    refuse(check_suite(suite))
     from pipelines.evaluate import main as evaluate
 
     evaluate(suite)
@@ -223,9 +234,9 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mempipe.doctor import check
+    from mempipe.checks.doctor import examine
 
-    findings = check(load_config(arguments.config, arguments.overrides), num_devices=arguments.devices)
+    findings = examine(arguments.config, arguments.overrides, resume=arguments.resume, num_gpus=arguments.devices)
     for finding in findings:
         print(finding)
     return EXIT_CONFIG if any(finding.fatal for finding in findings) else 0
@@ -275,9 +286,11 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _index_build(arguments: argparse.Namespace) -> None:
+    from mempipe.checks.retrieval import check_build
     from mempipe.loader import load_index_config
 
     config = load_index_config(arguments.config, arguments.overrides)
+    refuse(check_build(config))
     from pipelines.build_index import main as build_index
 
     print("\n".join(describe_index(build_index(config), config.output)))
@@ -331,9 +344,12 @@ def _index_search(arguments: argparse.Namespace) -> None:
 
 
 def _index_serve(arguments: argparse.Namespace) -> None:
-    from mempipe.loader import parse_overrides
+    from mempipe.checks.retrieval import check_service
+    from mempipe.loader import parse_overrides, parse_section
+    from mempipe.retrieval.config import ServiceConfig
 
     settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.settings)
+    refuse(check_service(parse_section(settings, ServiceConfig), host=arguments.host, port=arguments.port))
     from mempipe.serve.retrieval import serve_index
 
     serve_index(settings, host=arguments.host, port=arguments.port)

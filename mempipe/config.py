@@ -26,7 +26,7 @@ from mempipe.engines.config import (
 )
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.settings import ConfigError, Section
+from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
 DEFAULT_AGENT = "memsearcher"
@@ -59,7 +59,7 @@ class RunConfig(Section):
 
     MOVED: ClassVar[dict[str, str]] = {"compat": "agent.compat"}
 
-    name: str = "run"
+    name: FolderName = "run"
     """The run's folder is output/name."""
     output: str = "runs"
     """Where runs have their folders."""

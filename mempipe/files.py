@@ -91,6 +91,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_local_path(name: str) -> bool:
+    """Whether this is meant as a path and not as OWNER/NAME on the Hugging Face hub, so that a mistyped folder is
+    refused without asking the hub for it."""
+    parent = Path(name).parent
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or (parent != Path() and parent.is_dir())
+
+
 def sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -6,31 +6,76 @@ import difflib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
+Kind = Literal["service", "evaluation", "index", "run"]
+MARKS: dict[Kind, set[str]] = {
+    "service": {"applications"},
+    "evaluation": {"benchmarks", "runs"},
+    "index": {"corpus", "faiss"},
+    "run": {"agent", "algorithm", "budget", "learner", "num_steps", "world"},
+}
+DESCRIBED: dict[Kind, str] = {
+    "service": "a retrieval service",
+    "evaluation": "an evaluation",
+    "index": "an index to be built",
+    "run": "a training run",
+}
+COMMANDS: dict[Kind, str] = {
+    "service": "`serve deploy`",
+    "evaluation": "`mempipe evaluate`",
+    "index": "`mempipe index build`",
+    "run": "`mempipe train`",
+}
+SERVICE_APP = "mempipe.serve.retrieval:app"
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
-    return parse_section(load_values(path, overrides), RunConfig)
+    return parse_section(load_values(path, overrides, kind="run"), RunConfig)
 
 
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
     """The index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
-    return parse_section(load_values(path, overrides), IndexConfig)
+    return parse_section(load_values(path, overrides, kind="index"), IndexConfig)
 
 
-def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings that a YAML file names, with `key=value` overrides, not checked yet. Raises ConfigError."""
+def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> ServiceConfig:
+    """The retrieval service that a Ray Serve config deploys, with `key=value` overrides of its `args`.
+    Raises ConfigError."""
+    values = load_values(path, kind="service")
+    applications = values["applications"]
+    if not isinstance(applications, list) or not all(isinstance(each, dict) for each in applications):
+        raise ConfigError(f"{path}: applications is {applications!r}; it is a list of applications")
+    known = [each for each in applications if each.get("import_path") == SERVICE_APP]
+    if len(known) != 1:
+        raise ConfigError(f"{path} has {len(known)} applications with import_path {SERVICE_APP}; expected one")
+    args = known[0].get("args") or {}
+    for override in overrides:
+        _apply(args, override)
+    return parse_section(args, ServiceConfig)
+
+
+def kind_of(values: dict[str, Any]) -> Kind | None:
+    """What settings describe, by keys that no other kind has; None when there is no such key."""
+    return next((kind for kind, marks in MARKS.items() if values.keys() & marks), None)
+
+
+def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind | None = None) -> dict[str, Any]:
+    """The settings that a YAML file names, with `key=value` overrides, not checked yet.
+
+    Raises ConfigError, also when they are those of something else than `kind`.
+    """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,6 +88,9 @@ def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         raise ConfigError(f"{path} holds {type(values).__name__}, expected a mapping of settings")
     for override in overrides:
         _apply(values, override)
+    found = kind_of(values)
+    if kind is not None and found is not None and found != kind:
+        raise ConfigError(f"{path} describes {DESCRIBED[found]}, not {DESCRIBED[kind]}; {COMMANDS[found]} takes it")
     return values
 
 

@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -38,20 +39,12 @@ class Run:
         self.config = config
         self.folder = config.folder
         self._state_file = self.folder / "state.json"
-        found = self._state_file.exists()
-        self._is_new, self._made_folder = not found, not self.folder.exists()
-        if found and resume == "never":
-            raise ConfigError(
-                f"{self.folder} holds a run already: continue it with --resume, use another `name`, or delete the "
-                "folder"
-            )
-        if not found and resume == "always":
-            raise ConfigError(f"--resume: {self.folder} holds no run (no state.json)")
+        self._is_new = saved_state(config, resume=resume) is None
+        self._made_folder = not self.folder.exists()
         try:
             lock(self.folder)
-            self.state: dict[str, Any] = self._read_state() if found else {"seconds": {}, "finished": False}
-            if found:
-                self._check_same()
+            saved = saved_state(config, resume=resume)  # again: the process that held the lock has written meanwhile
+            self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
             write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
@@ -95,30 +88,60 @@ class Run:
             for name in ("state.json", "config.yaml", LOCK_FILE):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _read_state(self) -> dict[str, Any]:
-        try:
-            return json.loads(self._state_file.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{self._state_file} is damaged ({error}); this run cannot be continued") from error
-
     def _save(self) -> None:
         write_text(self._state_file, json.dumps(self.state, indent=1))
 
-    def _check_same(self) -> None:
-        file = self.folder / "config.yaml"
-        try:
-            saved = yaml.safe_load(file.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued"
-            ) from error
-        now = self.config.model_dump(mode="json")
-        differing = [key for key in _differences(saved, now) if key.split(".")[0] not in FREE_SETTINGS]
-        if differing:
-            raise ConfigError(
-                f"{self.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
-                "continue with the same ones, or give the run another `name`"
-            )
+
+def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
+    """The state of the run in the config's folder; None where there is none.
+
+    Raises ConfigError when the run may not start there: it is there already and not to be resumed, it is to be resumed
+    and not there, it was started with other settings, or its files are damaged.
+    """
+    file = config.folder / "state.json"
+    if not file.exists():
+        if resume == "always":
+            raise ConfigError(f"--resume: {config.folder} holds no run (no state.json)")
+        return None
+    if resume == "never":
+        raise ConfigError(
+            f"{config.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder"
+        )
+    try:
+        state = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged ({error}); this run cannot be continued") from error
+    _check_same(config)
+    return state
+
+
+def _check_same(config: RunConfig) -> None:
+    file = config.folder / "config.yaml"
+    try:
+        saved = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued"
+        ) from error
+    differing = [
+        key for key in _differences(saved, config.model_dump(mode="json")) if key.split(".")[0] not in FREE_SETTINGS
+    ]
+    if differing:
+        raise ConfigError(
+            f"{config.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
+            "continue with the same ones, or give the run another `name`"
+        )
+
+
+def unfinished(folder: Path) -> str:
+    """What to say of a run that has not ended yet; "" for a finished one and for a folder without a run."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    if not isinstance(state, dict) or state.get("finished"):
+        return ""
+    return f"an unfinished run ({state.get('num_steps', 0)} steps are done; `mempipe train ... --resume` goes on)"
 
 
 def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[str]:

@@ -4,9 +4,9 @@ run together.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class ConfigError(ValueError):
@@ -22,3 +22,16 @@ class Section(BaseModel):
 
     MOVED: ClassVar[dict[str, str]] = {}
     """Keys of earlier versions and where each is now; the loader refuses the old key and names the new one."""
+
+
+def _folder_name(name: str) -> str:
+    if not name or name[0] in ".-~" or not name.isprintable() or set(name) & set("/\\") or len(name.encode()) > 200:
+        raise ValueError(
+            f"name is {name!r}; it becomes a folder inside `output`, so it has no slash or backslash, starts with "
+            "neither '.' nor '-' nor '~', and has 1 to 200 bytes"
+        )
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(_folder_name)]
+"""The name of a folder inside another one, which no name can leave."""

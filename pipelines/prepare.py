@@ -14,7 +14,6 @@ from mempipe.files import whole_folder
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.runs import Run
-from mempipe.settings import ConfigError
 
 NUM_HELD_OUT_WORLDS = 8
 
@@ -23,18 +22,7 @@ def prepare(run: Run) -> RunConfig:
     """The config with every path filled in; what is already in the run's folder is kept."""
     config = run.config
     if config.world is None:
-        needed = {"model.path": config.model.path, "data.train": config.data.train}
-        if config.agent_spec.searches:
-            needed["retrieval.index"] = config.retrieval.index or config.retrieval.url
-        for setting, value in needed.items():
-            if not value:
-                alternative = ", or retrieval.url" if setting == "retrieval.index" else ""
-                raise ConfigError(f"{setting} is empty; a run without a `world` needs it{alternative}")
         return config
-    if config.retrieval.url:
-        raise ConfigError(
-            f"retrieval.url is {config.retrieval.url!r}; a run with a `world` searches the index that it makes itself"
-        )
     train_worlds, held_out = worlds(config)
     index, model = run.folder / "index", run.folder / "model"
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"

@@ -24,8 +24,7 @@ from statistics import fmean
 from mempipe.actors.launch import Roles, connected, launch
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
-from mempipe.agents.protocol import UnfitQuestion
-from mempipe.agents.rendering import Renderer
+from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
@@ -35,10 +34,8 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, closing_table
 from mempipe.reports.training import write_report
-from mempipe.retrieval.manifest import check_index
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
-from mempipe.rollout import make_renderer
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
@@ -68,7 +65,9 @@ def _run(run: Run, config: RunConfig) -> Run:
     if not run.state["finished"]:
         with run.phase("prepare"):
             config = prepare(run)
-            check_inputs(run, config)
+            check_inputs(config)
+            if newest := latest(run.folder / "checkpoints"):
+                read_state(newest)  # raises CheckpointError for a damaged one
         with connected(config.ray_address, name=config.name, model=config.model) as namespace:
             if config.warm_start is not None:
                 with run.phase("warm_start"):
@@ -84,40 +83,6 @@ def _run(run: Run, config: RunConfig) -> Run:
                 tracker.finish("FINISHED" if run.state["finished"] else "FAILED")
     closing_table(run)
     return run
-
-
-def check_inputs(run: Run, config: RunConfig) -> None:
-    """Reads what the roles will read, before any of them starts.
-    Raises ConfigError, and CheckpointError for a damaged checkpoint.
-    """
-    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
-    for path in filter(None, (config.data.train, config.data.validation)):
-        check_questions(path, renderer)
-    if config.retrieval.index:
-        retrieval = config.retrieval
-        check_index(
-            retrieval.index, mode=retrieval.mode, shard_actors=retrieval.shard_actors, num_gpus=retrieval.num_gpus
-        )
-    newest = latest(run.folder / "checkpoints")
-    if newest is not None:
-        read_state(newest)
-
-
-def check_questions(path: str, renderer: Renderer) -> None:
-    """Raises ConfigError, naming the first, when questions of the file do not fit the agent's budget."""
-    questions = read_questions(path)
-    unfit = []
-    for question in questions:
-        try:
-            renderer.check(question)
-        except UnfitQuestion as error:
-            unfit.append(str(error))
-    if unfit:
-        shown = "; ".join(unfit[:3])
-        raise ConfigError(
-            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {shown}; raise the budget or leave "
-            "them out"
-        )
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:

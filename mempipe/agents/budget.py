@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mempipe.settings import Section
 
@@ -56,6 +56,15 @@ class MemoryBudget(Budget):
     """
     on_overflow: Literal["cut", "end"] = "cut"
     """A memory longer than memory_tokens is cut at a token boundary, or ends the trajectory."""
+
+    @model_validator(mode="after")
+    def _message_holds_memory(self) -> MemoryBudget:
+        if self.memory_message_limit < self.memory_tokens:
+            raise ValueError(
+                f"budget.memory_message_tokens is {self.memory_message_tokens}, less than budget.memory_tokens "
+                f"{self.memory_tokens}: a full memory could never be written"
+            )
+        return self
 
     @property
     def memory_message_limit(self) -> int:

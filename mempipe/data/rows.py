@@ -284,6 +284,11 @@ class _Blocks:
         return number
 
 
+def is_remote(source: Source) -> bool:
+    """Whether a source is read over the network."""
+    return _is_url(_url(source))
+
+
 def _url(source: Source) -> str:
     text = str(source)
     hub = _HUB_NAME.fullmatch(text)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError
+from mempipe.files import is_local_path
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 
@@ -30,7 +31,7 @@ def load_tokenizer(path: str) -> HFTokenizer:
 
     Raises ConfigError when there is none, when it is not a fast one, or when it lacks a chat template or a stop token.
     """
-    if not path or (_is_local(path) and not Path(path).is_dir()):
+    if not path or (is_local_path(path) and not Path(path).is_dir()):
         raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
     try:
         # Not AutoTokenizer: that rebuilds the tokenizer of some model types from parts of its file, and imports torch
@@ -44,14 +45,6 @@ def load_tokenizer(path: str) -> HFTokenizer:
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     eos = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
     return HFTokenizer(tokenizer, stop_token_ids=[eos] if isinstance(eos, int) else eos or [])
-
-
-def _is_local(path: str) -> bool:
-    """Whether this cannot be meant as OWNER/NAME:
-    a mistyped folder is refused at once, without a minute of asking the hub for it.
-    """
-    parent = Path(path).parent
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (parent != Path() and parent.is_dir())
 
 
 class HFTokenizer:

@@ -13,10 +13,10 @@ from pydantic import Field, field_validator, model_validator
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.loader import load_values, parse_section
-from mempipe.settings import ConfigError, Section
+from mempipe.runs import unfinished
+from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
-_NAME = r"^[\w][\w.-]*$"  # names become folders
 _RUN_FOLDER = ("state.json", "huggingface")
 _NOT_EVALUATED = ("world", "warm_start")
 
@@ -24,7 +24,8 @@ _NOT_EVALUATED = ("world", "warm_start")
 class EvaluatedRun(Section):
     """An agent under certain weights: a row of the table."""
 
-    name: str = Field(pattern=_NAME)
+    name: FolderName
+    """The row's name in the table."""
     config: str = ""
     """A run's YAML file, or the folder of a trained run: agent, prompts, budget, retrieval and engines are as there."""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -49,7 +50,7 @@ class EvaluatedRun(Section):
 class Benchmark(Section):
     """A question set: a column of the table."""
 
-    name: str = Field(pattern=_NAME)
+    name: FolderName
     """One of the seven search-QA sets (nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle),
     ruler_hqa, or any name.
     """
@@ -74,15 +75,21 @@ class Benchmark(Section):
 
 
 class Bootstrap(Section):
+    """Intervals around the scores."""
+
     num_resamples: int = Field(2000, ge=100)
+    """Resamples of the questions."""
     confidence: float = Field(0.95, gt=0.5, lt=1)
+    """Share of resamples that an interval covers."""
 
 
 class EvaluationSuite(Section):
     """All of an evaluation; its folder is output/name, with one folder per run and set in it."""
 
-    name: str = Field("evaluation", pattern=_NAME)
+    name: FolderName = "evaluation"
+    """The folder of the evaluation is output/name."""
     output: str = "evaluations"
+    """Where evaluations have their folders."""
     seed: int = 1
     """Of the engines and of the bootstrap."""
     ray_address: str = ""
@@ -125,7 +132,7 @@ class EvaluationSuite(Section):
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> EvaluationSuite:
     """The evaluation that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
-    return parse_section(load_values(path, overrides), EvaluationSuite)
+    return parse_section(load_values(path, overrides, kind="evaluation"), EvaluationSuite)
 
 
 def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
@@ -161,8 +168,10 @@ def _run_values(run: EvaluatedRun) -> dict[str, Any]:
         return {}
     folder = Path(source)
     if not folder.is_dir():
-        return load_values(source)
-    values = load_values(folder / "config.yaml")
+        return load_values(source, kind="run")
+    if not run.checkpoint and not _is_run(source) and (problem := unfinished(folder)):
+        raise ConfigError(f"{source} is {problem}")
+    values = load_values(folder / "config.yaml", kind="run")
     if values.get("world") is not None:
         values["retrieval"] = {**values.get("retrieval", {}), "index": str(folder / "index")}
     if not run.checkpoint and _is_run(source):
@@ -171,7 +180,10 @@ def _run_values(run: EvaluatedRun) -> dict[str, Any]:
 
 
 def _weights(checkpoint: str) -> str:
-    """Where the weights lie: a trained run's export, or what `checkpoint` names itself."""
+    """Where the weights lie: a trained run's export, or what `checkpoint` names itself.
+    Raises ConfigError for a run that has no export yet."""
+    if checkpoint and not _is_run(checkpoint) and (problem := unfinished(Path(checkpoint))):
+        raise ConfigError(f"{checkpoint} is {problem}")
     return str(Path(checkpoint) / "huggingface") if _is_run(checkpoint) else checkpoint
 
 

@@ -64,6 +64,33 @@ class RetrievalConfig(Section):
         return self
 
 
+class ServiceConfig(RetrievalConfig):
+    """A retrieval service; `num_passages` and the `max_` settings hold for its callers."""
+
+    num_passages: int = Field(10, ge=1)
+    """Passages per query when a request names no number (MemSearcher's server: 10)."""
+    max_passages: int = Field(100, ge=1)
+    """The most passages that a query may ask for."""
+    max_query_chars: int = Field(4096, ge=1)
+    """Longer queries are refused."""
+    max_queries: int = Field(512, ge=1)
+    """The most queries of one request."""
+    max_body_bytes: int = Field(8 * 2**20, ge=1)
+    """The largest request body."""
+    max_in_flight: int = Field(64, ge=1)
+    """Requests that one replica works on at the same time; further ones get 503 at once."""
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> ServiceConfig:
+        if not self.index:
+            raise ValueError("index is empty; a retrieval service searches an index folder")
+        if self.shard_actors:
+            raise ValueError(
+                f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0"
+            )
+        return self
+
+
 class FaissConfig(Section):
     """How vectors are kept and searched."""
 

@@ -21,8 +21,9 @@ class AlgorithmConfig(Section):
     """(R - mean) / std, or R - mean."""
     aggregation: Literal["token", "context", "trajectory"] = "token"
     """What the mean of the loss is over: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
-    group_size: int = Field(5, ge=1)
-    """Attempts at one question. A group of one has nothing to compare with: its reward is its advantage."""
+    group_size: int = Field(5, ge=2)
+    """Attempts at one question. An advantage says how much better one attempt is than the others, so one alone has
+    none."""
     groups_per_step: int = Field(256, ge=1)
     """Questions per learner step."""
     updates_per_step: int = Field(1, ge=1)

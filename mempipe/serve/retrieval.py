@@ -7,9 +7,7 @@ Replicas on one machine share the index through the page cache, since its files 
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +18,13 @@ from ray.serve import Application
 from starlette.types import ASGIApp
 
 from mempipe.actors.launch import EVERY_PROCESS, connected
+from mempipe.checks.findings import refuse
+from mempipe.checks.retrieval import check_service
 from mempipe.loader import parse_section
+from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
-from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
-from mempipe.settings import ConfigError
+from mempipe.serve.retrieval_app import RetrievalService, make_app
 
 NAME = "retrieval"
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -70,13 +70,8 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
 
     Raises ConfigError for wrong settings and a port that is taken, before anything starts, and when a cluster is meant.
     """
-    if os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            "RAY_ADDRESS is set, but `mempipe index serve` runs on this machine alone; unset it, "
-            "or deploy jobs/configs/retrieval_service.yaml to the cluster with `serve deploy`"
-        )
+    refuse(check_service(parse_section(settings, ServiceConfig), host=host, port=port))
     application = app(settings)
-    _check_free(host, port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=NAME):
         try:
@@ -101,12 +96,3 @@ def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
             flush=True,
         )
         stop.wait()
-
-
-def _check_free(host: str, port: int) -> None:
-    try:
-        socket.create_server((host, port)).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose another"
-        ) from error

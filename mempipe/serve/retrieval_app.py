@@ -24,12 +24,12 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import BaseModel, Field, StrictBool
 from starlette.exceptions import HTTPException
 
 from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
-from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
 from mempipe.serve.errors import sentence
 from mempipe.serve.gate import Gate, problem, retry_header
@@ -39,31 +39,6 @@ SNAPSHOT_HEADER = "x-mempipe-snapshot"
 MAX_FAILURES = 3
 """Searches that may fail one after the other, timeouts aside, before the service calls itself unhealthy."""
 logger = logging.getLogger(__name__)
-
-
-class ServiceConfig(RetrievalConfig):
-    """A retrieval service; `num_passages` and the `max_` settings hold for its callers."""
-
-    num_passages: int = Field(10, ge=1)
-    """Passages per query when a request names no number (MemSearcher's server: 10)."""
-    max_passages: int = Field(100, ge=1)
-    max_query_chars: int = Field(4096, ge=1)
-    max_queries: int = Field(512, ge=1)
-    """The most queries of one request."""
-    max_body_bytes: int = Field(8 * 2**20, ge=1)
-    """The largest request body."""
-    max_in_flight: int = Field(64, ge=1)
-    """Requests that one replica works on at the same time; further ones get 503 at once."""
-
-    @model_validator(mode="after")
-    def _can_serve(self) -> "ServiceConfig":
-        if not self.index:
-            raise ValueError("index is empty; a retrieval service searches an index folder")
-        if self.shard_actors:
-            raise ValueError(
-                f"shard_actors is {self.shard_actors}; every replica of a service holds all vectors, so it must be 0"
-            )
-        return self
 
 
 class RetrievalService:

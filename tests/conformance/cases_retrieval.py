@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 
 from conformance.common import Adapter, Case, Difference
+from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import Query
-from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
+from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.types import Passage, SearchResult
 
 RETRIEVE = "Search-R1 / MEM1:retrieve_endpoint(return_scores=false) unpack (re-stated)"

@@ -65,7 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[...,
     [
         ("algorithm.grop_size=4", ["algorithm.grop_size", "is not a setting"]),
         ("algorithm.group_size=many", ["algorithm.group_size", "'many'", "integer"]),
-        ("algorithm.group_size=0", ["algorithm.group_size", "0", "greater than or equal to 1"]),
+        ("algorithm.group_size=0", ["algorithm.group_size", "0", "greater than or equal to 2"]),
         ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'grpo'"]),
         ("num_steps", ["num_steps", "key=value"]),
         ("num_steps.more=1", ["num_steps is a value, not a section"]),
@@ -148,7 +148,7 @@ def test_a_tokenizer_without_a_chat_template(train, refused, tmp_path):
 
 def test_an_output_folder_that_cannot_be_written(train, refused, tmp_path):
     (tmp_path / "file").write_text("")
-    refused(train(f"output={tmp_path / 'file'}"), str(tmp_path / "file"), "Not a directory")
+    refused(train(f"output={tmp_path / 'file'}"), str(tmp_path / "file"), "is not a directory")
 
 
 def test_a_run_that_is_there_already(train, refused, capsys, tmp_path, world):

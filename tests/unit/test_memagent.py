@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mempipe.agents.memagent import MemAgent, MemAgentBudget, MemAgentCompat, MemAgentPrompts, MemAgentRenderer
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import UnfitQuestion
-from mempipe.doctor import check
+from mempipe.checks.run import check_retrieval
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import parse_config
 from mempipe.settings import ConfigError
@@ -240,8 +240,8 @@ def test_a_template_that_does_not_fit_the_context_is_refused_with_the_numbers():
 
 
 def test_the_doctor_asks_for_no_index_since_nothing_is_searched():
-    texts = [finding.text for finding in check(parse_config({"agent": {"name": "memagent"}}), num_devices=8)]
-    assert any("data.train is empty" in text for text in texts) and not any("retrieval" in text for text in texts)
+    assert check_retrieval(parse_config({"agent": {"name": "memagent"}})) == []
+    assert [finding.fatal for finding in check_retrieval(parse_config({}))] == [True]
 
 
 def test_a_first_memory_longer_than_the_budget_is_refused():

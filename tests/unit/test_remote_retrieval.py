@@ -19,18 +19,16 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mempipe.doctor import check
+from mempipe.checks.run import ask_network, check_run
 from mempipe.faults import ServiceFault, ServiceTimeout
 from mempipe.loader import load_config, parse_config
 from mempipe.retrieval.build import build_index
-from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.config import RetrievalConfig, ServiceConfig
 from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.retrieval.retriever import BatchingRetriever, Query, Retriever
-from mempipe.runs import Run
-from mempipe.serve.retrieval_app import RetrievalService, ServiceConfig, make_app
+from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
-from pipelines.prepare import prepare
 
 CONFIG = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-3b.yaml"
 PASSAGES = [
@@ -428,8 +426,8 @@ def test_an_address_that_is_none_is_refused(url):
 
 def test_doctor_asks_the_service_what_it_serves(service, retriever):
     def finding(url: str) -> str:
-        config = load_config(CONFIG, ["retrieval.index=''", f"retrieval.url={url}"])
-        (found,) = (finding for finding in check(config, num_devices=8) if "retrieval." in finding.text)
+        config = load_config(CONFIG, ["retrieval.index=''", f"retrieval.url={url}", "world={}"])
+        (found,) = ask_network(config)
         return f"{found.level}: {found.text}"
 
     assert finding(service[1]) == f"ok: retrieval.url: {service[1]}, snapshot {retriever.snapshot}, 60 passages"
@@ -446,12 +444,13 @@ def respond_to_all(status: int, body: bytes) -> Any:
 
 
 def test_a_run_searches_an_index_or_a_service_and_its_own_world_only_by_index(tmp_path):
-    values = {"output": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
-    service = parse_config(values | {"retrieval": {"url": "http://service:8000"}})
-    assert prepare(Run(service)).retrieval.url == "http://service:8000"
-    with pytest.raises(ConfigError, match=r"retrieval\.index is empty; .* or retrieval\.url"):
-        prepare(Run(parse_config(values | {"name": "neither"})))
-    with pytest.raises(ConfigError, match=r"retrieval\.url is 'http://service:8000'; a run with a `world`"):
-        prepare(Run(parse_config(values | {"retrieval": {"url": "http://service:8000"}, "world": {}, "name": "both"})))
+    def problems(**values: Any) -> str:
+        config = parse_config({"output": str(tmp_path), **values})
+        return "\n".join(finding.text for finding in check_run(config) if finding.fatal)
+
+    service = {"url": "http://service:8000"}
+    assert "retrieval" not in problems(retrieval=service)
+    assert "retrieval.index is empty; agent.name 'memsearcher' needs it, or retrieval.url" in problems()
+    assert "retrieval.url is 'http://service:8000'; a run with a `world`" in problems(retrieval=service, world={})
     with pytest.raises(ConfigError, match="a run searches one of them"):
-        parse_config(values | {"retrieval": {"url": "http://service:8000", "index": "i"}})
+        parse_config({"retrieval": {"url": "http://service:8000", "index": "i"}})

@@ -15,8 +15,9 @@ import pytest
 from mempipe.data.corpus import split_contents
 from mempipe.loader import parse_section
 from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import Query, RetrievalError, Retriever
-from mempipe.serve.retrieval_app import MAX_FAILURES, RetrievalService, ServiceConfig, make_app
+from mempipe.serve.retrieval_app import MAX_FAILURES, RetrievalService, make_app
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
 

@@ -1,0 +1,48 @@
+"""`mempipe doctor`: the checks that a command makes before it starts, printed instead of obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mempipe.checks.evaluation import check_suite
+from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.checks.machine import Devices
+from mempipe.checks.retrieval import check_build, check_service
+from mempipe.checks.run import check_run
+from mempipe.config import RunConfig
+from mempipe.evaluation.suite import load_suite
+from mempipe.loader import kind_of, load_config, load_index_config, load_service_config, load_values
+from mempipe.runs import Resume
+from mempipe.settings import ConfigError
+
+
+def examine(
+    path: str, overrides: Sequence[str] = (), *, resume: Resume = "never", num_gpus: int | None = None
+) -> list[Finding]:
+    """All findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere.
+
+    Raises ConfigError when the settings themselves are wrong.
+    """
+    devices = None if num_gpus is None else Devices(num_gpus=num_gpus)
+    kind = kind_of(load_values(path))
+    if kind == "evaluation":
+        return check_suite(load_suite(path, overrides), devices=devices)
+    if kind == "index":
+        return check_build(load_index_config(path, overrides))
+    if kind == "service":
+        return check_service(load_service_config(path, overrides))
+    config = load_config(path, overrides)
+    findings = check_run(config, resume=resume, devices=devices)
+    if config.world is None and not any(finding.fatal for finding in findings):
+        findings.append(_inputs(config))
+    return findings
+
+
+def _inputs(config: RunConfig) -> Finding:
+    """What needs the tokenizer, and so seconds of imports: asked when all else is right."""
+    from mempipe.checks.inputs import check_inputs
+
+    try:
+        return ok(check_inputs(config))
+    except ConfigError as error:
+        return fatal(str(error))

@@ -1,0 +1,53 @@
+"""What a check found, and the end of a command that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mempipe.settings import ConfigError
+
+Level = Literal["ok", "note", "fatal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked: it is right, worth knowing, or fatal."""
+
+    level: Level
+    text: str
+
+    @property
+    def fatal(self) -> bool:
+        return self.level == "fatal"
+
+    def __str__(self) -> str:
+        return f"{self.level:5}  {self.text}"
+
+
+def ok(text: str) -> Finding:
+    return Finding("ok", text)
+
+
+def note(text: str) -> Finding:
+    return Finding("note", text)
+
+
+def fatal(text: str) -> Finding:
+    return Finding("fatal", text)
+
+
+def attempt(check: Callable[[], Any], text: str) -> Finding:
+    """`text` as right when `check` raises nothing; otherwise what its ConfigError says, as fatal."""
+    try:
+        check()
+    except ConfigError as error:
+        return fatal(str(error))
+    return ok(text)
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raises ConfigError with one line for every fatal finding; does nothing when there is none."""
+    if texts := [finding.text for finding in findings if finding.fatal]:
+        raise ConfigError("\n".join(texts))

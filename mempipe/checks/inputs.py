@@ -1,0 +1,42 @@
+"""What a run's roles will read, read before any of them starts: the tokenizer, and every question under the budget.
+
+This imports transformers, so it comes after the checks that need nothing heavy.
+"""
+
+from __future__ import annotations
+
+from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.rendering import Renderer
+from mempipe.config import RunConfig
+from mempipe.data.qa import read_questions
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.rollout import make_renderer
+from mempipe.settings import ConfigError
+
+
+def check_inputs(config: RunConfig) -> str:
+    """What shares the agent's largest context, in one line.
+
+    Raises ConfigError when the tokenizer cannot serve, and when template, budget or questions do not fit.
+    """
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    for path in filter(None, (config.data.train, config.data.validation)):
+        _check_questions(path, renderer)
+    parts = {**config.budget.parts(), "template": renderer.template_tokens}
+    listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
+    return f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}"
+
+
+def _check_questions(path: str, renderer: Renderer) -> None:
+    questions = read_questions(path)
+    unfit = []
+    for question in questions:
+        try:
+            renderer.check(question)
+        except UnfitQuestion as error:
+            unfit.append(str(error))
+    if unfit:
+        raise ConfigError(
+            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {'; '.join(unfit[:3])}; raise the "
+            "budget or leave them out"
+        )

@@ -1,0 +1,89 @@
+"""What this machine has and allows: devices, memory, folders, ports and addresses. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from mempipe.checks.findings import Finding, fatal, ok
+
+GIB = 2**30
+TIMEOUT_S = 5.0
+DEFAULT_GPU_GIB = 80.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The accelerators that roles can be placed on, and the memory of the machine beside them."""
+
+    num_gpus: int
+    gpu_gib: float = DEFAULT_GPU_GIB
+    """Memory of the smallest GPU."""
+    host_gib: float = 0.0
+    """Memory of the machine; 0: unknown, for a cluster that is elsewhere."""
+
+
+def devices_here() -> Devices:
+    """Asks nvidia-smi, and the operating system; torch, which knows the same, takes seconds to import."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _gpu_gib()
+    if visible is not None:
+        gpus = gpus[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return Devices(num_gpus=len(gpus), gpu_gib=min(gpus, default=DEFAULT_GPU_GIB), host_gib=host)
+
+
+def is_on_a_cluster(ray_address: str) -> bool:
+    """Whether roles run on a cluster whose devices are not this machine's."""
+    return bool(ray_address or os.environ.get("RAY_ADDRESS"))
+
+
+def check_writable(folder: Path, *, setting: str) -> Finding:
+    """That the folder, or the nearest one above it that exists, can be written."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return fatal(f"{setting} is {str(folder)!r}, but {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return fatal(f"{setting} is {str(folder)!r}: no permission to write to {existing}")
+    return ok(f"{setting}: {folder}")
+
+
+def check_port(host: str, port: int) -> Finding:
+    """That a server can listen there."""
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return fatal(f"--host {host} --port {port}: {reason}; choose another")
+    return ok(f"port {port} of {host} is free")
+
+
+def check_cluster(address: str) -> list[Finding]:
+    """That somebody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        return [fatal(f"ray_address is {address!r}, where no cluster can be reached ({error}); is it up?")]
+    return [ok(f"ray_address: {address}")]
+
+
+def _gpu_gib() -> list[float]:
+    """Memory of every GPU of this machine in GiB; empty without nvidia-smi."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [float(line) / 1024 for line in listed.stdout.split("\n") if line.strip().isdigit()]

@@ -1,0 +1,119 @@
+"""Where a model lies: in a folder, in the cache of this machine, or on the Hugging Face hub, which is asked last."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.files import is_local_path
+from mempipe.runs import unfinished
+
+HUB_TIMEOUT_S = 8.0
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder on this machine that holds the model's config.json: `path` itself, or its copy in the cache."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if not path or is_local_path(path) or not _HUB_NAME.fullmatch(path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Finding]:
+    """That a folder holds a model whose contexts are long enough; the name of a model that is not here is left to
+    `check_hub`."""
+    if not path:
+        return [fatal(f"{setting} is empty; it is a folder with a model, or the name of one")]
+    folder = model_folder(path)
+    if folder is None:
+        if is_local_path(path) or not _HUB_NAME.fullmatch(path):
+            return [
+                fatal(f"{setting} is {path!r}, {_no_model(Path(path))}; expected a folder with a model, or its name")
+            ]
+        return []
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        positions = values.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        return [fatal(f"{setting}: {folder} holds no model: config.json cannot be read ({error})")]
+    if folder == Path(path) and not list(folder.glob("*.safetensors")):  # the rest of a cached model can be fetched
+        return [fatal(f"{setting}: {folder} holds no weights (*.safetensors)")]
+    if isinstance(positions, int) and positions < context_tokens:
+        return [
+            fatal(
+                f"budget.context_tokens is {context_tokens}, but {folder} has {positions} positions "
+                "(max_position_embeddings)"
+            )
+        ]
+    return [ok(f"{setting}: {path}")]
+
+
+def check_encoder(path: str, *, setting: str) -> list[Finding]:
+    """As `check_model`, for an encoder: it may also be the name of an installed package that carries one."""
+    return [] if _is_package(path) else check_model(path, setting=setting)
+
+
+def check_hub(path: str, *, setting: str) -> list[Finding]:
+    """That the hub has the model, unless it is on this machine. Asks the network, and gives up after HUB_TIMEOUT_S."""
+    if model_folder(path) is not None or is_local_path(path) or _is_package(path):
+        return []
+    problem = _ask_hub(path)
+    if problem is None:
+        return [ok(f"{setting}: {path}, to be fetched from the Hugging Face hub")]
+    return [fatal(f"{setting} is {path!r}, which is not on this machine, and {problem}")]
+
+
+def _no_model(folder: Path) -> str:
+    if not folder.is_dir():
+        return "which does not exist"
+    return unfinished(folder) or "which holds no model (no config.json)"
+
+
+def _ask_hub(name: str) -> str | None:
+    """What keeps the model from being fetched; None when nothing does."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+            answers.append(None)
+        except GatedRepoError:
+            answers.append("the hub gives it to accepted users only; set HF_TOKEN to the token of one")
+        except RepositoryNotFoundError:
+            answers.append("the hub has no model of that name that HF_TOKEN may see")
+        except Exception as error:  # no network, a proxy's answer, offline mode: the library raises many kinds
+            answers.append(f"the Hugging Face hub cannot be reached ({_short(error)}); name a folder instead")
+
+    thread = threading.Thread(target=ask, daemon=True)  # a name server that is silent keeps no time limit
+    thread.start()
+    thread.join(HUB_TIMEOUT_S)
+    if not answers:
+        return f"the Hugging Face hub did not answer within {HUB_TIMEOUT_S:g} s; name a folder instead"
+    return answers[0]
+
+
+def _is_package(name: str) -> bool:
+    if os.sep in name or not name:
+        return False
+    try:
+        return any(file.name == "config.json" for file in importlib.metadata.files(name) or [])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+def _short(error: Any) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,92 @@
+"""Can this index be built, and can this retrieval service start?"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mempipe.checks.findings import Finding, attempt, fatal, note, ok
+from mempipe.checks.machine import check_cluster, check_port, check_writable
+from mempipe.checks.models import check_encoder, check_hub
+from mempipe.data.corpus import corpus_files
+from mempipe.data.rows import is_remote
+from mempipe.retrieval.config import IndexConfig, ServiceConfig
+from mempipe.retrieval.encoders import ENCODERS
+from mempipe.retrieval.manifest import check_index, read_manifest
+
+FOUND_IN_THE_MODEL = {"dimension", "fingerprint"}
+"""What an index's manifest says of its encoder beside the settings."""
+
+
+def check_build(config: IndexConfig) -> list[Finding]:
+    """All findings about an index that is to be built."""
+    findings = [_output(Path(config.output)), *_corpus(config.corpus)]
+    if config.encoder is not None:
+        findings += _encoder(config.encoder)
+    if any(finding.fatal for finding in findings):
+        return findings
+    if config.ray_address:
+        findings += check_cluster(config.ray_address)
+    return findings + _encoder_on_the_hub(config.encoder or {})
+
+
+def check_service(config: ServiceConfig, *, host: str = "", port: int = 0) -> list[Finding]:
+    """All findings about a retrieval service; with `host` and `port` on this machine, otherwise on a cluster."""
+    findings = [
+        attempt(lambda: check_index(config.index, mode=config.mode, num_gpus=config.num_gpus), f"index: {config.index}")
+    ]
+    if not findings[0].fatal:
+        findings += _served_encoder(config)
+    if host:
+        findings.append(check_port(host, port))
+        if os.environ.get("RAY_ADDRESS"):
+            text = "RAY_ADDRESS is set, but this service runs on this machine alone; unset it, or deploy "
+            findings.append(fatal(f"{text}jobs/configs/retrieval_service.yaml to the cluster with `serve deploy`"))
+    return findings
+
+
+def _output(folder: Path) -> Finding:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return fatal(f"output is {str(folder)!r}, which exists; remove it or choose another")
+    return check_writable(folder, setting="output")
+
+
+def _corpus(sources: Sequence[str]) -> list[Finding]:
+    if not sources:
+        return [fatal("corpus is empty; it lists files or folders of passages")]
+    return [
+        note(f"corpus: {source}, to be read when the build starts")
+        if is_remote(source)
+        else attempt(lambda source=source: corpus_files(source), f"corpus: {source}")
+        for source in sources
+    ]
+
+
+def _encoder(spec: dict[str, Any]) -> list[Finding]:
+    kind = spec.get("kind")
+    if not isinstance(kind, str) or kind not in ENCODERS:
+        return [fatal(f"encoder.kind is {kind!r}; it must be {', '.join(map(repr, ENCODERS))}")]
+    known = inspect.signature(ENCODERS[kind]).parameters.keys() | FOUND_IN_THE_MODEL
+    if unknown := sorted(spec.keys() - known - {"kind"}):
+        return [fatal(f"encoder.{unknown[0]} is not a setting of {kind!r}, which has {', '.join(sorted(known))}")]
+    if "path" not in known:
+        return [ok(f"encoder: {kind}")]
+    return check_encoder(str(spec.get("path", "")), setting="encoder.path")
+
+
+def _encoder_on_the_hub(spec: dict[str, Any]) -> list[Finding]:
+    return check_hub(str(spec["path"]), setting="encoder.path") if spec.get("path") else []
+
+
+def _served_encoder(config: ServiceConfig) -> list[Finding]:
+    manifest, _ = read_manifest(Path(config.index))
+    if manifest.vectors is None or config.mode == "lexical":
+        return []
+    path = config.encoder_path or manifest.vectors.encoder.get("path", "")
+    if not path:
+        return []
+    found = check_encoder(path, setting="encoder_path")
+    return found if any(finding.fatal for finding in found) else [*found, *check_hub(path, setting="encoder_path")]

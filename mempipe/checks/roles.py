@@ -1,0 +1,84 @@
+"""Do the roles of a run find GPUs and memory enough? What memory counts is a lower bound: a config that fails here
+fails on the machine too."""
+
+from __future__ import annotations
+
+import math
+
+from mempipe.capacity import (
+    GIB,
+    Shape,
+    engine_memory,
+    learner_memory,
+    model_shape,
+    trained_parameters,
+    weight_width,
+)
+from mempipe.checks.findings import Finding, fatal, note, ok
+from mempipe.checks.machine import Devices
+from mempipe.config import RunConfig
+from mempipe.placement import Demand, Plan, needs_reference, plan
+from mempipe.settings import ConfigError
+
+
+def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
+    """That every role has a place there. Without GPUs all of them run on CPUs, and share the machine's memory."""
+    if not devices.num_gpus and config.retrieval.num_gpus and config.retrieval.index:
+        return [fatal(f"retrieval.num_gpus is {config.retrieval.num_gpus}, but there is no GPU; 0 searches on CPUs")]
+    demand = Demand.of_training(config) if training else Demand.of_rollouts(config)
+    try:
+        shape = None if config.world is not None else model_shape(config.model)  # a world's model is tiny
+        placed = plan(config, demand, [devices.num_gpus], gpu_bytes=int(devices.gpu_gib * GIB))
+    except ConfigError as error:
+        return [fatal(str(error))]
+    hint = "" if devices.num_gpus else " (no GPU here; --devices plans for a machine that has some)"
+    findings = [ok(f"{placed}{hint}")]
+    if config.world is not None:
+        return findings
+    if shape is None:
+        return [*findings, note(f"memory not estimated: the shape of {config.model.path!r} is not known here")]
+    trained = trained_parameters(config.model, shape)
+    if not trained:
+        return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]
+    findings.append(ok(f"model: {shape.num_parameters / 1e9:.2f} B parameters, {trained / 1e9:.4f} B trained"))
+    if devices.num_gpus:
+        return [*findings, *_gpu_memory(placed.applied(config), shape, placed, devices.gpu_gib, training=training)]
+    return [*findings, *_host_memory(config, shape, trained, devices.host_gib, training=training)]
+
+
+def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, training: bool) -> list[Finding]:
+    """Of a learner rank, and of an engine with room for one full context at least."""
+    findings = []
+    if training:
+        needed = learner_memory(config, shape, num_ranks=placed.num_ranks).peak / GIB
+        ranks, tokens = placed.num_ranks, config.learner.max_tokens_per_micro_batch
+        text = f"learner rank of {ranks}: {needed:.1f} of {gib:.0f} GiB, with a micro-batch of {tokens} tokens"
+        findings.append(fatal(text) if needed > gib else ok(text))
+    weights = engine_memory(config, shape, tensor_parallel=placed.tensor_parallel).held
+    room = gib * GIB * config.generation.gpu_memory_utilization - weights
+    context = _context_bytes(config, shape) / placed.tensor_parallel
+    text = (
+        f"engine: weights {weights / GIB:.1f} GiB, KV cache {context / GIB:.2f} GiB per full context; room for "
+        f"{max(0, math.floor(room / context))} of them (generation.max_num_seqs {config.generation.max_num_seqs})"
+    )
+    return [*findings, fatal(text) if room < context else ok(text)]
+
+
+def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, training: bool) -> list[Finding]:
+    """Of all roles together, on one machine without a GPU; float32 master weights, a gradient and two moments."""
+    if not gib:
+        return []
+    weights, cache = shape.num_parameters * weight_width(config.model), config.generation.cpu_kv_cache_gib
+    needed = (weights + cache * GIB) * config.generation.num_replicas
+    if training:
+        needed += 4 * shape.num_parameters + 12 * trained + weights * needs_reference(config)
+    text = f"all roles on CPUs: at least {needed / GIB:.1f} of this machine's {gib:.0f} GiB"
+    findings = [fatal(f"{text}; a run of this size needs GPUs (--devices)") if needed > gib * GIB else ok(text)]
+    context = _context_bytes(config, shape) / GIB
+    if context > cache:
+        findings.append(fatal(f"generation.cpu_kv_cache_gib is {cache}, but a full context takes {context:.2f} GiB"))
+    return findings
+
+
+def _context_bytes(config: RunConfig, shape: Shape) -> int:
+    return shape.kv_bytes_per_token(weight_width(config.model)) * config.budget.context_tokens

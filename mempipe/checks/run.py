@@ -1,0 +1,130 @@
+"""Can this run start? Everything that can be known before anything heavy is imported, cheap things first, the network
+last."""
+
+from __future__ import annotations
+
+from mempipe.checks.findings import Finding, attempt, fatal, note, ok
+from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
+from mempipe.checks.models import check_hub, check_model
+from mempipe.checks.roles import check_roles
+from mempipe.config import RunConfig
+from mempipe.data.qa import iter_questions
+from mempipe.data.rows import is_remote
+from mempipe.retrieval.manifest import check_index
+from mempipe.runs import Resume, saved_state
+from mempipe.settings import ConfigError
+
+MIN_ANSWER_TOKENS = 4
+"""The opening of an answer, one token of it, its closing and the stop token."""
+SERVICE_TIMEOUT_S = 3.0
+
+
+def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices | None = None) -> list[Finding]:
+    """All findings about a training run. `devices` describes a cluster that is elsewhere; None: this machine's, or
+    those of the cluster that the run connects to, which are counted there."""
+    findings = [_folder(config, resume), *_lengths(config)]
+    if config.world is None:
+        findings += [
+            *_questions("data.train", config.data.train, needed=True),
+            *_questions("data.validation", config.data.validation, needed=False),
+            *check_model(config.model.path, setting="model.path", context_tokens=config.budget.context_tokens),
+            *check_retrieval(config),
+        ]
+    else:
+        findings += _world(config)
+    findings += place_roles(config, devices)
+    return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
+
+
+def check_retrieval(config: RunConfig) -> list[Finding]:
+    """That an agent that searches has something to search."""
+    retrieval = config.retrieval
+    if not config.agent_spec.searches or retrieval.url:
+        return []
+    if not retrieval.index:
+        return [fatal(f"retrieval.index is empty; agent.name {config.agent.name!r} needs it, or retrieval.url")]
+
+    def check() -> None:
+        check_index(
+            retrieval.index, mode=retrieval.mode, shard_actors=retrieval.shard_actors, num_gpus=retrieval.num_gpus
+        )
+
+    return [attempt(check, f"retrieval.index: {retrieval.index}")]
+
+
+def place_roles(config: RunConfig, devices: Devices | None, *, training: bool = True) -> list[Finding]:
+    """That GPUs and memory suffice, as far as it can be known from here."""
+    if devices is None and is_on_a_cluster(config.ray_address):
+        return [note("the cluster's GPUs are counted when it is connected to (--devices plans for them)")]
+    return check_roles(config, devices or devices_here(), training=training)
+
+
+def ask_network(config: RunConfig) -> list[Finding]:
+    """What only others can say: the cluster, the hub that has the model, the service that is searched."""
+    return [
+        *(check_cluster(config.ray_address) if config.ray_address else []),
+        *(check_hub(config.model.path, setting="model.path") if config.world is None else []),
+        *(_service(config.retrieval.url) if config.retrieval.url else []),
+    ]
+
+
+def _folder(config: RunConfig, resume: Resume) -> Finding:
+    try:
+        saved = saved_state(config, resume=resume)
+    except ConfigError as error:
+        return fatal(str(error))
+    if saved is None:
+        return check_writable(config.folder, setting="output")
+    return ok(f"{config.folder} is resumed after {saved.get('num_steps', 0)} steps")
+
+
+def _lengths(config: RunConfig) -> list[Finding]:
+    action, room = config.budget.action_tokens, config.budget.context_tokens
+    row = config.learner.max_tokens_per_micro_batch
+    findings = []
+    if action < MIN_ANSWER_TOKENS:
+        text = f"budget.action_tokens is {action}; an answer and what marks it take at least {MIN_ANSWER_TOKENS}"
+        findings.append(fatal(text))
+    if row < room:
+        findings.append(fatal(f"learner.max_tokens_per_micro_batch is {row}, below budget.context_tokens {room}"))
+    return findings
+
+
+def _questions(setting: str, path: str, *, needed: bool) -> list[Finding]:
+    """That the file is there and begins with a question; `mempipe.checks.inputs` reads the rest."""
+    if not path:
+        text = f"{setting} is empty"
+        return [fatal(f"{text}; a run without a `world` needs it") if needed else note(f"{text}: nothing is evaluated")]
+    if is_remote(path):
+        return [note(f"{setting}: {path}, to be read when the run starts")]
+    try:
+        next(iter_questions(path))
+    except ConfigError as error:
+        return [fatal(f"{setting}: {error}")]
+    except OSError as error:
+        return [fatal(f"{setting}: {path} cannot be read: {error.strerror or error}")]
+    return [ok(f"{setting}: {path}")]
+
+
+def _world(config: RunConfig) -> list[Finding]:
+    if config.retrieval.url:
+        url = config.retrieval.url
+        return [fatal(f"retrieval.url is {url!r}; a run with a `world` searches the index that it makes itself")]
+    if config.warm_start is not None and not config.agent_spec.script:
+        return [fatal(f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)")]
+    return [ok("the run makes its own questions, index and model (`world`)")]
+
+
+def _service(url: str) -> list[Finding]:
+    """What a retrieval service says of itself. It may well be reached from the cluster alone, so nothing is fatal."""
+    import httpx
+
+    try:
+        health = httpx.get(f"{url.rstrip('/')}/health", timeout=SERVICE_TIMEOUT_S, trust_env=False)
+        described = health.json() if health.is_success else {}
+        snapshot, count = described["snapshot"], described["num_passages"]
+        return [ok(f"retrieval.url: {url}, snapshot {snapshot}, {count} passages")]
+    except httpx.RequestError as error:
+        return [note(f"retrieval.url {url} cannot be reached from this machine: {error!r}")]
+    except (KeyError, TypeError, ValueError):
+        return [note(f"retrieval.url {url} is no mempipe service; searches in partitions and snapshots need one")]

@@ -1,0 +1,300 @@
+"""What cannot work is refused before anything heavy is imported; what `mempipe doctor` lets pass can start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import agent_builders
+import pytest
+import yaml
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoModelForCausalLM
+
+from mempipe.capacity import Shape, model_shape, trained_parameters
+from mempipe.checks import models
+from mempipe.checks.doctor import examine
+from mempipe.checks.findings import Finding
+from mempipe.checks.machine import Devices
+from mempipe.checks.roles import check_roles
+from mempipe.checks.run import check_run
+from mempipe.cli import main
+from mempipe.data.qa import read_questions, write_questions
+from mempipe.engines.tiny import build_model, build_tokenizer
+from mempipe.loader import load_config, parse_config
+from mempipe.retrieval.build import build_index
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "mlflow")
+PLENTY = Devices(num_gpus=64)
+ENCODER = "encoder={kind: hashing, dimensions: 8}"
+QUESTION = {"id": "1", "question": "Who?", "golden_answers": ["me"]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, an index and questions."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder / "model")
+    build_model(folder / "model", seed=1)
+    build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], folder / "index")
+    (folder / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    return folder
+
+
+@pytest.fixture
+def settings(tiny: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run that can start on CPUs."""
+    values = yaml.safe_load((ROOT / "jobs/configs/quickstart.yaml").read_text())
+    return values | {
+        "world": None,
+        "warm_start": None,
+        "name": "checked",
+        "output": str(tmp_path / "runs"),
+        "model": {"path": str(tiny / "model"), "dtype": "float32"},
+        "data": {"train": str(tiny / "questions.jsonl")},
+        "retrieval": {"index": str(tiny / "index"), "num_passages": 2, "max_passages": 2},
+    }
+
+
+def fatals(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings if finding.fatal]
+
+
+def written(path: Path, values: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "_ask_hub", lambda name: None)
+    monkeypatch.setattr("mempipe.checks.inputs.load_tokenizer", lambda path: agent_builders.build_tokenizer())
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    questions = ("nq_hotpotqa_train.jsonl", "validation.jsonl", "wiki-18.jsonl.gz")
+    tables = ("nq_hotpotqa_train_2_objectives", "validation_2_objectives", "hotpotqa_long_train")
+    sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    lengths = (50, 100, 200, 400, 800, 1600, 3200, 6400)
+    for name in (*questions, *(f"flashrag/{name}/test.jsonl" for name in sets)):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tiny / "questions.jsonl", tmp_path / "data" / name)
+    if path.stem != "index_wiki18_e5":
+        (tmp_path / "data" / "wiki18_e5").symlink_to(tiny / "index")
+    several = [replace(question, context="A text.") for question in read_questions(tiny / "questions.jsonl")]
+    parquet = [*tables, "hotpotqa_long_validation", *(f"ruler_hqa/test_{length}" for length in lengths)]
+    for file in [*(f"data/{name}" for name in parquet), "runs/quickstart/world/validation"]:
+        write_questions(tmp_path / f"{file}.parquet", several)
+    if path.stem == "tiny_table":
+        for name in ("quickstart", "quickstart_react", "quickstart_mem1", "quickstart_memagent"):
+            finished_run(Path("runs") / name.replace("_", "-"), ROOT / f"jobs/configs/{name}.yaml", tiny)
+    if path.stem.startswith("evaluate"):
+        for name in ("memsearcher-qwen2.5-3b", "memagent-qwen2.5-7b"):
+            shutil.copytree(tiny / "model", tmp_path / "runs" / name)
+            values = json.loads((tiny / "model" / "config.json").read_text())
+            longer = json.dumps(values | {"max_position_embeddings": 32768})
+            (tmp_path / "runs" / name / "config.json").write_text(longer)
+    values = yaml.safe_load(path.read_text())
+    if path.stem == "mem1_qwen2.5-7b":  # the words of the template are more tokens of the small vocabulary
+        overrides = [f"budget.context_tokens={values['budget']['context_tokens'] + 500}"]
+    else:
+        overrides = []
+    assert fatals(examine(str(path.relative_to(ROOT)), overrides, num_gpus=64)) == []
+
+
+def finished_run(folder: Path, config: Path, tiny: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(config, folder / "config.yaml")
+    (folder / "state.json").write_text('{"finished": true, "num_steps": 30, "seconds": {}}')
+    (folder / "huggingface").symlink_to(tiny / "model")
+    (folder / "index").symlink_to(tiny / "index")
+
+
+def test_what_doctor_lets_pass_starts_and_what_it_calls_fatal_does_not(settings, tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("pipelines.train.main", lambda config, resume: started.append(config.name))
+    config = written(tmp_path / "c.yaml", settings)
+    wrong = [
+        "name=../outside",
+        "name=/absolute",
+        "algorithm.group_size=1",
+        "budget.memory_message_tokens=10",
+        "budget.action_tokens=2",
+        "model.path=/nowhere",
+        "model.path=''",
+        "data.train=/nowhere.jsonl",
+        "data.train=''",
+        "retrieval.index=/nowhere",
+        "retrieval.index=''",
+        f"output={config}",
+        "retrieval.num_gpus=1",
+        "learner.max_tokens_per_micro_batch=500",
+        "algorithm.group_sise=4",
+        "budget.question_tokens=1",
+        "generation.cpu_kv_cache_gib=1000000",
+    ]
+    for override in wrong[:-2]:
+        assert main(["doctor", config, override]) == 2, override
+        doctor = capsys.readouterr()
+        assert main(["train", config, override]) == 2, override
+        refusal = capsys.readouterr().err
+        said = [line.removeprefix("fatal  ") for line in doctor.out.splitlines() if line.startswith("fatal")]
+        assert refusal == (doctor.err or "error: " + "\n".join(said) + "\n"), override
+    for override in wrong[-2:]:  # too long a question needs the tokenizer; memory is this machine's
+        assert main(["doctor", config, override]) == 2, override
+    assert started == []
+    assert main(["doctor", config]) == 0
+    assert "= 316 of budget.context_tokens 512" in capsys.readouterr().out
+    assert main(["train", config]) == 0 and started == ["checked"]
+
+
+def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, tmp_path):
+    config = written(tmp_path / "c.yaml", settings)
+    begun = Path(settings["output"]) / "begun"
+    begun.mkdir(parents=True)
+    (begun / "state.json").write_text('{"finished": false, "num_steps": 3, "seconds": {}}')
+    (begun / "config.yaml").write_text(yaml.safe_dump(load_config(config, ["name=begun"]).model_dump(mode="json")))
+    suite = {"output": str(tmp_path / "evaluations"), "runs": [{"name": "a", "config": config}]}
+    evaluation = written(tmp_path / "e.yaml", suite | {"benchmarks": [{"name": "nq", "file": "/nowhere.jsonl"}]})
+    begun_suite = suite | {"runs": [{"name": "a", "checkpoint": str(begun)}]}
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "contents": "x"}\n')
+    index = written(tmp_path / "i.yaml", {"corpus": [str(corpus)], "output": str(tiny / "index")})
+    questions = {"benchmarks": [{"name": "nq", "file": str(tiny / "questions.jsonl")}]}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["train", config, "algorithm.group_sise=4"], "did you mean algorithm.group_size?"),
+            (["train", config, "name=begun"], "holds a run already"),
+            (["train", config, "name=begun", "--resume", "seed=7"], "other settings (seed)"),
+            (["train", config, "--resume"], "holds no run"),
+            (["train", config, "name=../x"], "name is '../x'"),
+            (["train", config, "model.path=nobody/nothing"], "the Hugging Face hub cannot be reached"),
+            (["train", config, f"ray_address=127.0.0.1:{free_port()}"], "no cluster can be reached"),
+            (["train", evaluation], "describes an evaluation, not a training run; `mempipe evaluate` takes it"),
+            (["evaluate", config], "describes a training run, not an evaluation; `mempipe train` takes it"),
+            (["evaluate", evaluation], "/nowhere.jsonl does not exist"),
+            (["evaluate", written(tmp_path / "u.yaml", begun_suite | questions)], "an unfinished run (3 steps"),
+            (["index", "build", index], "which exists"),
+            (["index", "build", index, "output=new", "encoder.kind=hash"], "encoder.kind is 'hash'"),
+            (
+                ["index", "build", index, "output=new", "encoder={kind: hashing, dimensions: 8}"],
+                "encoder.dimensions is not a setting",
+            ),
+            (["index", "serve", str(tiny / "index"), "--port", port], f"--port {port}: Address already in use"),
+            (["index", "serve", str(tmp_path)], "holds no index"),
+        ]
+        code = (
+            "import contextlib, io, json, sys\nfrom mempipe.cli import main\nfor words in json.loads(sys.argv[1]):\n"
+            "    with contextlib.redirect_stderr(io.StringIO()) as said:\n        code = main(words)\n"
+            f"    heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+            "    print(json.dumps([code, said.getvalue(), heavy]))\n"
+        )
+        command = [sys.executable, "-c", code, json.dumps([words for words, _ in cases])]
+        environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "hub")}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for (words, sentence), line in zip(cases, done.stdout.splitlines(), strict=True):
+        status, said, heavy = json.loads(line)
+        assert (status, heavy) == (2, []) and sentence in said, (words, status, heavy, said)
+    assert not (Path(settings["output"]) / "checked").exists()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_hub_that_is_silent_is_given_up_in_time(monkeypatch, settings):
+    from huggingface_hub import HfApi
+
+    answered = threading.Event()
+    monkeypatch.setattr(models, "HUB_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: answered.wait(30))
+    started = time.monotonic()
+    (problem,) = fatals(check_run(parse_config(settings | {"model": {"path": "nobody/nothing"}}), devices=PLENTY))
+    assert time.monotonic() - started < 10 and "did not answer within 0.2 s" in problem
+    answered.set()
+
+
+def test_the_hub_is_not_asked_while_anything_else_is_wrong(monkeypatch, settings):
+    monkeypatch.setattr(models, "_ask_hub", lambda name: pytest.fail("the hub was asked"))
+    wrong = settings | {"model": {"path": "nobody/nothing"}, "data": {"train": "/nowhere.jsonl"}}
+    assert fatals(check_run(parse_config(wrong), devices=PLENTY)) == ["data.train: /nowhere.jsonl does not exist"]
+
+
+def test_a_machine_without_gpus_is_told_what_its_memory_holds(settings):
+    config = parse_config(settings)
+    here = Devices(num_gpus=0, host_gib=4)
+    assert fatals(check_run(config, devices=here)) == []
+    shape_of = "Qwen/Qwen2.5-3B-Instruct"
+    large = config.model_copy(update={"model": config.model.model_copy(update={"path": shape_of})})
+    (problem,) = fatals(check_roles(large, here))
+    assert "all roles on CPUs: at least" in problem and "this machine's 4 GiB" in problem
+    assert fatals(check_roles(large, replace(here, host_gib=512))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "billions"), [("memsearcher_qwen2.5-3b", 8, 3.09), ("memsearcher_qwen2.5-7b", 16, 7.62)]
+)
+def test_the_published_runs_are_planned(name, gpus, billions, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "_ask_hub", lambda name: None)
+    questions = f"{tiny}/questions.jsonl"
+    paths = [f"data.train={questions}", f"data.validation={questions}", f"retrieval.index={tiny}/index"]
+    config = load_config(ROOT / f"jobs/configs/{name}.yaml", [*paths, f"output={tmp_path}"])
+    findings = check_run(config, devices=Devices(num_gpus=gpus))
+    assert fatals(findings) == []
+    assert any(f"{billions:.2f} B parameters" in finding.text for finding in findings)
+    alone = config.model_copy(update={"placement": "separate"})
+    (short,) = fatals(check_run(alone, devices=Devices(num_gpus=gpus - 1)))
+    assert f"need {gpus} GPUs" in short and f"the cluster has {gpus - 1}" in short
+    assert any("learner rank" in text for text in fatals(check_run(config, devices=Devices(num_gpus=gpus, gpu_gib=8))))
+
+
+def test_the_parameters_of_a_model_folder_are_counted(tiny, settings):
+    config = parse_config(settings)
+    shape = model_shape(config.model)
+    assert isinstance(shape, Shape)
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["q_proj", "down_proj"], ["layers.1.self_attn.k_proj", "model.layers.0.mlp.up_proj"], ["self_attn.o_proj"]],
+)
+def test_the_parameters_of_adapters_are_those_that_peft_adds(tiny, settings, targets):
+    config = parse_config(settings | {"model": settings["model"] | {"lora_rank": 4, "lora_targets": targets}})
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), model)
+    added = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    shape = model_shape(config.model)
+    assert shape is not None and trained_parameters(config.model, shape) == added > 0
+
+
+def test_adapters_that_no_layer_gets_are_refused(settings):
+    model = settings["model"] | {"lora_rank": 4, "lora_targets": ["proj"]}
+    assert any("name no linear layer" in text for text in fatals(check_run(parse_config(settings | {"model": model}))))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/x", "a/b", "a\\b", ".hidden", "-x", "a\nb", "x" * 201])
+def test_a_name_cannot_leave_its_folder(name):
+    with pytest.raises(ConfigError, match=r"name is .*; it becomes a folder inside"):
+        parse_config({"name": name})
+
+
+def test_a_name_may_have_spaces_and_other_letters():
+    assert parse_config({"name": "Üben 2, v1.5"}).folder == Path("runs/Üben 2, v1.5")
