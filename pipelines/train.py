@@ -211,7 +211,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
         ]
         reports = roles.learn(updates)
     with Timer() as syncing:
-        canary = roles.sync(step + 1)
+        synced = roles.sync(step + 1)
     rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent_spec.grows)
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
@@ -220,7 +220,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
         "seconds/learn": learning.seconds,
         "seconds/sync": syncing.seconds,
     }
-    return rollouts | learner | seconds | {"canary_max_difference": canary, "num_dropped_groups": len(batch.dropped)}
+    return rollouts | learner | synced | seconds | {"num_dropped_groups": len(batch.dropped)}
 
 
 def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:

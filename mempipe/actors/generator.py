@@ -14,7 +14,7 @@ from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import EngineDead, Generator
-from mempipe.engines.weights import WeightHandle
+from mempipe.engines.weights import Proof, WeightHandle
 from mempipe.placement import Transfer
 from mempipe.types import Completion
 
@@ -85,6 +85,11 @@ class GeneratorActor:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
         return await self._engine.score(token_ids)
+
+    async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
+        """What shows which weights this engine samples from."""
+        held = await self._engine.held_weights()
+        return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])
 
     async def shutdown(self) -> None:
         """Ends the engine's processes; the actor itself is killed afterwards."""

@@ -43,7 +43,7 @@ from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.learner import LearnerSettings
-from mempipe.engines.weights import check_canary
+from mempipe.engines.weights import check_engines
 from mempipe.environment import EVERY_PROCESS
 from mempipe.placement import Demand, Plan, needs_reference, plan
 from mempipe.rl.packing import MicroBatch
@@ -132,11 +132,12 @@ class Roles(RolloutActors):
         self.learners.release_memory()
         return reports
 
-    def sync(self, policy_version: int) -> float:
-        """Brings the learner's weights to every engine as `policy_version`; returns the largest canary difference.
+    def sync(self, policy_version: int) -> dict[str, float]:
+        """Brings the learner's weights to every engine as `policy_version`, and checks that they arrived; returns what
+        is logged of it.
 
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
-        serve them.
+        hold them, CanaryFailed when one computes otherwise.
         """
         if self.plan.transfer != "mempipe_shm":
             self.learners.send_weights(policy_version, list(self.generators.values()))
@@ -151,14 +152,24 @@ class Roles(RolloutActors):
                 phase=f"loading weights of version {policy_version}",
                 timeout_s=self.config.generation.timeout_s,
             )
-        scores = {
-            name: [actor.score.remote(sequence) for sequence in self.canary] for name, actor in self.generators.items()
-        }
-        expected = self.learners.score(self.canary)
-        return max(
-            check_canary(ray.get(found), expected, tolerance=self.config.generation.canary_tolerance)
-            for found in scores.values()
+        return self._check(policy_version)
+
+    def _check(self, policy_version: int) -> dict[str, float]:
+        started = time.perf_counter()
+        pending = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
+        checksums, scores = self.learners.checksums(), self.learners.score(self.canary)
+        generation = self.config.generation
+        proofs = wait_for(
+            pending, phase=f"checking weights of version {policy_version}", timeout_s=generation.timeout_s
         )
+        gap = check_engines(
+            proofs, checksums=checksums, scores=scores, version=policy_version, tolerance=generation.canary_tolerance
+        )
+        return {
+            "canary_mean_difference": gap.mean,
+            "canary_max_difference": gap.maximum,
+            "sync/check_seconds": time.perf_counter() - started,
+        }
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:

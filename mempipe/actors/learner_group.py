@@ -57,6 +57,9 @@ class LearnerActor:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._learner.score(sequences)
 
+    def checksums(self) -> dict[str, int]:
+        return self._learner.checksums()
+
     def weights(self) -> np.ndarray | None:
         """The full weights as bytes on rank 0, None elsewhere."""
         state_dict = self._learner.full_state_dict()
@@ -139,6 +142,10 @@ class LearnerGroup:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every sequence's tokens but the first, under the current weights."""
         return self._all("score", lambda rank, _: rank.score.remote(sequences))[0]
+
+    def checksums(self) -> dict[str, int]:
+        """The checksum of every weight as an engine holds it (`mempipe.engines.checksums`)."""
+        return self._all("checksums", lambda rank, _: rank.checksums.remote())[0]
 
     def weights(self) -> Any:
         """A reference to the full weights as bytes (`mempipe.engines.weights.pack_weights`)."""

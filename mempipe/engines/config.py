@@ -62,8 +62,8 @@ class GenerationConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     canary_tolerance: float = Field(0.05, gt=0)
-    """Largest |Δ log-prob| between learner and engine on the canary prompts after a sync (fp32:
-    1e-3 is right, bf16: 0.05).
+    """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync (float32: 1e-3 is right,
+    bfloat16: 0.05); a single token may differ by 20 times as much.
     """
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from mempipe import environment
+from mempipe.engines.checksums import HeldWeights, added
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish
 from mempipe.faults import InfrastructureFault
@@ -158,6 +159,15 @@ class Generator:
         rows = output.prompt_logprobs
         assert rows is not None, "prompt_logprobs were asked for"
         return [row[token].logprob for token, row in zip(token_ids[1:], rows[1:], strict=True) if row is not None]
+
+    async def held_weights(self) -> HeldWeights:
+        """The version and the checksums of the weights that the engine holds, as its workers find them in memory.
+
+        Raises WeightTransferFailed when the engine cannot say, EngineDead.
+        """
+        parts = await self._call("checksums", self._live().collective_rpc("weight_checksums"))
+        packed, *_ = await self._call("packed modules", self._live().collective_rpc("packed_modules"))
+        return HeldWeights(version=self.policy_version, checksums=added(parts), packed_modules=packed)
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """The backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
@@ -399,6 +409,7 @@ def _engine_arguments(
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
+        "hf_overrides": {"head_dtype": "float32"},  # as the learner computes logits
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": seed,

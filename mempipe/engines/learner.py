@@ -35,6 +35,7 @@ from mempipe.engines.model import (
     score,
     shard,
     to_device,
+    weight_checksums,
 )
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
@@ -186,7 +187,8 @@ class Learner:
             return self.logprobs(micro_batch)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For every sequence the log-probs of all its tokens but the first.
+        """For every sequence the log-probs of all its tokens but the first, at temperature 1 as engines score them.
+
         All ranks must call it with the same sequences.
         """
         masks = [[0] + [1] * (len(sequence) - 1) for sequence in sequences]
@@ -194,7 +196,7 @@ class Learner:
             self.policy,
             sequences,
             loss_masks=masks,
-            temperature=self.settings.temperature,
+            temperature=1.0,
             max_tokens=self.settings.learner.max_tokens_per_micro_batch,
         )
         reshard(self.policy)
@@ -207,6 +209,10 @@ class Learner:
         All ranks must call it together.
         """
         return full_state_dict(self.policy, dtype=self._dtype, keep=self.rank == 0)
+
+    def checksums(self) -> dict[str, int]:
+        """The checksum of every weight as the engine holds it. All ranks must call it together."""
+        return weight_checksums(self.policy, dtype=self._dtype)
 
     def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
         """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest

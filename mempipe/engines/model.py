@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.utils.logging import disable_progress_bar
 
 from mempipe.engines.attention import ContextLayout, packed_attention
+from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
@@ -71,13 +73,42 @@ class PolicyModel(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = cast(nn.Module, self.lm.get_output_embeddings())(states).float()
+        logits = _float32_logits(cast(nn.Module, self.lm.get_output_embeddings()), states)
         if temperature != 1.0:
             logits = logits / temperature
         all_logprobs = logits.log_softmax(-1)
         with torch.no_grad():
             entropy = -torch.linalg.vecdot(all_logprobs.exp(), all_logprobs)
         return -nll_loss(all_logprobs, targets, reduction="none"), entropy
+
+
+def _float32_logits(head: nn.Module, states: Tensor) -> Tensor:
+    """Logits [N, vocabulary] of `states` [N, hidden], never rounded to 16 bits, as the engine computes them.
+
+    In bfloat16 logits near 20 lie 0.125 apart, which is most of the difference that learner and engine would have.
+    """
+    if type(head) is not nn.Linear or head.bias is not None or head.weight.dtype == torch.float32:
+        return head(states).float()
+    logits = _WideHead.apply(states, head.weight)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+class _WideHead(torch.autograd.Function):
+    """states [N, H] @ weight [V, H] transposed, from 16-bit values to float32 sums; gradients are 16-bit products."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        if states.is_cuda:
+            return torch.mm(states, weight.t(), out_dtype=torch.float32)
+        return states.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        states, weight = ctx.saved_tensors
+        rounded = upstream[0].to(weight.dtype)
+        return rounded @ weight, rounded.t() @ states if ctx.needs_input_grad[1] else None
 
 
 def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
@@ -230,6 +261,27 @@ def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = Tru
             weights, {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
         )
     return {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+@torch.no_grad()
+def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
+    """The checksum (`mempipe.engines.checksums`) of every weight as the engine holds it: in `dtype`, under its Hugging
+    Face name, a LoRA adapter apart from its base and with the scaling in its second matrix.
+
+    All ranks must call it together, and all get the same. Nothing is gathered: shards add up.
+    """
+    reshard(policy)
+    scaling = {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
+    names, sums = [], []
+    for name, parameter in policy.lm.named_parameters():
+        values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
+        layer, is_second, _ = name.partition(".lora_B.")
+        names.append(name.replace(".base_layer.", ".").replace(f".{_ADAPTER}.", "."))
+        sums.append(checksum(values * scaling[layer] if is_second else values))
+    totals = torch.stack(sums)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    return {name: value % 2**64 for name, value in zip(names, totals.tolist(), strict=True)}
 
 
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:

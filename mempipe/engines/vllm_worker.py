@@ -16,11 +16,15 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from mempipe.engines.checksums import checksum
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
 from mempipe.environment import FRONTEND_PID
 
@@ -49,6 +53,11 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Taken now: while vLLM reloads layer by layer, a tied head is a parameter of its own, which no file has.
+        self._names = {name for name, _ in self.model.named_parameters()}
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
@@ -67,7 +76,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError when the file is not the published one or lacks a parameter of the model."""
         model: Any = self.model
         loaded = model.load_weights(read_weights(update_info.path, checksum=update_info.checksum).items())
-        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        missing = self._names - loaded
         if missing:
             raise ValueError(
                 f"weights version {update_info.version} lack {min(missing)} ({len(missing)} parameters are missing)"
@@ -84,7 +93,41 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Named in `worker_extension_cls`; adds no method to the worker."""
+    """What vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` reaches it by name."""
+
+    model_runner: Any
+
+    def weight_checksums(self) -> dict[str, int]:
+        """The checksum of every weight that this worker holds; those of all workers of an engine add up."""
+        model = self.model_runner.get_model()
+        sums = {
+            name.replace(".base_layer.", "."): checksum(part)
+            for name, parameter in model.named_parameters()
+            if (part := _own_part(model, name, parameter)) is not None
+        }
+        return {name: int(value) for name, value in sums.items()}
+
+    def packed_modules(self) -> dict[str, list[str]]:
+        """The modules of the checkpoint that each joined module of this model is made of."""
+        return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
+
+
+def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What this tensor-parallel rank counts of a parameter, so that every value of the model counts once.
+
+    Shards count on their rank, what all ranks hold on the first; heads that several ranks hold on the first of them.
+    """
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    module = model.get_submodule(name.rpartition(".")[0])
+    if size == 1:
+        return parameter
+    if isinstance(module, QKVParallelLinear):
+        if rank % module.num_kv_head_replicas:
+            return parameter[: module.num_heads * module.head_size]
+        return parameter
+    is_row_bias = isinstance(module, RowParallelLinear) and name.endswith(".bias")
+    is_shard = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and not is_row_bias
+    return parameter if is_shard or rank == 0 else None
 
 
 def keep_weights_writable(layer: Any, remove_weight: bool) -> None:

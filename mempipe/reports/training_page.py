@@ -52,7 +52,7 @@ _SMALL_CHARTS = [
     (
         "Engine against learner, |Δ log-prob|",
         number,
-        [("abs_logprob_diff", "mean"), ("canary_max_difference", "canary, largest")],
+        [("abs_logprob_diff", "mean"), ("canary_mean_difference", "canary")],
     ),
     ("KL to the reference, per token", number, [("kl_ref", "KL")]),
     ("Entropy, nats per token", number, [("entropy", "entropy")]),

@@ -94,7 +94,7 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
     assert ended.returncode == 0 and "succeeded" in log, log + ended.stderr
     folder = tmp_path / "quickstart"
     newest = latest(folder / "checkpoints")
-    assert newest is not None and read_state(newest)["position"]["step"] == 2
+    assert newest is not None and read_state(newest).position.step == 2
     report = json.loads((folder / "report.json").read_text())
     assert report["num_steps"] == 2 and report["num_questions"] == 4
     _, _, of_the_job = log.partition("Tailing logs until the job exits")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
+from mempipe.engines.checksums import added, checksum
 from mempipe.engines.config import ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
 from mempipe.engines.model import accumulate_locally, shard
@@ -209,6 +210,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
         found["uneven"] = str(error)
     found["metrics"] = full.step([mine, mine[::-1]])
     found["weights"] = full.full_state_dict()
+    found["checksums"] = full.checksums()
 
     # As on GPUs, where memory counts: gathered layers are freed between the passes, and activations and logits computed
     # twice.
@@ -230,6 +232,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found["lora_gradients"] = gradients(lora, mine)
     found["lora_gradients_reduced_once"] = gradients_reduced_once(lora, mine)
     found["merged"] = lora.full_state_dict()
+    found["lora_checksums"] = lora.checksums()
     assert rank == 0 or not found["merged"]
     torch.save(found, out / f"rank{rank}.pt")
     full.close()
@@ -288,6 +291,48 @@ def test_two_ranks_step_as_one_does(qwen2, two_ranks):
     weights = learner.full_state_dict()
     for name, weight in two_ranks[0]["weights"].items():
         assert (weight - weights[name]).abs().max() < 0.02 * 1e-3  # of two steps of about lr
+
+
+def test_the_checksums_of_two_ranks_are_those_of_the_whole_weights(two_ranks):
+    expected = added([{name: int(checksum(weight))} for name, weight in two_ranks[0]["weights"].items()])
+    assert two_ranks[0]["checksums"] == two_ranks[1]["checksums"] == expected
+
+
+def test_the_checksums_of_an_adapter_stand_beside_its_base(qwen2, two_ranks):
+    base = make_learner(qwen2).checksums()
+    learner = make_learner(qwen2, **LORA)
+    spread_adapter(learner)
+    found = learner.checksums()
+    assert found == two_ranks[1]["lora_checksums"]
+    assert {name: value for name, value in found.items() if ".lora_" not in name} == base
+    weights = dict(learner.policy.lm.named_parameters())
+    layer = "model.layers.1.mlp.up_proj"
+    scaled = 2.0 * weights[f"{layer}.lora_B.default.weight"]  # alpha / rank
+    assert found[f"{layer}.lora_B.weight"] == int(checksum(scaled)) % 2**64
+    assert found[f"{layer}.lora_A.weight"] == int(checksum(weights[f"{layer}.lora_A.default.weight"])) % 2**64
+
+
+def test_canaries_are_scored_at_temperature_one(qwen2):
+    """Engines score prompts at temperature 1, whatever the run samples at."""
+    sequences = [s.token_ids for s in samples(17)]
+    assert make_learner(qwen2, temperature=0.7).score(sequences) == make_learner(qwen2).score(sequences)
+
+
+@pytest.mark.parametrize("train_head", [True, False])
+def test_logits_of_a_bfloat16_model_are_not_rounded_and_have_its_gradients(train_head):
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(64, 300, bias=False).bfloat16().requires_grad_(train_head)
+    states = (8 * torch.randn(20, 64, generator=generator)).bfloat16().requires_grad_()
+    exact = states.double() @ head.weight.double().t()
+    logits = model_module._float32_logits(head, states)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 1e-4 < (head(states) - exact).abs().max()
+    upstream = torch.randn(20, 300, generator=generator)
+    inputs = [states, head.weight] if train_head else [states]
+    expected = torch.autograd.grad(head(states), inputs, upstream.bfloat16())
+    for found, wanted in zip(torch.autograd.grad(logits, inputs, upstream), expected, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, wanted)
 
 
 def test_two_ranks_score_as_one_does(qwen2, two_ranks):
