@@ -6,17 +6,15 @@
     rows.npy            int32 [postings]: the passages of a word, ascending
     weights.npy         float32 [postings]: what the word adds to the passage's score
 
-bm25s works the weights out when the index is built (its "lucene" formula); a search only adds them up.
+`mempipe.retrieval.bm25_build` works the weights out; a search only adds them up.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +28,7 @@ from mempipe.settings import ConfigError
 
 FORMAT = 1
 SETTINGS, WORDS, STARTS, ROWS, WEIGHTS = "lexical.json", "words.arrow", "starts.npy", "rows.npy", "weights.npy"
-_WORDS = pa.schema([("word", pa.large_string())])
+WORDS_SCHEMA = pa.schema([("word", pa.large_string())])
 
 
 class LexicalIndex:
@@ -52,43 +50,6 @@ class LexicalIndex:
         self._vocabulary = vocabulary
         self._starts, self._rows, self._weights = starts, rows, weights
         self.num_passages: int = settings["num_passages"]
-
-    @classmethod
-    def build(cls, batches: Iterable[pa.RecordBatch], folder: str | Path, *, k1: float = 1.2, b: float = 0.75) -> Self:
-        """Writes the index of the passages (columns `title` and `text`) into `folder` and opens it.
-
-        The same passages give the same bytes, however they are cut into batches. k1 and b are Lucene's defaults. Raises
-        ConfigError for an impossible k1 or b, and when there is no passage or none with a word that counts.
-        """
-        from bm25s import BM25
-
-        if not (k1 >= 0 and 0 <= b <= 1):
-            raise ConfigError(f"BM25: k1 is {k1} and b is {b}; k1 must be >= 0 and b from 0 to 1")
-        documents, vocabulary = _read_documents(batches)
-        if not len(vocabulary):
-            raise ConfigError(
-                f"BM25: none of the corpus's {len(documents)} passages has a word that counts; an index needs at "
-                "least one"
-            )
-        bm25: Any = BM25(k1=k1, b=b, method="lucene", csc_backend="scipy")
-        postings = bm25.build_index_from_ids(range(len(vocabulary)), documents, show_progress=False)
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / STARTS, postings["indptr"].astype(np.int64))
-        np.save(folder / ROWS, postings["indices"].astype(np.int32))
-        np.save(folder / WEIGHTS, postings["data"].astype(np.float32))
-        with pa.OSFile(str(folder / WORDS), "wb") as file, pa.ipc.new_file(file, _WORDS) as writer:
-            writer.write_batch(pa.record_batch([vocabulary], schema=_WORDS))
-        settings = {
-            "format": FORMAT,
-            "k1": k1,
-            "b": b,
-            "num_passages": len(documents),
-            "num_words": len(vocabulary),
-            "num_postings": len(postings["indices"]),
-        }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
-        return cls.open(folder)
 
     @classmethod
     def open(cls, folder: str | Path, *, mmap: bool = True) -> Self:
@@ -143,35 +104,6 @@ def _best(scores: npt.NDArray[np.float32], first: int, depth: int) -> Scored:
     return order + first, scores[order]
 
 
-class _Documents:
-    """The word ids of every passage, in one int32 array: only one passage at a time becomes a list."""
-
-    def __init__(self, word_ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> None:
-        self._word_ids, self._ends = word_ids, ends
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start, end in itertools.pairwise([0, *self._ends.tolist()]):
-            yield self._word_ids[start:end].tolist()
-
-
-def _read_documents(batches: Iterable[pa.RecordBatch]) -> tuple[_Documents, pa.Array]:
-    """The passages as ids of words, and the words in their sorted order, which the ids follow."""
-    ids: dict[str, int] = {}
-    word_ids, ends = array("i"), array("q")
-    for batch in batches:
-        for title, text in zip(batch["title"].to_pylist(), batch["text"].to_pylist(), strict=True):
-            word_ids.extend(ids.setdefault(word, len(ids)) for word in itertools.chain(words(title), words(text)))
-            ends.append(len(word_ids))
-    vocabulary = sorted(ids)
-    rank = np.empty(len(ids), dtype=np.int32)
-    rank[[ids[word] for word in vocabulary]] = np.arange(len(ids), dtype=np.int32)
-    documents = _Documents(rank[np.frombuffer(word_ids, dtype=np.int32)], np.frombuffer(ends, dtype=np.int64))
-    return documents, pa.array(vocabulary, type=pa.large_string())
-
-
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_bytes())
@@ -193,9 +125,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _read_words(path: Path, count: int, *, mmap: bool) -> pa.Array:
     try:
         with pa.memory_map(str(path)) if mmap else pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as reader:
-            if not reader.schema.equals(_WORDS) or reader.num_record_batches != 1:
+            if not reader.schema.equals(WORDS_SCHEMA) or reader.num_record_batches != 1:
                 raise ConfigError(
-                    f"{path} holds {reader.schema.names}, expected one batch of {_WORDS.names}; build the index again"
+                    f"{path} holds {reader.schema.names}, expected one batch of {WORDS_SCHEMA.names}; build the index "
+                    "again"
                 )
             vocabulary = reader.get_batch(0).column(0)
     except (pa.ArrowException, OSError) as error:

@@ -34,6 +34,7 @@ import pyarrow as pa
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
 from mempipe.files import sync, whole_file, whole_folder, write_text
 from mempipe.retrieval.bm25 import LexicalIndex
+from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.config import FaissConfig, IndexConfig
 from mempipe.retrieval.encoders import Encoder, HashingEncoder, Vectors
 from mempipe.retrieval.manifest import (
@@ -320,7 +321,7 @@ class IndexBuild:
                 batch for segment in segments for batch in read_batches(segment_file(self.folder, segment.number))
             )
             with whole_folder(folder) as partial:
-                LexicalIndex.build(batches, partial)
+                build_lexical(batches, partial)
         return LexicalFiles(spec=LexicalIndex.open(folder).spec(), folder=LEXICAL)
 
     def _manifest(

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.retrieval import bm25_build
 from mempipe.retrieval.bm25 import LexicalIndex
+from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.encoders import words
 from mempipe.settings import ConfigError
 
@@ -39,12 +41,12 @@ def some_passages(count: int) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> LexicalIndex:
-    return LexicalIndex.build(batches(PASSAGES), tmp_path_factory.mktemp("index"), k1=1.2, b=0.75)
+    return build_lexical(batches(PASSAGES), tmp_path_factory.mktemp("index"), k1=1.2, b=0.75)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> LexicalIndex:
-    return LexicalIndex.build(batches(some_passages(100), size=64), tmp_path_factory.mktemp("large"))
+    return build_lexical(batches(some_passages(100), size=64), tmp_path_factory.mktemp("large"))
 
 
 def found(
@@ -82,7 +84,7 @@ def test_case_and_accents_do_not_count_and_stop_words_find_nothing(index):
 
 
 def test_equal_scores_are_ordered_by_row_also_at_the_last_place(tmp_path):
-    index = LexicalIndex.build(batches([("x", "y")] * 50 + [("x", "x")]), tmp_path)
+    index = build_lexical(batches([("x", "y")] * 50 + [("x", "x")]), tmp_path)
     assert [row for row, _ in found(index, "x", depth=4)] == [50, 0, 1, 2]
 
 
@@ -128,13 +130,24 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_the_same_passages_give_the_same_bytes_however_they_are_cut(tmp_path):
     for name, size in (("a", 7), ("b", 100), ("c", 7)):
-        LexicalIndex.build(batches(some_passages(100), size=size), tmp_path / name)
+        build_lexical(batches(some_passages(100), size=size), tmp_path / name)
     assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c")
     assert sorted(files(tmp_path / "a")) == ["lexical.json", "rows.npy", "starts.npy", "weights.npy", "words.arrow"]
 
 
+@pytest.mark.parametrize("block_words", [1, 17, 100])
+@pytest.mark.parametrize("range_postings", [1, 13])
+def test_the_bytes_do_not_depend_on_the_blocks(tmp_path, monkeypatch, block_words, range_postings):
+    passages = [("", ""), *some_passages(60), ("The", "of it"), *some_passages(40)]
+    build_lexical(batches(passages), tmp_path / "one block")
+    monkeypatch.setattr(bm25_build, "BLOCK_WORDS", block_words)
+    monkeypatch.setattr(bm25_build, "RANGE_POSTINGS", range_postings)
+    build_lexical(batches(passages), tmp_path / "blocks")
+    assert files(tmp_path / "one block") == files(tmp_path / "blocks")
+
+
 def test_settings_and_counts_are_kept_and_an_opened_index_answers_alike(tmp_path):
-    built = LexicalIndex.build(batches(PASSAGES), tmp_path, k1=1.5, b=0.3)
+    built = build_lexical(batches(PASSAGES), tmp_path, k1=1.5, b=0.3)
     assert built.spec() == {"format": 1, "k1": 1.5, "b": 0.3, "num_passages": 5, "num_words": 7, "num_postings": 9}
     for mmap in (True, False):
         opened = LexicalIndex.open(tmp_path, mmap=mmap)
@@ -142,7 +155,7 @@ def test_settings_and_counts_are_kept_and_an_opened_index_answers_alike(tmp_path
 
 
 def test_nothing_is_printed(tmp_path, capfd):
-    LexicalIndex.build(batches(PASSAGES), tmp_path).search(["nile"], 2)
+    build_lexical(batches(PASSAGES), tmp_path).search(["nile"], 2)
     assert capfd.readouterr() == ("", "")
 
 
@@ -152,21 +165,21 @@ def test_nothing_is_printed(tmp_path, capfd):
 )
 def test_impossible_settings_are_refused(tmp_path, impossible, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        LexicalIndex.build(batches(PASSAGES), tmp_path, **impossible)
+        build_lexical(batches(PASSAGES), tmp_path, **impossible)
 
 
 def test_a_corpus_without_a_word_that_counts_is_refused(tmp_path):
     for passages in ([], [("The", "of it")]):
         with pytest.raises(ConfigError, match=f"none of the corpus's {len(passages)} passages has a word that counts"):
-            LexicalIndex.build(batches(passages), tmp_path / "i")
-    assert not (tmp_path / "i").exists()
+            build_lexical(batches(passages), tmp_path / "i")
+    assert not list((tmp_path / "i").iterdir())
 
 
 @pytest.mark.parametrize("name", ["lexical.json", "words.arrow", "starts.npy", "rows.npy", "weights.npy"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "other"])
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_missing_or_damaged_file_is_named(tmp_path, name, damage, mmap):
-    LexicalIndex.build(batches(PASSAGES), tmp_path)
+    build_lexical(batches(PASSAGES), tmp_path)
     path = tmp_path / name
     content = path.read_bytes()
     if damage == "missing":
@@ -178,8 +191,8 @@ def test_a_missing_or_damaged_file_is_named(tmp_path, name, damage, mmap):
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
-    LexicalIndex.build(batches(PASSAGES), tmp_path / "a")
-    LexicalIndex.build(batches(PASSAGES[:2]), tmp_path / "b")
+    build_lexical(batches(PASSAGES), tmp_path / "a")
+    build_lexical(batches(PASSAGES[:2]), tmp_path / "b")
     for name in ("words.arrow", "starts.npy", "rows.npy", "weights.npy"):
         own = (tmp_path / "a" / name).read_bytes()
         (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
@@ -197,7 +210,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
 
 
 def test_a_pickle_among_the_files_is_never_loaded(tmp_path):
-    LexicalIndex.build(batches(PASSAGES), tmp_path)
+    build_lexical(batches(PASSAGES), tmp_path)
     np.save(tmp_path / "rows.npy", np.array([print] * 9, dtype=object), allow_pickle=True)
     with pytest.raises(ConfigError, match=r"rows.npy is missing or damaged"):
         LexicalIndex.open(tmp_path, mmap=False)
