@@ -49,7 +49,7 @@ class EvaluationConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Learner steps between two validations; 0: only before and after."""
     num_questions: int = Field(0, ge=0)
-    """The first so many of data.validation; 0: all."""
+    """Questions of data.validation, drawn by the seed in equal shares of its data sets; 0: all."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of validation."""
 

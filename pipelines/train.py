@@ -26,7 +26,7 @@ from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
 from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
-from mempipe.data.qa import read_questions
+from mempipe.data.qa import draw_questions, read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
@@ -88,7 +88,7 @@ def _run(run: Run, config: RunConfig) -> Run:
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
     questions = read_questions(config.data.train)
     validation = (
-        read_questions(config.data.validation)[: config.evaluation.num_questions or None]
+        draw_questions(read_questions(config.data.validation), config.evaluation.num_questions, seed=config.seed)
         if config.data.validation
         else []
     )
@@ -124,13 +124,13 @@ def evaluate(
             groups.append(group)
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
-    tracker.log_metrics(
-        {
-            f"validation/{name}": value
-            for name, value in rollout_metrics(groups, growing=roles.config.agent_spec.grows).items()
-        },
-        step=step,
-    )
+    metrics = rollout_metrics(groups, growing=roles.config.agent_spec.grows)
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        by_source.setdefault(group.question.source, []).append(group.trajectories[0].em)
+    if len(by_source) > 1:
+        metrics |= {f"{source or 'unnamed'}/em": fmean(values) for source, values in by_source.items()}
+    tracker.log_metrics({f"validation/{name}": value for name, value in metrics.items()}, step=step)
     return groups
 
 

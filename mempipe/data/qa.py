@@ -6,10 +6,11 @@ by URL.
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,11 @@ def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFi
     `num_hops` (the different titles) but no `evidence`: a title is no passage id, and what a middle fact contributes is
     not recorded.
 
-    Bad rows (of no known format, with a missing or wrong value, without golden answers, an id for the second time) are
-    passed over. Raises ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot be
-    read, has no question or lacks its texts.
+    Two questions with one id (data sets put together) stay apart: the later one's id gets its source's name.
+
+    Bad rows (of no known format, with a missing or wrong value, without golden answers, a question for the second time)
+    are passed over. Raises ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot
+    be read, has no question or lacks its texts.
     """
     bad, formats = BadRows(max_bad_rows), Counter[str]()
     return QuestionFile(questions=list(_read(path, bad=bad, formats=formats)), formats=formats, bad=bad)
@@ -62,23 +65,55 @@ def iter_questions(path: str | Path) -> Iterator[Question]:
 
 
 def _read(path: str | Path, *, bad: BadRows, formats: Counter[str]) -> Iterator[Question]:
-    seen: set[str] = set()
+    seen: dict[str, str] = {}  # the text of every id
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
         for number, (place, row) in enumerate(read_rows(file, bad=bad)):
             try:
                 name, question = _question(row, file=file, number=number)
-                if question.id in seen:
-                    raise BadRow("duplicate_id", f"question id {question.id!r} occurs twice")
+                question = _with_own_id(question, seen=seen, number=number)
             except BadRow as fault:
                 bad.add(place, str(fault), kind=fault.kind)
             except ConfigError as error:
                 raise ConfigError(f"{place}: {error}") from error
             else:
-                seen.add(question.id)
+                seen[question.id] = question.text
                 formats[name] += 1
                 yield question
     if not seen:
         raise ConfigError(f"{path} holds no question")
+
+
+def _with_own_id(question: Question, *, seen: Mapping[str, str], number: int) -> Question:
+    """Returns the question under an id that no other question has.
+
+    Data sets count from 0 each, so an id that another question has already gets its source's name, and, where sets were
+    put into one file, its row's number. Raises BadRow for the same question under the same id.
+    """
+    prefix = question.source or "question"
+    for own in (question.id, f"{prefix}-{question.id}", f"{prefix}-{question.id}-{number}"):
+        if own not in seen:
+            return replace(question, id=own)
+        if seen[own] == question.text:
+            break
+    raise BadRow("duplicate_id", f"question id {question.id!r} occurs twice")
+
+
+def draw_questions(questions: Sequence[Question], count: int, *, seed: int) -> list[Question]:
+    """Returns `count` of the questions (0: all) in their order, drawn by the seed in equal shares of their sources.
+
+    A source with fewer questions than its share gives all, and the others make up for it.
+    """
+    if not count or count >= len(questions):
+        return list(questions)
+    places: dict[str, list[int]] = {}
+    for i, question in enumerate(questions):
+        places.setdefault(question.source, []).append(i)
+    drawn: list[int] = []
+    smallest_first = sorted(places.items(), key=lambda item: (len(item[1]), item[0]))
+    for num_done, (source, of_source) in enumerate(smallest_first):
+        share = -((len(drawn) - count) // (len(places) - num_done))  # rounded up
+        drawn += random.Random(f"{seed} {source}").sample(of_source, min(share, len(of_source)))
+    return [questions[i] for i in sorted(drawn)]
 
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:

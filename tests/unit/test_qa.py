@@ -8,6 +8,7 @@ import gzip
 import json
 import threading
 import time
+from collections import Counter
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mempipe.cli import main
-from mempipe.data.qa import describe_questions, read_question_file, read_questions, write_questions
+from mempipe.data.qa import describe_questions, draw_questions, read_question_file, read_questions, write_questions
 from mempipe.data.world import World
 from mempipe.settings import ConfigError
 from mempipe.types import Question
@@ -374,6 +375,51 @@ def test_a_wrong_row_is_refused_by_line_and_field(tmp_path, change, reason):
     path = jsonl(tmp_path / "q.jsonl", FLASHRAG | {"id": "q0"}, FLASHRAG | change)
     message = refusal(path)
     assert message.startswith(f"{path}, line 2: ") and reason in message
+
+
+def test_ids_that_repeat_across_data_sets_get_their_sources_name(tmp_path):
+    for source in ("nq", "hotpotqa"):
+        rows = [FLASHRAG | {"id": f"train_{i}", "question": f"{source} {i}?"} for i in range(2)]
+        jsonl(tmp_path / f"{source}.jsonl", *rows)
+    questions = read_questions(tmp_path)
+    assert [question.id for question in questions] == ["train_0", "train_1", "nq-train_0", "nq-train_1"]
+    assert [question.source for question in questions] == ["hotpotqa", "hotpotqa", "nq", "nq"]
+
+
+def test_ids_that_repeat_in_one_file_of_several_data_sets_get_their_row(tmp_path):
+    rows = [FLASHRAG | {"id": "train_0", "question": f"{i}?"} for i in range(4)]
+    questions = read_questions(jsonl(tmp_path / "nq_hotpotqa_train.jsonl", *rows))
+    prefix = "nq_hotpotqa_train-train_0"
+    assert [question.id for question in questions] == ["train_0", prefix, f"{prefix}-2", f"{prefix}-3"]
+    with pytest.raises(ConfigError, match="question id 'train_0' occurs twice"):
+        read_questions(jsonl(tmp_path / "nq_hotpotqa_train.jsonl", *rows, rows[1]))
+
+
+def some_questions(**counts: int) -> list[Question]:
+    return [
+        Question(id=f"{source}{i}", text="t", golden_answers=["a"], source=source)
+        for source, count in counts.items()
+        for i in range(count)
+    ]
+
+
+def test_questions_are_drawn_in_equal_shares_of_their_sources_by_the_seed():
+    questions = some_questions(nq=100, hotpotqa=50, bamboogle=4)
+    drawn = draw_questions(questions, 30, seed=1)
+    assert Counter(question.source for question in drawn) == {"nq": 13, "hotpotqa": 13, "bamboogle": 4}
+    assert drawn == draw_questions(questions, 30, seed=1) != draw_questions(questions, 30, seed=2)
+    assert drawn == sorted(drawn, key=questions.index) and drawn[4:] != questions[4:30]
+
+
+@pytest.mark.parametrize("count", [0, 154, 1000])
+def test_all_questions_are_taken_where_that_many_are_asked_for(count):
+    questions = some_questions(nq=100, hotpotqa=50, bamboogle=4)
+    assert draw_questions(questions, count, seed=1) == questions
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_as_many_questions_are_drawn_as_were_asked_for(count):
+    assert len(draw_questions(some_questions(a=1, b=9, c=3, d=7), count, seed=0)) == count
 
 
 def test_wrong_parquet_rows_are_refused_by_row_and_field(tmp_path):
