@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mempipe.checks.findings import refuse
-from mempipe.config import RunConfig
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
-from mempipe.retrieval.config import IndexConfig
 from mempipe.settings import ConfigError
 
 EXIT_CONFIG = 2
@@ -87,9 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
     )
 
-    config = add("config", _config, "list every setting with its default and meaning")
+    config = add("config", _config, "print a complete config with every setting's default and meaning")
     config.add_argument(
-        "kind", nargs="?", default="run", choices=["run", "index"], help="of a run (the default) or of an index"
+        "kind",
+        nargs="?",
+        default="memsearcher",
+        help="a run of an agent (memsearcher, memagent, mem1, react, or a module of your own), evaluation, index, or "
+        "service",
     )
 
     trace = add("trace", _trace, "read the trajectories of a run, turn by turn")
@@ -243,28 +245,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> None:
-    for line in describe_settings(IndexConfig if arguments.kind == "index" else RunConfig):
-        print(line)
+    from mempipe.template import config_lines
 
-
-def describe_settings(section: type, prefix: str = "") -> list[str]:
-    """One line per setting: dotted key, default, meaning."""
-    lines = []
-    for name, field in section.model_fields.items():
-        inner = next(
-            (t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(t, "model_fields")),
-            None,
-        )
-        if inner is not None:
-            lines += [
-                "",
-                f"# {prefix}{name}: {field.description or (inner.__doc__ or '').strip()}",
-                *describe_settings(inner, f"{prefix}{name}."),
-            ]
-        else:
-            value = "(needed)" if field.is_required() else json.dumps(field.default)
-            lines.append(f"{prefix}{name} = {value}" + (f"    # {field.description}" if field.description else ""))
-    return lines
+    print("\n".join(config_lines(arguments.kind)))
 
 
 def _trace(arguments: argparse.Namespace) -> None:

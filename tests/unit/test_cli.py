@@ -1,25 +1,46 @@
 """The commands that start no cluster, as a user types them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
+from mempipe.evaluation.suite import load_suite
+from mempipe.loader import load_config, load_index_config, load_service_config
 from mempipe.retrieval.build import build_index
+from mempipe.template import KINDS
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
-CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+
+@pytest.mark.parametrize("kind", [*KINDS, "mempipe.agents.react"])
+def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsys):
+    assert main(["config", kind]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "c.yaml").write_text(text)
+    load = {"evaluation": load_suite, "index": load_index_config, "service": load_service_config}.get(kind, load_config)
+    loaded = load(tmp_path / "c.yaml")
+    given = yaml.safe_load(text)
+    given = given["applications"][0]["args"] if kind == "service" else given
+    assert json.loads(loaded.model_dump_json()) == given
+    assert kind in (*KINDS[-3:], given.get("agent", {}).get("name")) and max(map(len, text.splitlines())) <= 120
 
 
-def test_config_lists_every_setting_with_default_and_meaning(capsys):
-    assert main(["config"]) == 0
-    out = capsys.readouterr().out
-    assert "algorithm.group_size = 5" in out
-    assert "optimizer.lr = 1e-06    # Learning rate after the warm-up." in out
-    assert main(["config", "index"]) == 0
-    assert 'faiss.factory = "Flat"    # faiss factory string' in capsys.readouterr().out
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_stands_below_its_meaning(kind, capsys):
+    main(["config", kind])
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.strip() == "args:") + 1 if kind == "service" else 1
+    settings = [i for i in range(first, len(lines)) if re.match(r"\s*(- )?\w+:", lines[i])]
+    assert settings and not [lines[i] for i in settings if not lines[i - 1].lstrip().startswith("#")]
+
+
+def test_config_of_no_kind_is_refused(capsys):
+    assert main(["config", "evaluations"]) == 2
+    assert "choose from memsearcher, memagent, mem1, react, evaluation, index, service" in capsys.readouterr().err
 
 
 def test_data_world_prints_passages_and_answerable_questions(capsys):

@@ -1,0 +1,112 @@
+"""`mempipe config`: a complete YAML file of any kind of config, with every setting's meaning, which loads as it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mempipe.agents.registry import BUILT_IN
+from mempipe.config import RunConfig
+from mempipe.evaluation.suite import EvaluationSuite
+from mempipe.loader import SERVICE_APP, parse_config, section_of
+from mempipe.retrieval.config import IndexConfig, ServiceConfig
+from mempipe.settings import ConfigError, Section
+
+WIDTH = 120
+KINDS = (*BUILT_IN, "evaluation", "index", "service")
+EXAMPLES: dict[type[Section], dict[str, Any]] = {
+    EvaluationSuite: {
+        "runs": [{"name": "trained", "config": "runs/quickstart"}],
+        "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
+    },
+    IndexConfig: {"corpus": ["data/wiki-18.jsonl.gz"], "output": "data/wiki18_e5"},
+    ServiceConfig: {"index": "data/wiki18_e5"},
+}
+"""Values of the settings that have no default."""
+
+
+def config_lines(kind: str) -> list[str]:
+    """The lines of a YAML file: a run of the agent `kind`, or one of KINDS. Raises ConfigError for anything else."""
+    if kind in BUILT_IN or "." in kind:
+        run = parse_config({"agent": {"name": kind}})
+        return [f"# A training run of {kind}: `mempipe train FILE`", *_section_lines(RunConfig, run)]
+    sections: dict[str, tuple[type[Section], str]] = {
+        "evaluation": (EvaluationSuite, "# An evaluation: `mempipe evaluate FILE`"),
+        "index": (IndexConfig, "# An index to be built: `mempipe index build FILE`"),
+        "service": (ServiceConfig, "# A retrieval service on a Ray cluster: `serve deploy FILE`"),
+    }
+    if kind not in sections:
+        raise ConfigError(f"{kind!r} is no kind of config; choose from {', '.join(KINDS)}, or an agent's module")
+    section, title = sections[kind]
+    lines = list(_section_lines(section, section.model_validate(EXAMPLES[section])))
+    return [title, *(_deployed(lines) if kind == "service" else lines)]
+
+
+def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]:
+    """Every setting below its documentation; sections are indented, and one that is not set is commented out."""
+    for name, field in section.model_fields.items():
+        value = getattr(values, name)
+        inner = type(value) if isinstance(value, Section) else section_of(field.annotation)
+        yield from _comment(_meaning(field, inner))
+        if isinstance(value, Section):
+            yield f"{name}:"
+            yield from _indented(_section_lines(type(value), value))
+        elif isinstance(value, list) and inner is not None:
+            yield f"{name}:"
+            for item in value:
+                rows = _indented(_section_lines(type(item), item), by=4)
+                start = next(i for i, row in enumerate(rows) if not row.lstrip().startswith("#"))
+                rows[start] = "  - " + rows[start][4:]
+                yield from rows
+        elif value is None and inner is not None:
+            yield f"{name}: null"
+            yield from (f"# {line}".rstrip() for line in _indented(_unset_lines(inner)))
+        else:
+            yield f"{name}: {_scalar(value)}"
+
+
+def _unset_lines(section: type[Section]) -> Iterator[str]:
+    """The settings of a section that is not set, each with its default."""
+    for name, field in section.model_fields.items():
+        yield from _comment(field.description or "")
+        yield f"{name}: " + ("(needed)" if field.is_required() else _scalar(field.get_default()))
+
+
+def _deployed(lines: list[str]) -> list[str]:
+    """The settings of a service as the one application of a Ray Serve config."""
+    head = f"""http_options:
+  # 0.0.0.0 to be reached from other machines; callers are not asked who they are.
+  host: 127.0.0.1
+  port: 8000
+proxy_location: EveryNode
+applications:
+  - name: retrieval
+    route_prefix: /
+    import_path: {SERVICE_APP}
+    args:"""
+    return [*head.splitlines(), *_indented(lines, by=6)]
+
+
+def _meaning(field: FieldInfo, inner: type[BaseModel] | None) -> str:
+    return field.description or (inspect.getdoc(inner) or "" if inner is not None else "")
+
+
+def _comment(text: str) -> Iterator[str]:
+    yield from (f"# {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH - 12, break_on_hyphens=False))
+
+
+def _indented(lines: Iterable[str], *, by: int = 2) -> list[str]:
+    return [" " * by + line for line in lines]
+
+
+def _scalar(value: Any) -> str:
+    """Returns the value in YAML on one line."""
+    plain = json.loads(json.dumps(value, default=lambda section: section.model_dump(mode="json")))
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False).split("\n...")[0].strip()
