@@ -159,6 +159,11 @@ class RunConfig(Section):
                 "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the "
                 "untruncated distribution"
             )
+        if a.kl_reward_coef and self.model.lora_rank:
+            raise ValueError(
+                f"algorithm.kl_reward_coef is {a.kl_reward_coef} and model.lora_rank {self.model.lora_rank}; with LoRA "
+                "the reference is inside the learner, after rewards are given: use algorithm.kl_coef"
+            )
         if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
         return self

@@ -78,7 +78,7 @@ def _holders(config: RunConfig) -> dict[str, int]:
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
-    return config.algorithm.kl_coef > 0 and not config.model.lora_rank
+    return config.algorithm.uses_reference and not config.model.lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.rl.rewards import score
+from mempipe.rl.rewards import overlong_penalty, score
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Measure, Question, Trajectory
 from mempipe.user_code import load_user_object, user_code
@@ -104,7 +104,10 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
         message=trajectory.contexts[-1].action if trajectory.contexts else "",
     )
     trajectory = dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)
-    return await _scored_by_user(trajectory, question, config.function) if config.function else trajectory
+    if config.function:
+        trajectory = await _scored_by_user(trajectory, question, config.function)
+    longest = max((sum(context.loss_mask) + context.num_dropped_tokens for context in trajectory.contexts), default=0)
+    return dataclasses.replace(trajectory, reward=trajectory.reward - overlong_penalty(longest, config))
 
 
 async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:

@@ -34,6 +34,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, closing_table
 from mempipe.reports.training import write_report
+from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
 from mempipe.runs import Resume, Run
@@ -199,6 +200,18 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
     with Timer() as reference:
         if roles.reference is not None:
             samples = _by_group(with_ref_logprobs([sample for group in samples for sample in group], roles.reference))
+    if config.algorithm.kl_reward_coef:
+        rewards = {group.id: {t.id: t.reward for t in group.trajectories} for group in batch.groups}
+        samples = [
+            with_kl_in_reward(
+                group,
+                rewards[group[0].group_id],
+                coef=config.algorithm.kl_reward_coef,
+                normalize_std=config.algorithm.advantage == "grpo",
+            )
+            for group in samples
+            if group
+        ]
     with Timer() as learning:
         updates = [
             pack_step(
@@ -207,7 +220,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
                 max_tokens=config.learner.max_tokens_per_micro_batch,
                 aggregation=config.algorithm.aggregation,
             )
-            for update in split_updates(samples, config.algorithm.updates_per_step)
+            for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]
         reports = roles.learn(updates)
     with Timer() as syncing:

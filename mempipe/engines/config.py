@@ -100,9 +100,9 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What the learning rate does after the warm-up, until the last step."""
+    """What the learning rate does after the warm-up, step by step, until the last one."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps of linear warm-up."""
+    """Learner steps of linear warm-up, however many updates a step has."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Where cosine and linear end, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -55,7 +55,7 @@ class LearnerSettings:
     temperature: float
     """The sampler's: log-probs are of logits / temperature."""
     num_updates: int
-    """Optimiser updates of the whole run, where cosine and linear schedules end."""
+    """Optimiser updates of the whole run; cosine and linear schedules end with its last step."""
     seed: int = 1
     objective: Objective = "policy"
     """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
@@ -93,6 +93,7 @@ class Learner:
         torch.manual_seed(settings.seed + rank)
 
         self.policy = load_policy(model, seed=settings.seed)
+        self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
         if world_size > 1 or self._dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
@@ -110,7 +111,10 @@ class Learner:
     def lr(self) -> float:
         """Of the next update."""
         schedule = self.settings.optimizer
-        return schedule.lr * lr_factor(schedule, self.num_updates_done, self.settings.num_updates)
+        per_step = self.settings.algorithm.updates_per_step if self.settings.objective == "policy" else 1
+        return schedule.lr * lr_factor(
+            schedule, self.num_updates_done // per_step, self.settings.num_updates // per_step
+        )
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
         """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of
@@ -149,7 +153,11 @@ class Learner:
                 sampler_logprobs = columns["old_logprobs"]
                 columns["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
             loss, sums = policy_loss(
-                logprobs, sampler_logprobs=sampler_logprobs, config=self.settings.algorithm, **columns
+                logprobs,
+                sampler_logprobs=sampler_logprobs,
+                entropies=entropy,
+                config=self.settings.algorithm,
+                **columns,
             )
         loss.backward()
         return sums | {"entropy": entropy[real].sum().item()}
@@ -323,13 +331,13 @@ class Learner:
             raise ValueError(f"ranks were given different numbers of micro-batches per optimiser update: {gathered}")
 
 
-def lr_factor(config: OptimizerConfig, done: int, num_updates: int) -> float:
-    """The share of `config.lr` for the update after `done` ones:
-    linear warm-up, then the schedule, which ends with the last update.
+def lr_factor(config: OptimizerConfig, done: int, num_steps: int) -> float:
+    """Returns the share of `config.lr` in the step after `done` ones: linear warm-up, then the schedule, which ends
+    with the last step. All updates of a step have the same rate.
     """
     if done < config.warmup_steps:
         return (done + 1) / (config.warmup_steps + 1)
-    progress = min(1.0, (done - config.warmup_steps) / max(1, num_updates - 1 - config.warmup_steps))
+    progress = min(1.0, (done - config.warmup_steps) / max(1, num_steps - 1 - config.warmup_steps))
     if config.schedule == "cosine":
         return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "linear":

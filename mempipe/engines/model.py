@@ -48,13 +48,15 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.entropy_gradient = False  # an entropy bonus needs it
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, loss_positions: Tensor, layout: ContextLayout, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids` [T].
 
-        Both are of the distribution that is sampled from: logits / temperature. The entropy carries no gradient.
+        Both are of the distribution that is sampled from: logits / temperature. The entropy carries a gradient with
+        `entropy_gradient` only.
         """
         backbone = cast(nn.Module, self.lm.base_model)
         states = backbone(
@@ -77,7 +79,7 @@ class PolicyModel(nn.Module):
         if temperature != 1.0:
             logits = logits / temperature
         all_logprobs = logits.log_softmax(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
             entropy = -torch.linalg.vecdot(all_logprobs.exp(), all_logprobs)
         return -nll_loss(all_logprobs, targets, reduction="none"), entropy
 

@@ -33,15 +33,32 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(0.2, ge=0)
     """The ratio counts no further up than 1 + clip_high."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """Upper bound of the loss factor for negative advantages; null: off."""
+    """Upper bound of the ratio for negative advantages, where the clip has no upper side; null: off."""
     kl_coef: float = Field(0.001, ge=0)
     """Weight of the low-variance KL to the reference model, in the loss."""
+    kl_reward_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model in the reward (MEM1: 0.001): a trajectory's reward is lowered by that
+    much times the sum of logprob - ref_logprob over its tokens, before advantages are computed."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in the loss (0.001 in the published runs of MemSearcher, MEM1 and Search-R1)."""
     filter_zero_variance: bool = False
     """Drop groups whose trajectories all have the same reward, and sample others in their place (DAPO)."""
     max_off_policy_steps: int = Field(0, ge=0)
     """The most versions by which the sampler may lag the learner; 0 is strictly on-policy."""
-    max_importance_ratio: float | None = Field(2.0, gt=1)
-    """With staleness: truncation of the importance weight between learner and sampler; null: off."""
+    correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "token"
+    """What is done about tokens to which learner and sampler give different probabilities, at any lag. token, sequence:
+    the importance weight of a token, or the product of those of its context, is cut at max_importance_ratio. Masks
+    leave out tokens, or contexts, whose weight is not between min_importance_ratio and max_importance_ratio. With
+    learner.old_logprobs: sampler the clipped ratio is the importance weight itself, and only masks add to it."""
+    max_importance_ratio: float = Field(2.0, gt=1)
+    """The largest importance weight of the learner's policy over the sampler's."""
+    min_importance_ratio: float = Field(0.5, ge=0, lt=1)
+    """Masks: the smallest one."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether log-probs of the reference model are needed."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
 
 
 class RewardConfig(Section):
@@ -65,6 +82,13 @@ class RewardConfig(Section):
     """search_r1: added for a wrong answer in the right order of tags when a search found a gold."""
     attempt_score: float = Field(0.1, ge=0, le=1)
     """search_r1: earned by a wrong answer in the wrong order of tags."""
+    overlong_tokens: int = Field(0, ge=0)
+    """A trajectory that samples more than this in one context loses overlong_penalty (DAPO, arXiv 2503.14476);
+    0: none does."""
+    overlong_buffer: int = Field(512, ge=1)
+    """The tokens before overlong_tokens over which the penalty grows from 0."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What is lost at overlong_tokens and beyond."""
     function: str = ""
     """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""
@@ -75,6 +99,15 @@ class RewardConfig(Section):
         if path and not callable(load_user_object(path, setting="reward.function")):
             raise ValueError(f"reward.function is {path!r}, which is no function")
         return path
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> RewardConfig:
+        if 0 < self.overlong_tokens < self.overlong_buffer:
+            raise ValueError(
+                f"reward.overlong_buffer is {self.overlong_buffer}, more than reward.overlong_tokens "
+                f"{self.overlong_tokens}; the penalty would begin below 0 tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_measure(self) -> RewardConfig:

@@ -32,15 +32,15 @@ def policy_loss(
     context_indices: Tensor,
     config: AlgorithmConfig,
     sampler_logprobs: Tensor | None = None,
+    entropies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`,
     `mean_metrics`).
 
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
     `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own
-    go into `sampler_logprobs`, and with staleness each token is weighed by their ratio (arXiv 2505.24298), truncated at
-    `max_importance_ratio`. Without `sampler_logprobs` the ratio is the importance weight itself, and
-    `max_importance_ratio` bounds it where only the dual clip does: for negative advantages.
+    go into `sampler_logprobs`, and each token is weighed by `importance_weights`. Without `sampler_logprobs` the ratio
+    is the importance weight itself, and the weights only leave out what a mask leaves out.
 
     - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip
     (arXiv 1912.09729).
@@ -51,7 +51,7 @@ def policy_loss(
       gradient. `clip_low: 1` leaves the lower side open, as in the paper. The dual clip has no part in it.
 
     `advantage: dr_grpo` changes the advantages only. With `kl_coef` the low-variance estimator of KL(policy ||
-    reference) is added.
+    reference) is added; with `entropy_coef` the mean of `entropies`, which must carry a gradient, is subtracted.
     """
     if logprobs.dtype in (torch.float16, torch.bfloat16):
         logprobs = logprobs.float()
@@ -60,20 +60,26 @@ def policy_loss(
         mean = _sequence_means(log_ratio.detach(), loss_sequences, len(context_indices))
         log_ratio = mean + logprobs - logprobs.detach()
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    bound = _negative_bound(config, truncate=sampler_logprobs is None)
+    bound = float("inf") if config.dual_clip is None else config.dual_clip
     if config.loss == "cispo":
         terms = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high).detach() * logprobs
     else:
         terms = _clipped(ratio, advantages, config, bound)
-    importance = _importance(old_logprobs, sampler_logprobs, config)
+    behaviour, newer = (old_logprobs, logprobs) if sampler_logprobs is None else (sampler_logprobs, old_logprobs)
+    importance, corrected = importance_weights(newer - behaviour, loss_sequences, len(context_indices), config)
+    if sampler_logprobs is None:
+        importance = (importance > 0).to(terms)
+        corrected = 1 - importance
     policy = (weights * importance * terms).sum()
     kl = kl_to_reference(logprobs, ref_logprobs)
     kl_loss = config.kl_coef * (weights * kl).sum()
     loss = policy + kl_loss if config.kl_coef else policy
+    if config.entropy_coef:
+        assert entropies is not None, "an entropy bonus needs entropies"
+        loss = loss - config.entropy_coef * (weights * entropies).sum()
 
     real = weights > 0
     with torch.no_grad():
-        behaviour = old_logprobs if sampler_logprobs is None else sampler_logprobs
         sums = {
             "tokens": torch.ones_like(ratio),
             "ratio": ratio,
@@ -81,9 +87,7 @@ def policy_loss(
             "clip_low": (advantages < 0) & (ratio < 1 - config.clip_low),
             "clip_high": (advantages > 0) & (ratio > 1 + config.clip_high),
             "dual_clip": (advantages < 0) & (ratio > bound) & (config.loss != "cispo"),
-            "importance_truncated": _truncated(
-                behaviour, old_logprobs if sampler_logprobs is not None else logprobs, config
-            ),
+            "importance_corrected": corrected,
             "kl_ref": kl if config.kl_coef else torch.zeros_like(kl),
             "advantage": advantages,
             "advantage_abs": advantages.abs(),
@@ -93,6 +97,33 @@ def policy_loss(
         )
         metrics |= _mismatch(logprobs[real], behaviour[real], context_indices[loss_sequences[real]])
     return loss, metrics
+
+
+def importance_weights(
+    log_ratios: Tensor, loss_sequences: Tensor, num_sequences: int, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    """Returns the weight of every token, and which tokens the correction changed. [N] -> [N], [N].
+
+    `log_ratios` are those of the learner's policy over the sampler's; w is their exponential, and W the product of the
+    w of a context. With C = max_importance_ratio and c = min_importance_ratio the weight is, by `config.correction`:
+
+    - none: 1.
+    - token: min(w, C) (truncated importance sampling, arXiv 2505.24298).
+    - sequence: min(W, C), for every token of the context.
+    - token_mask: w, but 0 unless c <= w <= C.
+    - sequence_mask: w, but 0 unless c <= W <= C.
+    """
+    log_ratios = log_ratios.detach()
+    of_context = _sums_by(log_ratios, loss_sequences, num_sequences)[loss_sequences]
+    by_token = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = of_context.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() if "sequence" in config.correction else by_token
+    if config.correction == "none":
+        return torch.ones_like(ratio), torch.zeros_like(ratio)
+    beyond = ratio > config.max_importance_ratio
+    if config.correction.endswith("mask"):
+        beyond |= ratio < config.min_importance_ratio
+        return by_token.masked_fill(beyond, 0.0), beyond.to(ratio)
+    return ratio.clamp(max=config.max_importance_ratio), beyond.to(ratio)
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -144,27 +175,6 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig, bound: 
     if bound == float("inf"):
         return terms
     return torch.where(advantages < 0, torch.minimum(terms, -advantages * bound), terms)
-
-
-def _negative_bound(config: AlgorithmConfig, *, truncate: bool) -> float:
-    """Returns the largest ratio that counts for a negative advantage, where the clip has no upper side."""
-    bounds = [config.dual_clip]
-    if truncate and config.max_off_policy_steps:
-        bounds.append(config.max_importance_ratio)
-    return min((bound for bound in bounds if bound is not None), default=float("inf"))
-
-
-def _importance(old_logprobs: Tensor, sampler_logprobs: Tensor | None, config: AlgorithmConfig) -> Tensor:
-    if sampler_logprobs is None or config.max_importance_ratio is None or not config.max_off_policy_steps:
-        return torch.ones_like(old_logprobs)
-    ratio = (old_logprobs - sampler_logprobs).clamp(max=MAX_LOG_RATIO).exp()
-    return ratio.clamp(max=config.max_importance_ratio)
-
-
-def _truncated(behaviour: Tensor, newer: Tensor, config: AlgorithmConfig) -> Tensor:
-    if config.max_importance_ratio is None or not config.max_off_policy_steps:
-        return torch.zeros_like(behaviour)
-    return (newer - behaviour).clamp(max=MAX_LOG_RATIO).exp() > config.max_importance_ratio
 
 
 def _sequence_means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:

@@ -6,6 +6,7 @@ all micro-batches of all ranks of `weights * loss(token)`, however the contexts 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,13 +96,18 @@ def pack_step(
     return ranks
 
 
-def split_updates(groups: Sequence[Sequence[TrainingSample]], updates_per_step: int) -> list[list[TrainingSample]]:
-    """The samples of each optimiser update: whole groups, in order, as evenly as possible (the first updates take the
+def split_updates(
+    groups: Sequence[Sequence[TrainingSample]], updates_per_step: int, *, seed: str
+) -> list[list[TrainingSample]]:
+    """Returns the samples of each optimiser update: whole groups, as evenly as possible (the first updates take the
     rest).
 
-    Groups without samples are passed over. Raises ValueError when there are fewer groups than updates.
+    The groups are shuffled by `seed` whatever order they come in: they come as they finished, and the first update
+    would be made of the quickest ones. Groups without samples are passed over. Raises ValueError when there are fewer
+    groups than updates.
     """
-    groups = [group for group in groups if group]
+    groups = sorted((group for group in groups if group), key=lambda group: group[0].group_id)
+    random.Random(seed).shuffle(groups)
     if not 1 <= updates_per_step <= len(groups):
         raise ValueError(
             f"algorithm.updates_per_step is {updates_per_step}, but the step holds {len(groups)} groups with samples; "

@@ -153,6 +153,18 @@ def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight
     return answer_score + (weight * sum(recall_scores) / len(recall_scores) if recall_scores else 0.0)
 
 
+def overlong_penalty(num_tokens: int, config: RewardConfig) -> float:
+    """Returns what a trajectory loses whose longest context has `num_tokens` sampled ones (DAPO, arXiv 2503.14476, Eq.
+    13).
+
+    Nothing up to overlong_tokens - overlong_buffer, then linearly more up to overlong_penalty at overlong_tokens.
+    """
+    if not config.overlong_tokens:
+        return 0.0
+    excess = num_tokens - (config.overlong_tokens - config.overlong_buffer)
+    return config.overlong_penalty * min(max(excess / config.overlong_buffer, 0.0), 1.0)
+
+
 def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, config: RewardConfig) -> float:
     """Returns Search-R1's reward (v0.3). A right answer earns 1, or less without the form; a wrong one earns what the
     form, the retrieval or the attempt is worth.

@@ -296,7 +296,7 @@ def positions(case: Case) -> list[list[int]]:
 
 def section_sizes(case: Case) -> list[int]:
     groups = [[sample] for sample in samples_of([[1]] * case["input"]["rows"])]
-    return [len(update) for update in split_updates(groups, case["input"]["sections"])]
+    return [len(update) for update in split_updates(groups, case["input"]["sections"], seed="")]
 
 
 # Builders

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,28 @@ def test_the_learning_rate_is_the_one_that_was_used(qwen2):
     (update,) = pack(samples(15))
     reports = make_learner(qwen2, lr=1e-2, schedule="linear", min_lr_ratio=0.0, num_updates=3).step([update] * 3)
     assert [report["lr"] for report in reports] == pytest.approx([1e-2, 0.5e-2, 0.0])
+
+
+def test_all_updates_of_a_step_have_its_learning_rate(qwen2):
+    (update,) = pack(samples(15))
+    settings = {"lr": 1e-2, "schedule": "linear", "min_lr_ratio": 0.0, "updates_per_step": 2, "num_updates": 6}
+    reports = make_learner(qwen2, **settings).step([update] * 6)
+    assert [report["lr"] for report in reports] == pytest.approx([1e-2, 1e-2, 0.5e-2, 0.5e-2, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_an_entropy_bonus_raises_the_entropy_where_nothing_else_is_learnt(qwen2, monkeypatch, chunk):
+    if chunk:  # logits of a few rows at a time, computed anew in the backward pass
+        monkeypatch.setattr(model_module, "MAX_LOGITS", chunk * VOCAB)
+    indifferent = [dataclasses.replace(each, advantage=0.0) for each in samples(15)]
+    (update,) = pack(indifferent)
+    entropies = {}
+    for coef in (0.0, 1.0):
+        reports = make_learner(qwen2, lr=1e-3, kl_coef=0.0, weight_decay=0.0, entropy_coef=coef).step([update] * 4)
+        entropies[coef] = [report["entropy"] for report in reports]
+    assert entropies[0.0] == pytest.approx([entropies[0.0][0]] * 4)
+    assert entropies[1.0][0] == pytest.approx(entropies[0.0][0])
+    assert all(earlier < later for earlier, later in pairwise(entropies[1.0]))
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(qwen2):

@@ -123,25 +123,91 @@ def test_tiny_kl_keeps_its_digits_in_float32():
     assert kl == pytest.approx(math.exp(1e-3) - 1 - 1e-3, rel=1e-3)
 
 
-def test_stale_tokens_weigh_their_truncated_importance_ratio():
-    stale = {"max_off_policy_steps": 1, "sampler": [-1 - math.log(1.5), -1 - math.log(8)]}
-    value, gradient, metrics = loss_of([0.0, 0.0], [1.0, 1.0], **stale)
-    assert value == pytest.approx(-(1.5 + 2.0) / 2) and gradient == pytest.approx([-0.75, -1.0])
-    assert metrics["importance_truncated"] == 0.5
-    assert loss_of([0.0, 0.0], [1.0, 1.0], **stale, max_importance_ratio=None)[1] == pytest.approx([-0.5, -0.5])
+# Two contexts, of two tokens and of one; the importance weights of their tokens are 1.5, 8 and 0.25.
+SAMPLER = [-1 - math.log(1.5), -1 - math.log(8), -1 + math.log(4)]
+CORRECTIONS = {
+    "none": [1, 1, 1],
+    "token": [1.5, 2, 0.25],  # min(w, 2)
+    "sequence": [2, 2, 0.25],  # min(1.5 * 8, 2), min(0.25, 2)
+    "token_mask": [1.5, 0, 0],  # w, or 0 outside of 0.5 to 2
+    "sequence_mask": [0, 0, 0],  # 12 and 0.25 are outside
+}
 
 
-def test_on_policy_the_sampler_only_shows_in_the_mismatch():
-    _, gradient, metrics = loss_of([0.0, 0.0], [1.0, 1.0], sampler=[-1.5, -1.0])
-    assert gradient == pytest.approx([-0.5, -0.5]) and metrics["importance_truncated"] == 0
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(("correction", "weights"), CORRECTIONS.items())
+def test_a_correction_weighs_tokens_by_its_formula_at_any_lag(correction, weights, lag):
+    value, gradient, metrics = loss_of(
+        [0.0] * 3,
+        [1.0, -1.0, 2.0],
+        sequences=[0, 0, 1],
+        sampler=SAMPLER,
+        correction=correction,
+        max_off_policy_steps=lag,
+    )
+    expected = [-a * w / 3 for a, w in zip([1.0, -1.0, 2.0], weights, strict=True)]
+    assert value == pytest.approx(sum(expected)) and gradient == pytest.approx(expected)
+    changed = {"none": 0, "token": 1, "sequence": 2, "token_mask": 2, "sequence_mask": 3}
+    assert metrics["importance_corrected"] == pytest.approx(changed[correction] / 3)
+
+
+def test_a_sequence_mask_keeps_contexts_whose_tokens_balance():
+    sampler = [-1 - math.log(4), -1 + math.log(4), -1.0]
+    _, gradient, _ = loss_of([0.0] * 3, [1.0] * 3, sequences=[0, 0, 1], sampler=sampler, correction="sequence_mask")
+    assert gradient == pytest.approx([-4 / 3, -0.25 / 3, -1 / 3])
+    _, gradient, _ = loss_of([0.0] * 3, [1.0] * 3, sequences=[0, 0, 1], sampler=sampler, correction="token_mask")
+    assert gradient == pytest.approx([0, 0, -1 / 3])
+
+
+@pytest.mark.parametrize(("minimum", "kept"), [(0.5, 0), (0.2, 1), (0.0, 1)])
+def test_the_lower_bound_of_a_mask_is_a_setting(minimum, kept):
+    settings = {"correction": "token_mask", "min_importance_ratio": minimum}
+    _, gradient, _ = loss_of([0.0], [1.0], sampler=[-1 + math.log(4)], **settings)
+    assert gradient == pytest.approx([-0.25 * kept])
+
+
+@pytest.mark.parametrize(("correction", "kept"), [("none", [1, 1]), ("token", [1, 1]), ("token_mask", [0, 1])])
+def test_against_the_sampler_itself_only_masks_add_to_the_clipped_ratio(correction, kept):
+    value, _, metrics = loss_of([math.log(2.5), 0.0], [-1.0, -1.0], correction=correction, max_off_policy_steps=1)
+    assert value == pytest.approx((2.5 * kept[0] + kept[1]) / 2)
+    assert metrics["importance_corrected"] == 1 - sum(kept) / 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_dual_clip_is_as_set_at_any_lag(lag):
+    assert loss_of([math.log(40)], [-1.0], dual_clip=3.0, max_off_policy_steps=lag)[0] == pytest.approx(3.0)
+    assert loss_of([math.log(40)], [-1.0], dual_clip=5.0, max_off_policy_steps=lag)[0] == pytest.approx(5.0)
+
+
+def test_the_mismatch_is_measured_whatever_is_done_about_it():
+    _, gradient, metrics = loss_of([0.0, 0.0], [1.0, 1.0], sampler=[-1.5, -1.0], correction="none")
+    assert gradient == pytest.approx([-0.5, -0.5]) and metrics["importance_corrected"] == 0
     assert metrics["abs_logprob_diff"] == 0.25 and metrics["importance_ratio_max"] == pytest.approx(math.exp(0.5))
     assert metrics["mismatch_kl"] == pytest.approx((math.exp(0.5) - 1.5) / 2)
 
 
-def test_against_the_sampler_itself_truncation_bounds_negative_advantages():
-    assert loss_of([math.log(2.5)], [-1.0], max_off_policy_steps=1)[0] == pytest.approx(2.0)
-    assert loss_of([math.log(2.5)], [-1.0], max_off_policy_steps=0)[0] == pytest.approx(2.5)
-    assert loss_of([math.log(2.5)], [-1.0], max_off_policy_steps=1, max_importance_ratio=None)[0] == pytest.approx(2.5)
+def test_the_entropy_bonus_is_the_weighted_entropy_of_what_is_sampled_from():
+    logits = torch.tensor([[0.3, -1.0, 0.7], [0.0, 2.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    chosen = logprobs[:, 0]
+    zeros, weights = torch.zeros(2, dtype=torch.float64), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    loss, _ = policy_loss(
+        chosen,
+        old_logprobs=chosen.detach(),
+        ref_logprobs=zeros,
+        advantages=zeros,
+        weights=weights,
+        loss_sequences=torch.tensor([0, 1]),
+        context_indices=torch.tensor([0, 0]),
+        config=AlgorithmConfig(kl_coef=0.0, entropy_coef=0.01),
+        entropies=entropies,
+    )
+    assert loss.item() == pytest.approx(-0.01 * (0.25 * entropies[0] + 0.75 * entropies[1]).item())
+    loss.backward()
+    p, h = logprobs.exp().detach(), entropies.detach()
+    expected = 0.01 * weights[:, None] * p * (p.log() + h[:, None])  # -dH/dlogit = p (log p + H)
+    assert logits.grad is not None and torch.allclose(logits.grad, expected)
 
 
 def test_mismatch_is_told_by_context_index():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 from collections import Counter
 
@@ -175,13 +176,28 @@ def test_a_trajectory_that_is_not_whole_cannot_be_averaged_over():
 
 def test_updates_take_whole_groups_as_evenly_as_possible():
     groups = step_of([[[[True]], [[True]]]] * 5 + [[]])
-    updates = split_updates(groups, 3)
-    assert [[s.group_id for s in update[::2]] for update in updates] == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+    updates = split_updates(groups, 3, seed="1:0")
+    homes = [[s.group_id for s in update] for update in updates]
+    assert [len(set(names)) for names in homes] == [2, 2, 1]
+    assert sorted(name for names in homes for name in names) == sorted(f"g{i}" for i in range(5) for _ in range(2))
+    assert all(names[::2] == names[1::2] for names in homes), "a group is in one update as a whole"
+
+
+def test_groups_are_dealt_to_updates_by_the_seed_and_not_by_who_finished_first():
+    groups = step_of([[[[True]]]] * 40)
+
+    def dealt(order, seed):
+        return [[s.group_id for s in update] for update in split_updates(order, 4, seed=seed)]
+
+    assert dealt(groups, "1:0") == dealt(groups[::-1], "1:0")
+    assert dealt(groups, "1:0") != dealt(groups, "1:1")
+    quickest = {group[0].group_id for group in groups[:10]}
+    assert all(0 < len(quickest & set(names)) < 10 for names in dealt(groups, "1:0"))
 
 
 def test_more_updates_than_groups_are_refused_with_the_setting():
     with pytest.raises(ValueError, match=r"algorithm.updates_per_step is 3, but the step holds 2 groups"):
-        split_updates(step_of([[[[True]]], [[[True]]], []]), 3)
+        split_updates(step_of([[[[True]]], [[[True]]], []]), 3, seed="")
 
 
 @settings(max_examples=150, deadline=None)
@@ -281,10 +297,11 @@ def test_promise_4_splitting_a_step_keeps_groups_whole_and_loses_none(shape, upd
     full = [group for group in groups if group]
     if len(full) < updates:
         with pytest.raises(ValueError, match="updates_per_step"):
-            split_updates(groups, updates)
+            split_updates(groups, updates, seed="")
         return
-    parts = split_updates(groups, updates)
-    assert flat(parts) == flat(groups)
+    parts = split_updates(groups, updates, seed="")
+    by_id = operator.attrgetter("trajectory_id", "context_index")
+    assert sorted(flat(parts), key=by_id) == sorted(flat(groups), key=by_id)
     homes = [{s.group_id for s in part} for part in parts]
     assert sum(map(len, homes)) == len(full)
     sizes = list(map(len, homes))

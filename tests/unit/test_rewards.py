@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mempipe.agents.protocol import parse_action
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
-from mempipe.rl.config import RewardConfig
+from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import (
     Scores,
     answer_f1,
@@ -19,10 +19,12 @@ from mempipe.rl.rewards import (
     follows_format,
     math_match,
     normalize_answer,
+    overlong_penalty,
     recall_reward,
     score,
 )
-from mempipe.types import EndReason
+from mempipe.rollout import run_group
+from mempipe.types import Context, EndReason, Question, Trajectory
 
 CONFIG = RewardConfig()
 PIECES = [
@@ -56,6 +58,20 @@ def earned(message: str, golds: list[str], **settings: Any) -> Scores:
     return score(
         action.answer, golds, end_reason=action.end_reason or EndReason.MAX_TURNS, config=RewardConfig(**settings)
     )
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0.0), (600, 0.0), (700, 0.125), (1000, 0.5), (1001, 0.5), (5000, 0.5)]
+)
+def test_an_overlong_trajectory_loses_what_dapo_s_formula_says(num_tokens, penalty):
+    config = RewardConfig(overlong_tokens=1000, overlong_buffer=400, overlong_penalty=0.5)
+    assert overlong_penalty(num_tokens, config) == pytest.approx(penalty)
+    assert overlong_penalty(num_tokens, RewardConfig()) == 0.0
+
+
+def test_an_overlong_buffer_begins_at_no_token_at_the_earliest():
+    with pytest.raises(ValueError, match=r"reward.overlong_buffer is 512, more than reward.overlong_tokens 100"):
+        RewardConfig(overlong_tokens=100)
 
 
 def test_a_right_answer_earns_its_f1():
@@ -279,3 +295,31 @@ def test_f1_is_symmetric_in_order_and_at_most_one(prediction, golds):
     assert answer_f1(prediction, golds) == answer_f1(prediction, golds[::-1])
     assert all(answer_f1(prediction, [g]) == pytest.approx(answer_f1(g, [prediction])) for g in golds)
     assert exact_match(prediction, golds) <= sub_em_two_way(prediction, golds)
+
+
+async def test_the_longest_context_of_a_trajectory_decides_about_its_length():
+    def context(index: int, sampled: int, dropped: int) -> Context:
+        row = {
+            "token_ids": [1] * (sampled + 1),
+            "logprobs": [0.0] * (sampled + 1),
+            "policy_versions": [0] * (sampled + 1),
+        }
+        counts = {"num_prompt_tokens": 1, "num_question_tokens": 0, "num_memory_tokens": 0}
+        return Context(index=index, loss_mask=[0] + [1] * sampled, num_dropped_tokens=dropped, **row, **counts)
+
+    async def rollout(question, *, trajectory_id, group_id, member):
+        contexts = [context(0, 60, 0), context(1, 60, 30 * member)]
+        ended = {"end_reason": EndReason.ANSWERED, "answer": "Paris"}
+        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
+
+    config = RewardConfig(overlong_tokens=100, overlong_buffer=40)
+    group = await run_group(
+        Question(id="q", text="?", golden_answers=["Paris"]),
+        rollout,
+        group_id="g",
+        group_size=3,
+        reward=config,
+        advantage=AlgorithmConfig(),
+    )
+    assert [t.reward for t in group.trajectories] == pytest.approx([1.0, 0.25, 0.0])
+    assert [t.em for t in group.trajectories] == [1.0] * 3
