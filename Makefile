@@ -17,7 +17,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: setup quickstart test test-fast lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
-	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume=auto
+	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume-if-exists
 
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves

@@ -64,7 +64,7 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         f"seed={seed}",
         f"name={name}",
         f"output={output}",
-        "--resume=auto",
+        "--resume-if-exists",
     ]
     subprocess.run([*command, *overrides], check=True)
     report = json.loads((Path(output) / name / "report.json").read_text())

@@ -9,11 +9,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mempipe.checks.findings import refuse
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
+from mempipe.progress import say
 from mempipe.settings import ConfigError
 
 EXIT_CONFIG = 2
@@ -22,7 +24,7 @@ EXIT_RUN = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (interrupted)."""
-    arguments = _parser().parse_args(_resume_last(sys.argv[1:] if argv is None else argv))
+    arguments = _parsed(sys.argv[1:] if argv is None else argv)
     for name, value in EVERY_PROCESS.items():
         os.environ.setdefault(name, value)
     try:
@@ -34,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        flag = " with --resume" if hasattr(arguments, "resume") else ""
+        print(f"interrupted; the same command{flag} goes on where this one stopped", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as error:
         if os.environ.get("MEMPIPE_DEBUG"):
@@ -45,11 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_RUN
 
 
-def _resume_last(argv: Sequence[str]) -> list[str]:
-    """`--resume` and `--resume=auto` may stand anywhere; argparse would take what follows for their value and end
-    the overrides there.
-    """
-    return sorted(argv, key=lambda argument: argument.partition("=")[0] == "--resume")
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command whose options may stand between its overrides, which argparse alone takes only in one row."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,21 +73,23 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "train an agent: CONFIG [key=value ...]")
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
-    train.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. algorithm.group_size=16")
+    train.add_argument(
+        "overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. algorithm.group_size=16"
+    )
     _add_resume(train)
 
-    evaluate = add(
-        "evaluate", _evaluate, "measure agents: CONFIG [key=value ...], or compare two evaluated runs: compare A B"
-    )
-    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml; or the word compare")
-    evaluate.add_argument(
-        "overrides", nargs="*", help="key=value, e.g. sampling.temperature=0.7; or two folders of evaluated runs"
-    )
-    evaluate.add_argument("--metric", default="em", help="of compare")
+    evaluate = add("evaluate", _evaluate, "measure agents on question sets: CONFIG [key=value ...]")
+    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml")
+    evaluate.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. sampling.temperature=0.7")
+
+    compare = add("compare", _compare, "compare two evaluated runs, question by question")
+    compare.add_argument("first", metavar="A", help="the folder of an evaluated run, e.g. evaluations/search-qa/base")
+    compare.add_argument("second", metavar="B", help="another one of the same evaluation")
+    compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
 
     doctor = add("doctor", _doctor, "check what can be known of a config of any kind, without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
-    doctor.add_argument("overrides", nargs="*", help="key=value with dotted keys")
+    doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
     _add_resume(doctor)
     doctor.add_argument(
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
@@ -103,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
     build = add("build", _index_build, "a corpus to an index folder; goes on where an interrupted build stopped", index)
     build.add_argument("config", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml")
-    build.add_argument("overrides", nargs="*", help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
+    build.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
     adopt = add("adopt", _index_adopt, "open an existing faiss index and its jsonl corpus as they are", index)
     adopt.add_argument("index", help="e.g. e5_Flat.index")
     adopt.add_argument("corpus", help="the plain jsonl file that it was built from, e.g. wiki-18.jsonl")
@@ -177,7 +187,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_resume(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--resume", nargs="?", const="always", default="never", choices=["always", "auto", "never"])
+    choice = command.add_mutually_exclusive_group()
+    choice.set_defaults(resume="never")
+    choice.add_argument(
+        "--resume", action="store_const", const="always", help="continue the run that is there; an error without one"
+    )
+    choice.add_argument(
+        "--resume-if-exists",
+        action="store_const",
+        const="auto",
+        dest="resume",
+        help="continue the run that is there, or begin one",
+    )
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -185,35 +206,32 @@ def _train(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     refuse(check_run(config, resume=arguments.resume))
+    say(f"{config.folder}: checked; loading")
     from pipelines.train import main as train
 
     train(config, resume=arguments.resume)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    if arguments.config == "compare":
-        _compare(arguments)
-        return
     from mempipe.checks.evaluation import check_suite
     from mempipe.evaluation.suite import load_suite
 
     suite = load_suite(arguments.config, arguments.overrides)
     refuse(check_suite(suite))
+    say(f"{suite.folder}: checked; loading")
     from pipelines.evaluate import main as evaluate
 
     evaluate(suite)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    if len(arguments.overrides) != 2:
-        raise ConfigError(f"evaluate compare takes two folders of evaluated runs, got {len(arguments.overrides)}")
     from rich.console import Console
     from rich.table import Table
 
     from mempipe.evaluation.compare import compare_runs, warnings
     from mempipe.evaluation.table import percent_text
 
-    first, second = map(Path, arguments.overrides)
+    first, second = Path(arguments.first), Path(arguments.second)
     comparisons = compare_runs(first, second, metric=arguments.metric)
     table = Table(
         "set",
@@ -274,6 +292,7 @@ def _index_build(arguments: argparse.Namespace) -> None:
 
     config = load_index_config(arguments.config, arguments.overrides)
     refuse(check_build(config))
+    say(f"{config.output}: checked; loading")
     from pipelines.build_index import main as build_index
 
     print("\n".join(describe_index(build_index(config), config.output)))
@@ -283,11 +302,14 @@ def _index_adopt(arguments: argparse.Namespace) -> None:
     from mempipe.loader import parse_overrides
 
     encoder = parse_overrides(arguments.encoder)
-    from pipelines.build_index import adopt
+    for path in (arguments.index, arguments.corpus):
+        if not Path(path).is_file():
+            raise ConfigError(f"{path} does not exist")
+    from mempipe.retrieval.build import adopt_index
+    from mempipe.retrieval.encoders import make_encoder
 
-    manifest = adopt(
-        Path(arguments.index), Path(arguments.corpus), Path(arguments.output), encoder=encoder, search=arguments.search
-    )
+    files = Path(arguments.index), Path(arguments.corpus), Path(arguments.output)
+    manifest = adopt_index(*files, encoder=make_encoder(encoder), search=arguments.search)
     print("\n".join(describe_index(manifest, arguments.output)))
 
 
@@ -310,19 +332,28 @@ def describe_index(manifest, folder: str) -> list[str]:
 
 
 def _index_search(arguments: argparse.Namespace) -> None:
-    from pipelines.build_index import search
+    from mempipe.retrieval.manifest import check_index
 
-    options = {"num_passages": arguments.num_passages, "partition": arguments.partition, "mode": arguments.mode}
-    passages = search(Path(arguments.index), arguments.query, **options)
+    if not arguments.query.strip():
+        raise ConfigError("the query is empty")
+    check_index(arguments.index, mode=arguments.mode)
+    from mempipe.retrieval.retriever import Query, Retriever
+
+    retriever = Retriever(arguments.index, mode=arguments.mode)
+    query = Query(text=arguments.query, num_passages=arguments.num_passages, partition=arguments.partition)
+    try:
+        (found,) = retriever.search([query])
+    except ValueError as error:
+        raise ConfigError(f"index {arguments.index}: {error}") from error
     if arguments.json:
-        print(json.dumps(passages, ensure_ascii=False, indent=1))
+        print(json.dumps([asdict(passage) for passage in found.passages], ensure_ascii=False, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table("score", "title", "text", "id")
-    for passage in passages:
-        table.add_row(f"{passage['score']:.3f}", passage["title"], passage["text"][:300], passage["id"])
+    for passage in found.passages:
+        table.add_row(f"{passage.score:.3f}", passage.title, passage.text[:300], passage.id)
     Console().print(table)
 
 

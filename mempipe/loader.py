@@ -198,7 +198,7 @@ def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
         known = list(setting_names(kind))
     if near := difflib.get_close_matches(where, known, n=1, cutoff=0.7) or _same_leaf(where, known):
         return f"{where} is not a setting; did you mean {near[0]}?"
-    return f"{where} is not a setting; `mempipe config` lists them"
+    return f"{where} is not a setting; `mempipe config` prints them all"
 
 
 def _same_leaf(where: str, known: Sequence[str]) -> list[str]:

@@ -18,6 +18,11 @@ from mempipe.runs import Run
 LINE_EVERY_S = 15.0
 
 
+def say(text: str) -> None:
+    """Prints what begins now or has just been done, with the time of day: starting takes minutes."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
 class Progress:
     """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`."""
 

@@ -34,7 +34,7 @@ from mempipe.evaluation.results import ResultFolder, ResultRow, read_results, re
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.files import lock
-from mempipe.progress import Progress
+from mempipe.progress import Progress, say
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.retrieval.manifest import check_index
 from mempipe.rollout import make_agent
@@ -70,6 +70,7 @@ class PlannedRun:
 def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
     else fails raises a RuntimeError or OSError, and the same call goes on from there."""
+    say("reading question files, weights and prompts")
     planned = plan(suite)
     try:
         lock(suite.folder)  # two evaluations in it would both ask what is missing
@@ -78,6 +79,7 @@ def main(suite: EvaluationSuite) -> list[Path]:
     for each in planned:
         jobs = [job for job in each.jobs if not job.results.finished]
         if jobs:
+            say(f"{each.run.name}: starting Ray, engines and retrievers")
             with connected(suite.ray_address, name=suite.name) as namespace:
                 evaluate_run(suite, each, jobs, namespace)
     return report(suite, planned)
@@ -136,6 +138,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
 def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job], namespace: str) -> None:
     """All unfinished sets of a run, on engines that are started once."""
     with launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
+        say(f"{planned.run.name}: all of them are up")
         for job in jobs:
             evaluate_set(suite, planned, job, engines)
 

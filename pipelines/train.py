@@ -32,7 +32,7 @@ from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.progress import Progress, closing_table
+from mempipe.progress import Progress, closing_table, say
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
@@ -65,10 +65,12 @@ def _run(run: Run, config: RunConfig) -> Run:
         run.update(finished=False)
     if not run.state["finished"]:
         with run.phase("prepare"):
+            say("reading the inputs" if config.world is None else "making the world, its index and its model")
             config = prepare(run)
             check_inputs(config)
             if newest := latest(run.folder / "checkpoints"):
                 read_state(newest)  # raises CheckpointError for a damaged one
+        say("connecting to Ray")
         with connected(config.ray_address, name=config.name, model=config.model) as namespace:
             if config.warm_start is not None:
                 with run.phase("warm_start"):
@@ -94,8 +96,10 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         else []
     )
     started = time.perf_counter()
+    say("starting engines, retrievers and learner")
     with launch(config, namespace) as roles:
         run.add_seconds("launch", time.perf_counter() - started)
+        say(f"all roles are up after {time.perf_counter() - started:.0f} s ({roles.plan})")
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
         position = roles.learners.restore(run.folder / "checkpoints") or Position()

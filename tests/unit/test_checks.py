@@ -195,6 +195,9 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, 
             ),
             (["index", "serve", str(tiny / "index"), "--port", port], f"--port {port}: Address already in use"),
             (["index", "serve", str(tmp_path)], "holds no index"),
+            (["index", "search", str(tmp_path), "x"], "holds no index"),
+            (["index", "search", str(tiny / "index"), " "], "the query is empty"),
+            (["index", "adopt", "/nowhere.index", "/nowhere.jsonl", "new", "kind=hashing"], "/nowhere.index does not"),
         ]
         code = (
             "import contextlib, io, json, sys\nfrom mempipe.cli import main\nfor words in json.loads(sys.argv[1]):\n"

@@ -15,6 +15,8 @@ from mempipe.retrieval.build import build_index
 from mempipe.template import KINDS
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("kind", [*KINDS, "mempipe.agents.react"])
 def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsys):
@@ -41,6 +43,24 @@ def test_every_setting_stands_below_its_meaning(kind, capsys):
 def test_config_of_no_kind_is_refused(capsys):
     assert main(["config", "evaluations"]) == 2
     assert "choose from memsearcher, memagent, mem1, react, evaluation, index, service" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume-if-exists"])
+def test_resume_may_stand_anywhere_and_says_what_it_means(flag, tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("pipelines.train.main", lambda config, resume: started.append((config.seed, resume)))
+    quickstart = str(ROOT / "jobs/configs/quickstart.yaml")
+    code = main(["train", quickstart, "seed=3", flag, f"output={tmp_path}"])
+    if flag == "--resume":  # there is nothing to resume
+        assert code == 2 and "--resume: " in capsys.readouterr().err and not started
+    else:
+        assert code == 0 and started == [(3, "auto")]
+
+
+@pytest.mark.parametrize("words", [["--resum"], ["--resume", "--resume-if-exists"], ["--metric", "f1"]])
+def test_options_that_are_none_are_refused(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "c.yaml", "seed=1", *words])
 
 
 def test_data_world_prints_passages_and_answerable_questions(capsys):

@@ -125,8 +125,9 @@ def test_runs_without_a_shared_question_or_a_known_metric_are_refused(tmp_path):
 def test_the_command_prints_the_table_and_what_was_left_out(tmp_path, capsys):
     a = results(tmp_path / "a" / "nq", {"1": False, "2": False})
     b = results(tmp_path / "b" / "nq", {"1": True})
-    assert main(["evaluate", "compare", str(a), str(b)]) == 0
+    assert main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "100.00" in out and "1 gained, 0" in out and "note" in out and "1 only in" in out
-    assert main(["evaluate", "compare", str(a)]) == 2
-    assert "takes two folders of evaluated runs, got 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", str(a)])
+    assert "the following arguments are required: B" in capsys.readouterr().err

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.cli import main
 from mempipe.data.corpus import read_corpus
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import search_query
@@ -34,7 +35,6 @@ from mempipe.retrieval.manifest import check_index, read_manifest, verify
 from mempipe.retrieval.retriever import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
-from pipelines.build_index import search as search_folder
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 WORDS = [f"word{i}" for i in range(300)]
@@ -606,8 +606,9 @@ def test_hashing_finds_two_thirds_of_the_passages_that_real_questions_need(tmp_p
     assert sum(recalls) / len(recalls) > 0.65  # measured: 0.675
 
 
-def test_a_folder_is_searched_by_command(small):
-    (row,) = search_folder(small, "t2", num_passages=1)
+def test_a_folder_is_searched_by_command(small, capsys):
+    assert main(["index", "search", str(small), "t2", "--num-passages", "1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
     assert row["score"] > 0.3 and {**row, "score": 0} == {
         "id": "2",
         "title": "t2",
@@ -615,5 +616,5 @@ def test_a_folder_is_searched_by_command(small):
         "partition": "",
         "score": 0,
     }
-    with pytest.raises(ConfigError, match="partition 'x' is none of the index's 0"):
-        search_folder(small, "t2", num_passages=1, partition="x")
+    assert main(["index", "search", str(small), "t2", "--partition", "x"]) == 2
+    assert "partition 'x' is none of the index's 0" in capsys.readouterr().err
