@@ -11,7 +11,6 @@ MemAgent's turns are the passages of a document of 20.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from mempipe.loader import load_config
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.types import Trajectory
-from pipelines.warm_start import scripted_trajectories
+from pipelines.demonstrations import played, scripted_generate
 
 CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
 AGENTS = {
@@ -75,9 +74,8 @@ def play(folder: Path, *, seeds: Sequence[int], num_hops: int) -> dict[str, list
     for agent, name in AGENTS.items():
         turns = [f"budget.max_turns={num_hops + 1}"] if agent_spec(agent).searches else []
         config = load_config(CONFIGS / f"{name}.yaml", [*settings, *turns, f"model.path={folder / 'model'}"])
-        attempts[agent] = asyncio.run(
-            scripted_trajectories(questions, config, noise=NO_NOISE, name=agent, num_noted=NUM_NOTED)
-        )
+        script = scripted_generate(config, NO_NOISE, num_noted=NUM_NOTED)
+        attempts[agent] = [group.trajectories[0] for group in played(config, questions, script, name=agent)]
     return attempts
 
 

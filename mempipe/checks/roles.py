@@ -36,7 +36,10 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     if config.world is not None:
         return findings
     if shape is None:
-        return [*findings, note(f"memory not estimated: the shape of {config.model.path!r} is not known here")]
+        return [
+            *findings,
+            note(f"memory not estimated: the shape of {config.model.path or config.model.source!r} is not known here"),
+        ]
     trained = trained_parameters(config.model, shape)
     if not trained:
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]

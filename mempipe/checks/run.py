@@ -8,8 +8,11 @@ from mempipe.checks.machine import Devices, check_cluster, check_writable, devic
 from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
+from mempipe.data.corpus import corpus_files
+from mempipe.data.plain_text import is_plain_text
 from mempipe.data.qa import iter_questions
 from mempipe.data.rows import is_remote
+from mempipe.engines.gguf_file import find_gguf
 from mempipe.retrieval.manifest import check_index
 from mempipe.runs import Resume, saved_state
 from mempipe.settings import ConfigError
@@ -23,15 +26,10 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     """All findings about a training run. `devices` describes a cluster that is elsewhere; None: this machine's, or
     those of the cluster that the run connects to, which are counted there."""
     findings = [_folder(config, resume), *_lengths(config)]
-    if config.world is None:
-        findings += [
-            *_questions("data.train", config.data.train, needed=True),
-            *_questions("data.validation", config.data.validation, needed=False),
-            *check_model(config.model.path, setting="model.path", context_tokens=config.budget.context_tokens),
-            *check_retrieval(config),
-        ]
-    else:
+    if config.world is not None:
         findings += _world(config)
+    else:
+        findings += [*_model(config), *(_given(config) if config.cloze is None else _cloze(config))]
     findings += place_roles(config, devices)
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
 
@@ -63,7 +61,7 @@ def ask_network(config: RunConfig) -> list[Finding]:
     """What only others can say: the cluster, the hub that has the model, the service that is searched."""
     return [
         *(check_cluster(config.ray_address) if config.ray_address else []),
-        *(check_hub(config.model.path, setting="model.path") if config.world is None else []),
+        *(check_hub(config.model.path, setting="model.path") if config.model.path else []),
         *(_service(config.retrieval.url) if config.retrieval.url else []),
     ]
 
@@ -104,6 +102,41 @@ def _questions(setting: str, path: str, *, needed: bool) -> list[Finding]:
     except OSError as error:
         return [fatal(f"{setting}: {path} cannot be read: {error.strerror or error}")]
     return [ok(f"{setting}: {path}")]
+
+
+def _given(config: RunConfig) -> list[Finding]:
+    """Questions and passages that the run finds."""
+    return [
+        *_questions("data.train", config.data.train, needed=True),
+        *_questions("data.validation", config.data.validation, needed=False),
+        *check_retrieval(config),
+    ]
+
+
+def _cloze(config: RunConfig) -> list[Finding]:
+    """The passages of which the run makes its questions and its index."""
+    corpus = config.data.corpus
+    given = {"data.train": config.data.train, "retrieval.index": config.retrieval.index or config.retrieval.url}
+    for setting, value in given.items():
+        if value:
+            return [fatal(f"{setting} is {value!r}; a run with `cloze` makes it from data.corpus")]
+    if not corpus:
+        return [fatal("data.corpus is empty; a run with `cloze` makes its questions of it, e.g. python-reference")]
+    scripted = config.warm_start is not None and not (config.warm_start.trajectories or config.warm_start.teacher)
+    if scripted and config.agent.name != "memsearcher":
+        text = f"warm_start: no script plays agent.name {config.agent.name!r} on cloze questions"
+        return [fatal(f"{text}; name warm_start.trajectories or a warm_start.teacher")]
+    return [attempt(lambda: None if is_plain_text(corpus) else corpus_files(corpus), f"data.corpus: {corpus}")]
+
+
+def _model(config: RunConfig) -> list[Finding]:
+    """The model, or what it is imported from."""
+    model = config.model
+    if not model.source:
+        return check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)
+    if model.path:
+        return [fatal(f"model.path is {model.path!r} and model.source is {model.source!r}; set one of them")]
+    return [attempt(lambda: find_gguf(model.source), f"model.source: {model.source}, to be imported")]
 
 
 def _world(config: RunConfig) -> list[Finding]:

@@ -18,6 +18,10 @@ class DataConfig(Section):
     """How often every training question may be asked."""
     shuffle: bool = True
     """Ask the questions of every epoch in an order drawn from the seed."""
+    corpus: str = ""
+    """Passages for a run with a `cloze` section: a corpus (.jsonl, .jsonl.gz, .parquet), a .txt or .md file, a folder
+    of them, or python-reference, the text that Python itself carries.
+    """
 
 
 class WorldConfig(Section):
@@ -31,18 +35,3 @@ class WorldConfig(Section):
     """Questions about worlds that are held out."""
     hops: list[int] = [1, 2, 3]
     """Hop counts of the questions, in equal shares."""
-
-
-class WarmStartConfig(Section):
-    """Supervised start of the tiny model:
-    one pass over scripted trajectories, faultless ones first, then ones with bad habits.
-    """
-
-    num_clean_trajectories: int = Field(4500, ge=0)
-    """Scripted trajectories without mistakes."""
-    num_noisy_trajectories: int = Field(1000, ge=0)
-    """Scripted trajectories with mistakes, which reinforcement learning has to undo."""
-    lr: float = Field(2e-3, gt=0)
-    """Learning rate at its peak; the schedule is a cosine."""
-    tokens_per_step: int = Field(2048, ge=1)
-    """Tokens of one optimiser update, all ranks together."""

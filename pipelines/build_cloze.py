@@ -1,0 +1,114 @@
+"""Corpus to questions without labels: `mempipe data cloze`, `python -m jobs.build_cloze`, and runs with a `cloze`
+section.
+
+    find      sentences of every passage with one entity hidden     Ray Data, one finder per core
+    choose    rules of rejection, pairs of passages, splits         polars
+
+The folder holds train.parquet, validation.parquet, test.parquet and cloze.json; of plain text also the passages that
+were made of it (corpus.parquet), which is what an index is built from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from mempipe.actors.finding import stream_candidates
+from mempipe.actors.launch import connected
+from mempipe.data.corpus import corpus_files
+from mempipe.data.plain_text import is_plain_text, write_corpus
+from mempipe.data.qa import read_questions, write_questions
+from mempipe.files import whole_folder, write_text
+from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
+from mempipe.masking.entities import make_finder
+from mempipe.progress import Progress
+from mempipe.settings import ConfigError
+
+MANIFEST = "cloze.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClozeFiles:
+    """What was made: the corpus to search in, the question files, and the counts."""
+
+    folder: Path
+    corpus: str
+    counts: dict[str, int]
+
+    def questions(self, split: str) -> Path:
+        return self.folder / f"{split}.parquet"
+
+
+def build_cloze(
+    corpus: str, folder: Path, config: ClozeConfig, *, ray_address: str = "", name: str = "cloze"
+) -> ClozeFiles:
+    """Makes the questions of a corpus. The same corpus, settings and finder give the same files, whatever the number of
+    workers; a folder that was finished with the same ones is kept.
+
+    Raises ConfigError for a corpus that cannot be read or gives no question, a finder that is not installed, and a
+    folder of other settings.
+    """
+    settings = {"corpus": corpus, "finder": make_finder(config.entities).name} | config.model_dump(mode="json")
+    if folder.exists():
+        return _finished(folder, settings)
+    plain = is_plain_text(corpus)
+    if not plain:
+        corpus_files(corpus)  # refuses what is not there before Ray starts
+    with whole_folder(folder) as partial:
+        source = str(write_corpus(corpus, partial / "corpus.parquet")) if plain else corpus
+        with connected(ray_address, name=name):
+            num_passages = _write_candidates(source, partial / "candidates", config)
+        made = choose_questions(pl.scan_parquet(partial / "candidates" / "*.parquet"), num_passages, config)
+        shutil.rmtree(partial / "candidates")
+        for split in SPLITS:
+            write_questions(partial / f"{split}.parquet", made.questions[split])
+        counts = {"passages": num_passages, **made.counts}
+        counts |= {f"{split}_questions": len(made.questions[split]) for split in SPLITS}
+        write_text(partial / MANIFEST, json.dumps({"settings": settings, "counts": counts}, indent=1))
+    return _finished(folder, settings)
+
+
+def describe(files: ClozeFiles) -> list[str]:
+    """The counts, for people."""
+    counts = files.counts
+    lines = [
+        f"{files.folder}: {counts['questions']} questions ({counts['two_passages']} need two passages) "
+        f"from {counts['passages']} passages, {counts['candidates']} candidates",
+        *(f"  {split}: {counts[f'{split}_questions']}" for split in SPLITS),
+        "  rejected:",
+    ]
+    return [*lines, *(f"  {counts[rule]:>8} {rule}: {meaning}" for rule, meaning in RULES.items())]
+
+
+def shown(files: ClozeFiles, count: int) -> list[str]:
+    """The first `count` test questions with their answers, for people."""
+    questions = read_questions(files.questions("test"))[:count]
+    return [f"\n{question.text}\n  -> {question.golden_answers[0]}" for question in questions]
+
+
+def _write_candidates(source: str, folder: Path, config: ClozeConfig) -> int:
+    """Writes one file per batch of passages; returns the number of passages."""
+    folder.mkdir()
+    total = 0
+    with Progress("passages", total=None) as progress:
+        for number, (count, found) in enumerate(stream_candidates(corpus_files(source), config)):
+            found.cast({**SCHEMA}).write_parquet(folder / f"{number}.parquet")
+            total += count
+            progress.advance(count)
+    return total
+
+
+def _finished(folder: Path, settings: dict) -> ClozeFiles:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} holds no finished cloze questions ({MANIFEST}); choose another folder") from error
+    if manifest["settings"] != settings:
+        differing = sorted(name for name, value in settings.items() if manifest["settings"].get(name) != value)
+        raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")
+    own = folder / "corpus.parquet"
+    return ClozeFiles(folder=folder, corpus=str(own) if own.exists() else settings["corpus"], counts=manifest["counts"])

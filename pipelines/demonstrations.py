@@ -1,0 +1,190 @@
+"""Trajectories for a supervised start: recorded ones, a teacher's, or a script's.
+
+A script or a teacher plays the same rollout loop against the same index as the model will, so what is learnt is token
+for token what the engine will be prompted with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+
+from mempipe.agents.protocol import GenerateFn, UnfitQuestion
+from mempipe.config import RunConfig
+from mempipe.data.qa import read_questions
+from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
+from mempipe.data.trajectories import read_trajectories
+from mempipe.data.world import make_questions
+from mempipe.engines.endpoint import Endpoint
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.masking.demonstrations import Demonstration
+from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+from mempipe.rollout import make_renderer, run_group
+from mempipe.settings import ConfigError
+from mempipe.types import Completion, FinishReason, Group, Question
+from mempipe.user_code import load_user_object
+from pipelines.prepare import worlds
+
+TRAJECTORIES_AT_ONCE = 256  # they share the retriever's batches
+
+MakeGenerate = Callable[[Question, str], GenerateFn]
+"""Makes what completes the prompts of one trajectory, from its question and its id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """What a warm start imitates. Clean ones come first, noisy ones last; those held out are not trained on."""
+
+    clean: list[Group]
+    noisy: list[Group]
+    held_out: list[Group]
+
+
+def demonstrations(config: RunConfig) -> Demonstrations:
+    """The trajectories that the warm start of this config imitates; the same seed gives the same ones of a script.
+
+    Raises ConfigError when there are none.
+    """
+    wanted = config.warm_start
+    assert wanted is not None, "demonstrations are for a config with a warm_start"
+    clean = list(islice(_clean(config), wanted.num_clean_trajectories + wanted.num_held_out))
+    held_out, clean = clean[: wanted.num_held_out], clean[wanted.num_held_out :]
+    scripted = not wanted.trajectories and wanted.teacher is None
+    noisy = []
+    if scripted and wanted.num_noisy_trajectories:
+        noise = Noise(**wanted.noise.model_dump())
+        questions = _questions(config, wanted.num_noisy_trajectories, seed=config.seed + 2)
+        taken = {group.question.id for group in [*clean, *held_out]} if config.world is None else set[str]()
+        fresh = (question for question in questions if question.id not in taken)
+        noisy = list(
+            islice(played(config, fresh, scripted_generate(config, noise), name="noisy"), wanted.num_noisy_trajectories)
+        )
+    if not clean and not noisy:
+        raise ConfigError(
+            "warm_start: no trajectory is left to imitate; "
+            f"of recorded and taught ones those count whose {wanted.metric} is at least {wanted.min_score:g}"
+        )
+    return Demonstrations(clean=clean, noisy=noisy, held_out=held_out)
+
+
+def _clean(config: RunConfig) -> Iterator[Group]:
+    """Good trajectories, one per group, from wherever the config says."""
+    wanted = config.warm_start
+    assert wanted is not None, "demonstrations are for a config with a warm_start"
+    if wanted.trajectories:
+        return _good(chain.from_iterable(map(read_trajectories, wanted.trajectories)), wanted.metric, wanted.min_score)
+    if wanted.teacher is not None:
+        endpoint = _teacher(config)
+        groups = played(config, read_questions(config.data.train), lambda *_: endpoint, name="teacher")
+        return _good(groups, wanted.metric, wanted.min_score)
+    count = wanted.num_clean_trajectories + wanted.num_held_out
+    questions = _questions(config, count, seed=config.seed + 1)
+    groups = played(config, questions, scripted_generate(config, NO_NOISE), name="clean")
+    return groups if config.world is not None else _good(groups, "em", 1.0)
+
+
+def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Group]:
+    """Every trajectory that scored enough, as a group of its own."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            if getattr(trajectory, metric) >= min_score:
+                own = replace(trajectory, group_id=trajectory.id)
+                yield Group(id=trajectory.id, question=group.question, trajectories=[own])
+
+
+def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question]:
+    """What a script is asked: `count` questions of the synthetic world, or all training questions with evidence."""
+    if config.world is not None:
+        train_worlds, _ = worlds(config)
+        return make_questions(train_worlds, count, seed=seed, hops=config.world.hops)
+    return [question for question in read_questions(config.data.train) if question.evidence]
+
+
+def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:
+    """The messages of the script that plays the config's agent. Of the facts in a memory it keeps the newest
+    `num_noted`; 0: all.
+
+    Raises ConfigError for an agent without a script.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    closing = make_renderer(config, tokenizer=tokenizer).closing_id
+    new_script = _script(config, noise, num_noted)
+
+    def make(question: Question, trajectory_id: str) -> GenerateFn:
+        script = new_script(question, f"{config.seed}:{trajectory_id}")
+
+        async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), closing]
+            finish = FinishReason.STOP if len(reply) <= max_tokens else FinishReason.LENGTH
+            reply = reply[:max_tokens]
+            return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=finish, policy_version=0)
+
+        return generate
+
+    return make
+
+
+def _script(
+    config: RunConfig, noise: Noise, num_noted: int
+) -> Callable[[Question, str], ScriptedAgent | Demonstration]:
+    turns = config.budget.turn_limit
+    if config.world is None:
+        if config.agent.name != "memsearcher":
+            raise ConfigError(
+                f"warm_start: no script plays agent.name {config.agent.name!r} on questions with evidence; "
+                "name warm_start.trajectories or a warm_start.teacher"
+            )
+        return lambda question, seed: Demonstration(question=question, noise=noise, seed=seed, max_turns=turns)
+    if not config.agent_spec.script:
+        raise ConfigError(
+            f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)"
+        )
+    new = partial(
+        load_user_object(config.agent_spec.script, setting="AgentSpec.script"),
+        max_turns=turns,
+        noise=noise,
+        num_noted=num_noted,
+    )
+    return lambda question, seed: new(question=question.text, seed=seed)
+
+
+def _teacher(config: RunConfig) -> GenerateFn:
+    assert config.warm_start is not None and config.warm_start.teacher is not None, "a teacher is an endpoint"
+    endpoint = Endpoint(
+        config.warm_start.teacher,
+        sampling=config.sampling,
+        tokenizer=load_tokenizer(config.warm_start.teacher.tokenizer or config.model.path),
+        stop_texts=config.agent_spec.stop_texts,
+    )
+    return endpoint.generate
+
+
+def played(config: RunConfig, questions: Iterable[Question], generate: MakeGenerate, *, name: str) -> Iterator[Group]:
+    """One scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time."""
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
+
+    async def attempt(i: int, question: Question) -> Group | None:
+        group_id = f"{name}/{i}"
+        agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=retriever.search)
+        try:
+            return await run_group(
+                question,
+                agent.rollout,
+                group_id=group_id,
+                group_size=1,
+                reward=config.reward,
+                advantage=config.algorithm,
+            )
+        except UnfitQuestion:
+            return None
+
+    async def attempts(batch: Sequence[tuple[int, Question]]) -> list[Group | None]:
+        return await asyncio.gather(*(attempt(i, question) for i, question in batch))
+
+    numbered = iter(enumerate(questions))
+    while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
+        yield from (group for group in asyncio.run(attempts(batch)) if group is not None)

@@ -1,0 +1,170 @@
+"""What a warm start imitates: a script that knows the evidence, recorded trajectories that scored, never what is held
+out; and a start that goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from agent_builders import hf_tokenizer
+
+from mempipe.config import RunConfig
+from mempipe.data.qa import write_questions
+from mempipe.data.scripted_agents import Noise
+from mempipe.data.trajectories import write_trajectories
+from mempipe.engines.checkpoint import Position
+from mempipe.loader import parse_config
+from mempipe.masking.demonstrations import KNOWS_NOTHING, Demonstration
+from mempipe.retrieval.build import build_index
+from mempipe.runs import Run
+from mempipe.settings import ConfigError
+from mempipe.types import Evidence, Passage, Question
+from pipelines import warm_start
+from pipelines.demonstrations import demonstrations
+
+RIVERS = ("Amber", "Birch", "Cedar", "Dover", "Elm", "Fenn", "Grove", "Heath")
+PASSAGES = [
+    Passage(
+        id=f"p{i}", title=f"{name} River", text=f"The {name} River flows past the old town of {name[::-1].title()}."
+    )
+    for i, name in enumerate(RIVERS)
+]
+QUESTIONS = [
+    Question(
+        id=f"q{i}",
+        text=f"{name} River: The {name} River flows past the old town of ____.",
+        golden_answers=[name[::-1].title()],
+        num_hops=1,
+        evidence=[Evidence(passage_id=f"p{i}", value=name[::-1].title())],
+    )
+    for i, name in enumerate(RIVERS)
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run over eight passages, with a byte-level tokenizer."""
+    hf_tokenizer("qwen2_5").save_pretrained(tmp_path / "model")
+    build_index(PASSAGES, tmp_path / "index", lexical=True)
+    write_questions(tmp_path / "train.parquet", QUESTIONS)
+    limits = {"question_tokens": 400, "memory_tokens": 300, "action_tokens": 300, "observation_tokens": 600}
+    return parse_config(
+        {
+            "output": str(tmp_path / "runs"),
+            "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+            "agent": {"prompts": "compact"},
+            "budget": {**limits, "max_turns": 3, "context_tokens": 4096},
+            "retrieval": {"index": str(tmp_path / "index"), "mode": "lexical", "num_passages": 1, "max_passages": 1},
+            "data": {"train": str(tmp_path / "train.parquet")},
+            "warm_start": {"num_clean_trajectories": 4, "num_noisy_trajectories": 2, "num_held_out": 2},
+        }
+    )
+
+
+def with_warm_start(config: RunConfig, **changes: object) -> RunConfig:
+    values = config.model_dump(mode="json")
+    return parse_config({**values, "warm_start": {**values["warm_start"], **changes}})
+
+
+def test_the_script_finds_notes_and_answers(config):
+    shown = demonstrations(config)
+    assert (len(shown.clean), len(shown.noisy), len(shown.held_out)) == (4, 2, 2)
+    for group in [*shown.clean, *shown.held_out]:
+        (trajectory,) = group.trajectories
+        assert trajectory.em == 1 and len(trajectory.contexts) == 2
+        assert group.question.golden_answers[0] in trajectory.contexts[1].memory_before
+
+
+def test_no_question_is_used_twice(config):
+    shown = demonstrations(config)
+    asked = [group.question.id for part in (shown.clean, shown.noisy, shown.held_out) for group in part]
+    assert len(asked) == len(set(asked)) == 8
+
+
+def test_the_same_seed_gives_the_same_trajectories(config):
+    def ids() -> list[list[int]]:
+        shown = demonstrations(config)
+        groups = [*shown.clean, *shown.noisy, *shown.held_out]
+        return [context.token_ids for group in groups for context in group.trajectories[0].contexts]
+
+    assert ids() == ids()
+
+
+def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
+    recorded = demonstrations(config).clean
+    wrong = [
+        dataclasses.replace(group, trajectories=[dataclasses.replace(t, em=0.0, f1=0.5) for t in group.trajectories])
+        for group in recorded[:3]
+    ]
+    write_trajectories(tmp_path / "recorded.parquet", [*wrong, *recorded[3:]])
+    file = {"trajectories": [str(tmp_path / "recorded.parquet")], "num_held_out": 0}
+    assert len(demonstrations(with_warm_start(config, **file)).clean) == 1
+    assert len(demonstrations(with_warm_start(config, **file, metric="f1", min_score=0.5)).clean) == 4
+    with pytest.raises(ConfigError, match=r"no trajectory is left to imitate.*f1 is at least 2"):
+        demonstrations(with_warm_start(config, **file, metric="f1", min_score=2.0))
+
+
+def test_a_forgetful_script_leaves_its_memory_as_it_was():
+    question = QUESTIONS[0]
+    prompt = f"<memory>{KNOWS_NOTHING}</memory> <tool_response>{PASSAGES[0].title}: {PASSAGES[0].text}</tool_response>"
+    forgetful = Demonstration(question=question, noise=Noise(forget=1.0))
+    careful = Demonstration(question=question)
+    assert forgetful.reply(prompt) == f"{KNOWS_NOTHING}</memory>"
+    assert "Rebma" in careful.reply(prompt)
+
+
+class InterruptedLearners:
+    """Counts updates, keeps the newest position, and fails once before update `fails_at`."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.saved, self.trained = fails_at, Position(), 0
+        self.ranks = ["the only one"]
+
+    def restore(self, folder: Path) -> Position | None:
+        self.trained = self.saved.step
+        return self.saved if self.saved.step else None
+
+    def step(self, updates: list) -> list[dict[str, float]]:
+        if 0 <= self.fails_at < self.trained + len(updates):
+            self.fails_at = -1
+            raise RuntimeError("a rank died")
+        self.trained += len(updates)
+        return [{"loss": float(self.trained - len(updates) + i)} for i in range(len(updates))]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+
+    def save(self, folder: Path, position: Position, *, keep: int) -> None:
+        self.saved = position
+
+
+def test_an_interrupted_start_goes_on_from_its_checkpoint(config):
+    config = with_warm_start(config, tokens_per_step=1, checkpoint_every=3)
+    run, learners = Run(config), InterruptedLearners(fails_at=5)
+    shown = demonstrations(config)
+    updates = list(warm_start._updates(warm_start._samples(shown, seed=1), tokens_per_step=1))
+    held_out = warm_start._samples_of(shown.held_out)
+    with pytest.raises(RuntimeError, match="a rank died"):
+        warm_start._train(run, learners, config, updates, held_out=held_out)
+    assert learners.saved.step == 3
+    warm_start._train(run, learners, config, updates, held_out=held_out)
+    record = json.loads((run.folder / "warm_start.json").read_text())
+    assert record["losses"] == [float(i) for i in range(len(updates))]
+    steps = [each["updates"] for each in record["held_out"]]
+    assert steps == sorted({*range(3, len(updates), 3), len(updates)}) and record["held_out"][0]["loss"] == 1.0
+
+
+def test_a_warm_start_without_a_world_needs_questions_with_evidence(config, tmp_path):
+    write_questions(tmp_path / "train.parquet", [dataclasses.replace(q, evidence=[]) for q in QUESTIONS])
+    with pytest.raises(ConfigError, match="no trajectory is left to imitate"):
+        demonstrations(config)
+
+
+def test_another_agent_has_no_script_for_evidence(config):
+    values = config.model_dump(mode="json")
+    other = {"agent": {"name": "react"}, "budget": {}, "reward": {}}
+    with pytest.raises(ConfigError, match=r"no script plays agent\.name 'react'.*warm_start\.trajectories"):
+        demonstrations(parse_config({**values, **other}))
