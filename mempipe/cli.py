@@ -104,10 +104,14 @@ def _parser() -> argparse.ArgumentParser:
         "service",
     )
 
-    trace = add("trace", _trace, "read the trajectories of a run, turn by turn")
-    trace.add_argument("run", help="a run's folder or a trajectories.parquet")
+    trace = add("trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand")
+    trace.add_argument("run", nargs="?", default="", help="a folder of a run or an evaluation, or a Parquet file")
     trace.add_argument("--question", default="", help="only questions whose id or text contains this")
-    trace.add_argument("--limit", type=int, default=3)
+    trace.add_argument("--phase", default="", help="only this one: before, after, or RUN/SET of an evaluation")
+    trace.add_argument("--limit", type=int, help="trajectories printed (default: one question before and after)")
+    trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
+    trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
+    trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="how far two filled sheets agree")
 
     index = commands.add_parser("index", help="build, search or serve a passage index")
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
@@ -283,21 +287,32 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    from mempipe.data.trajectories import read_trajectories
-    from mempipe.reports.trace import trajectory_lines
+    if arguments.agreement:
+        from mempipe.reports.rating import agreement_lines
 
-    path = Path(arguments.run)
-    path = path / "trajectories.parquet" if path.is_dir() else path
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a run's folder or a trajectories.parquet")
-    shown = 0
-    for group in read_trajectories(path):
-        if shown < arguments.limit and (arguments.question in group.id or arguments.question in group.question.text):
-            for trajectory in group.trajectories:
-                print("\n".join(trajectory_lines(group.question, trajectory)), end="\n\n")
-            shown += 1
-    if not shown:
-        raise ConfigError(f"no trajectory in {path} matches --question {arguments.question!r}")
+        print("\n".join(agreement_lines(*map(Path, arguments.agreement))))
+        return
+    if not arguments.run:
+        raise ConfigError("trace needs the folder of a run or an evaluation, e.g. runs/quickstart")
+    from mempipe.reports.trace import choose, select, trace_lines
+    from mempipe.reports.traced import read_traced
+
+    traced = read_traced(Path(arguments.run))
+    if arguments.html:
+        from mempipe.reports.viewer import write_viewer
+
+        fitting = select(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        count = write_viewer(Path(arguments.html), fitting, title=Path(arguments.run).resolve().name)
+        print(f"{count:,} of {len(traced):,} trajectories in {arguments.html}")
+    elif arguments.sheet:
+        from mempipe.reports.rating import write_sheet
+
+        fitting = select(traced, question=arguments.question, phase=arguments.phase)
+        count = write_sheet(Path(arguments.sheet[1]), fitting, num_trajectories=arguments.sheet[0])
+        print(f"{count} trajectories to be rated in {arguments.sheet[1]}; then: mempipe trace --agreement A.csv B.csv")
+    else:
+        shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        print("\n".join(trace_lines(shown, total=len(traced))))
 
 
 def _index_build(arguments: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
 
@@ -105,6 +106,33 @@ def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
     context, is_last = trajectory.contexts[index], index + 1 == len(trajectory.contexts)
     answered = is_last and trajectory.end_reason is EndReason.ANSWERED
     return bool(context.memory_after) or not is_last or (bool(context.searches) and not answered)
+
+
+class FactState(StrEnum):
+    """What a turn did with a needed fact."""
+
+    MISSING = "missing"  # neither in memory nor in the passages of the turn
+    FOUND = "found"  # a search returned its passage, and the memory of the turn does not know it
+    GAINED = "gained"
+    KNOWN = "known"
+    LOST = "lost"  # memory_before knew it, memory_after does not
+
+
+def fact_states(trajectory: Trajectory, question: Question) -> list[list[FactState]]:
+    """Returns, per turn, the state of each fact of `question.evidence`."""
+    states = []
+    for index, context in enumerate(trajectory.contexts):
+        wrote, retrieved = is_memory_turn(trajectory, index), _retrieved(context)
+        turn = []
+        for fact in question.evidence:
+            before = contains_value(context.memory_before, fact.value)
+            after = contains_value(context.memory_after, fact.value) if wrote else before
+            if before or after:
+                turn.append(FactState.LOST if not after else FactState.KNOWN if before else FactState.GAINED)
+            else:
+                turn.append(FactState.FOUND if fact.passage_id in retrieved else FactState.MISSING)
+        states.append(turn)
+    return states
 
 
 def contains_value(text: str, value: str) -> bool:

@@ -33,6 +33,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.filters |= {"cut": cut, "short": _short}
     return environment
 

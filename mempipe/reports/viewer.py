@@ -1,0 +1,103 @@
+"""The trajectory viewer: one HTML file that holds its trajectories, style and script, for a browser without network.
+
+Only its own script runs: the page's policy names the script's hash, and the script writes texts as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mempipe.evaluation.memory_quality import FactState, fact_states, is_memory_turn
+from mempipe.files import write_text
+from mempipe.reports.examples import memory_diff
+from mempipe.reports.pages import cut, render
+from mempipe.reports.traced import Traced
+from mempipe.types import Context, Passage
+
+MAX_TRAJECTORIES = 3000  # a browser holds them, and their file stays below some tens of megabytes
+_MAX_CHARS = 20_000  # of a message or a memory
+
+
+def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
+    """Writes the page, whole or not at all, with the first `MAX_TRAJECTORIES`. Returns the number of trajectories."""
+    shown = traced[:MAX_TRAJECTORIES]
+    script = files("mempipe.reports").joinpath("templates/trace.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = render(
+        "trace.html",
+        title=title,
+        num_left_out=len(traced) - len(shown),
+        data=viewer_data(shown),
+        script=Markup(script),
+        script_hash=digest,
+    )
+    write_text(path, page)
+    return len(shown)
+
+
+def viewer_data(traced: Sequence[Traced]) -> dict[str, Any]:
+    """Returns what the script shows: the trajectories, and every passage once."""
+    passages: dict[tuple[str, str, str], int] = {}
+
+    def number(passage: Passage) -> int:
+        return passages.setdefault((passage.id, passage.title, passage.text), len(passages))
+
+    trajectories = [_trajectory(each, number) for each in traced]
+    return {"trajectories": trajectories, "passages": [{"title": title, "text": text} for _, title, text in passages]}
+
+
+def _trajectory(traced: Traced, number) -> dict[str, Any]:
+    question, trajectory = traced.question, traced.trajectory
+    states = fact_states(trajectory, question)
+    needed = {fact.passage_id for fact in question.evidence}
+    return {
+        "id": traced.key,
+        "phase": traced.phase,
+        "questionId": question.id,
+        "question": question.text,
+        "golden": question.golden_answers,
+        "hops": question.num_hops,
+        "answer": trajectory.answer,
+        "reward": trajectory.reward,
+        "right": trajectory.em == 1.0,
+        "end": str(trajectory.end_reason).replace("_", " "),
+        "budget": traced.memory_budget,
+        "lost": any(FactState.LOST in turn for turn in states),
+        "facts": [fact.value for fact in question.evidence],
+        "turns": [
+            _turn(traced, index, context, needed, number) | {"facts": [str(state) for state in states[index]]}
+            for index, context in enumerate(trajectory.contexts)
+        ],
+    }
+
+
+def _turn(traced: Traced, index: int, context: Context, needed: set[str], number) -> dict[str, Any]:
+    return {
+        "thought": cut(traced.thought(context.action), _MAX_CHARS),
+        "message": cut(context.action, _MAX_CHARS),
+        "searches": [
+            {"query": search.query, "passages": [[number(p), p.id in needed] for p in search.passages]}
+            for search in context.searches
+        ],
+        "tools": [
+            {"tool": use.tool, "arguments": use.arguments, "texts": [cut(text, _MAX_CHARS) for text in use.texts]}
+            for use in context.tool_uses
+        ],
+        "wrote": is_memory_turn(traced.trajectory, index),
+        "memory": memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
+        "truncated": context.memory_truncated,
+        "tokens": {
+            "prompt": context.num_prompt_tokens,
+            "memory read": context.num_memory_tokens,
+            "passages": context.num_observation_tokens,
+            "sampled": sum(context.loss_mask),
+            "memory written": context.num_new_memory_tokens,
+        },
+    }

@@ -1,0 +1,425 @@
+"""Trajectories read by people: as text, in a browser, and on a sheet that two people fill in."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mempipe.cli import main
+from mempipe.config import RunConfig
+from mempipe.data.trajectories import write_trajectories
+from mempipe.evaluation.memory_quality import FactState, fact_states
+from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.reports import viewer
+from mempipe.reports.rating import kappa_interval
+from mempipe.reports.traced import read_traced
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
+
+HOSTILE = """</script><script>document.title="taken"</script><img src=x onerror="document.title='taken'"> \u202e"""
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def turn(index: int, before: str, after: str, *, passage: str = "", thought: str = "look") -> Context:
+    passages = [Passage(id=passage, title=passage, text=f"{passage} says so")] if passage else []
+    return Context(
+        index=index,
+        token_ids=[1] * 9,
+        loss_mask=[0] * 5 + [1] * 4,
+        logprobs=[0.0] * 9,
+        policy_versions=[0] * 9,
+        num_prompt_tokens=5,
+        num_question_tokens=2,
+        num_memory_tokens=len(before.split()),
+        action=f"{thought}</think><tool_call>call</tool_call>",
+        searches=[Search(query=f"who is {passage}", num_passages=1, passages=passages, snapshot="s")]
+        if passage
+        else [],
+        memory_before=before,
+        memory_after=after,
+        num_new_memory_tokens=len(after.split()),
+    )
+
+
+def group(phase: str, number: int, *, right: bool, lost: bool = False, text: str = "") -> Group:
+    """A question whose two facts are found; the first is lost where `lost` says so."""
+    question = Question(
+        id=f"q{number}",
+        text=text or f"Who is number {number}?",
+        golden_answers=["Ann"],
+        num_hops=1 + number % 2,
+        evidence=[Evidence(passage_id="a", value="Oslo"), Evidence(passage_id="b", value="Ann")],
+    )
+    contexts = [
+        turn(0, "", "Oslo fjord", passage="a"),
+        turn(1, "Oslo fjord", "Ann" if lost else "Oslo Ann", passage="b"),
+        turn(2, "Ann" if lost else "Oslo Ann", "", thought=text or "answer"),
+    ]
+    key = f"{phase}/q{number}" if phase else f"q{number}"
+    trajectory = Trajectory(
+        id=f"{key}/0",
+        group_id=key,
+        member=0,
+        contexts=contexts,
+        end_reason=EndReason.ANSWERED if right else EndReason.MAX_TURNS,
+        answer="Ann" if right else None,
+        reward=float(right),
+        em=float(right),
+    )
+    return Group(id=key, question=question, trajectories=[trajectory])
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Question 1 is repaired by the training, question 2 loses a fact after it."""
+    folder = tmp_path / "run"
+    before = [group("before", number, right=False) for number in range(3)]
+    after = [group("after", number, right=number == 1, lost=number == 2) for number in range(3)]
+    write_trajectories(folder / "trajectories.parquet", [*before, *after])
+    config = RunConfig().model_dump(mode="json")
+    config["budget"]["memory_tokens"] = 64
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture
+def evaluation(tmp_path) -> Path:
+    folder = tmp_path / "evaluation"
+    for name, budget in (("small", 8), ("large", 512)):
+        config = RunConfig().model_dump(mode="json")
+        config["budget"]["memory_tokens"] = budget
+        results = ResultFolder(folder / name / "nq", {"run": config})
+        results.open()
+        groups = [group("", number, right=name == "large") for number in range(2)]
+        results.append(groups, [result_row(each, growing=False, prompt_hash="p") for each in groups])
+    return folder
+
+
+def printed(capsys, *arguments: object) -> str:
+    assert main(["trace", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+# Text
+
+
+def test_a_question_before_and_after_is_what_the_first_look_shows(run, capsys):
+    out = printed(capsys, run)
+    assert re.findall(r"^(\S+)/q(\d)/0$", out, flags=re.MULTILINE) == [("before", "1"), ("after", "1")]
+    assert "no answer, ended by max_turns, reward 0.000" in out and "answer 'Ann', ended by answered" in out
+    assert "2 of 6 trajectories; --question TEXT, --phase PHASE and --limit N" in out
+
+
+def test_phase_question_and_limit_choose_others(run, capsys):
+    assert re.findall(r"^(\S+)/0$", printed(capsys, run, "--phase", "after"), flags=re.MULTILINE) == [
+        "after/q0",
+        "after/q1",
+        "after/q2",
+    ]
+    assert re.findall(r"^(\S+)/0$", printed(capsys, run, "--question", "number 2"), flags=re.MULTILINE) == [
+        "before/q2",
+        "after/q2",
+    ]
+    assert "6 of 6" not in printed(capsys, run, "--limit", 6), "nothing is left to be named"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "--limit is 0; expected at least 1"),
+        (["--phase", "during"], "--phase is 'during'; the phases are before, after"),
+        (["--question", "absent"], "no trajectory matches --question 'absent'"),
+        (["--sheet", "0", "x.csv"], "--sheet is 0; expected a number"),
+    ],
+)
+def test_a_wish_that_nothing_fits_is_refused(run, capsys, arguments, message):
+    assert main(["trace", str(run), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_holds_no_trajectories_is_refused(tmp_path, capsys):
+    (tmp_path / "x.parquet").write_bytes(b"no")
+    for target, message in ((tmp_path / "x.parquet", "holds no trajectories"), (tmp_path, "holds no trajectories")):
+        assert main(["trace", str(target)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["trace"]) == 2
+    assert "needs the folder of a run or an evaluation" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_shows_what_it_has(run, capsys):
+    (run / "trajectories.parquet").unlink()
+    write_trajectories(run / "evaluation" / "before.parquet", [group("before", 7, right=False)])
+    assert "before/q7/0" in printed(capsys, run)
+
+
+def test_an_evaluation_a_run_of_it_and_a_set_of_that_can_be_read(evaluation):
+    assert {(each.phase, each.memory_budget) for each in read_traced(evaluation)} == {
+        ("small/nq", 8),
+        ("large/nq", 512),
+    }
+    assert {each.phase for each in read_traced(evaluation / "small")} == {"nq"}
+    assert [each.key for each in read_traced(evaluation / "small" / "nq")] == ["nq/q0/0", "nq/q1/0"]
+    assert len({each.key for each in read_traced(evaluation)}) == 4
+
+
+# Facts
+
+
+def test_facts_are_found_gained_known_and_lost():
+    each = group("after", 2, right=False, lost=True)
+    found = [[str(state) for state in states] for states in fact_states(each.trajectories[0], each.question)]
+    assert found == [["gained", "missing"], ["lost", "gained"], ["missing", "known"]]
+    trajectory = each.trajectories[0]
+    unnoted = replace(trajectory, contexts=[replace(trajectory.contexts[0], memory_after="nothing of note")])
+    assert fact_states(unnoted, each.question) == [[FactState.FOUND, FactState.MISSING]]
+
+
+# The page
+
+
+def test_the_page_is_one_file_that_runs_its_own_script_only(run, tmp_path, capsys):
+    page = tmp_path / "t.html"
+    assert f"6 of 6 trajectories in {page}" in printed(capsys, run, "--html", page)
+    text = page.read_text()
+    assert "script-src 'sha256-" in text and "unsafe-inline'; script" in text
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+
+
+def test_a_large_run_is_cut_and_the_page_says_so(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(viewer, "MAX_TRAJECTORIES", 4)
+    assert "4 of 6" in printed(capsys, run, "--html", tmp_path / "t.html")
+    assert "2 more are not in this file" in (tmp_path / "t.html").read_text()
+
+
+def test_a_passage_is_stored_once(run):
+    data = viewer.viewer_data(read_traced(run))
+    assert [passage["title"] for passage in data["passages"]] == ["a", "b"] and len(data["trajectories"]) == 6
+
+
+class Browser:
+    """A page in a headless Chromium, driven as a person would: by keys, clicks and looks."""
+
+    def __init__(self, connection) -> None:
+        self._connection, self._ids = connection, count(1)
+
+    def send(self, method: str, **parameters):
+        number = next(self._ids)
+        self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while (reply := json.loads(self._connection.recv(timeout=20))).get("id") != number:
+            pass
+        assert "error" not in reply, reply
+        return reply["result"]
+
+    def look(self, expression: str):
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def press(self, key: str) -> None:
+        text = {"text": key} if len(key) == 1 else {}
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def set(self, name: str, value: str) -> None:
+        field = f"document.getElementById('filters').elements.{name}"
+        self.look(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.look(f"[...document.querySelectorAll('{selector}')].map(each => each.textContent)")
+
+    def open(self, page: Path) -> None:
+        self.send("Page.navigate", url=page.as_uri())
+        deadline = time.monotonic() + 60
+        while self.look("document.readyState + location.pathname") != f"complete{page}":
+            assert time.monotonic() < deadline, "the page does not load"
+            time.sleep(0.05)
+
+    @property
+    def current(self) -> str:
+        return self.look("decodeURIComponent(location.hash.slice(1))")
+
+    @property
+    def count(self) -> str:
+        return self.look("document.getElementById('count').textContent")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed, so nobody looks at the page")
+    from websockets.sync.client import connect
+
+    folder = tmp_path_factory.mktemp("profile")
+    command = [CHROMIUM, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={folder}"]
+    if os.geteuid() == 0:
+        command.append("--no-sandbox")
+    process = subprocess.Popen([*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (port := folder / "DevToolsActivePort").exists() or not port.read_text():
+            assert time.monotonic() < deadline and process.poll() is None, "Chromium does not start"
+            time.sleep(0.1)
+        url = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
+        (target,) = [each for each in json.load(urllib.request.urlopen(url)) if each["type"] == "page"]
+        with connect(target["webSocketDebuggerUrl"], max_size=None) as connection:
+            yield Browser(connection)
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def test_the_page_in_a_browser_by_keys_and_filters(run, tmp_path, capsys, browser):
+    printed(capsys, run, "--html", tmp_path / "t.html")
+    browser.open(tmp_path / "t.html")
+    assert (browser.count, browser.current) == ("6 of 6 trajectories", "before/q0/0")
+    browser.press("j")
+    browser.press("ArrowDown")
+    assert browser.current == "before/q2/0"
+    browser.press("k")
+    assert browser.current == "before/q1/0"
+    browser.press("c")
+    assert browser.current == "after/q1/0", "the same question in the other phase"
+    assert browser.look("[...document.querySelectorAll('#detail ins')].map(e => e.textContent)") == [
+        "Oslo fjord",
+        "Ann",
+    ]
+    assert browser.look("[...document.querySelectorAll('#detail del')].map(e => e.textContent)") == ["fjord"]
+    assert browser.look("document.querySelector('#detail .thought').textContent") == "look"
+    assert "reward 1.000" in browser.look("document.querySelector('#detail .outcome').textContent")
+    browser.press("/")
+    assert browser.look("document.activeElement.name") == "text"
+    browser.press("2")
+    assert browser.count == "2 of 6 trajectories", "a key that is typed into the field is no command"
+    browser.press("Escape")
+    assert browser.look("document.activeElement.tagName") == "BODY"
+    browser.set("text", "")
+    browser.set("phase", "after")
+    assert browser.count == "3 of 6 trajectories"
+    browser.set("end", "answered")
+    assert (browser.count, browser.current) == ("1 of 6 trajectories", "after/q1/0")
+    browser.look("document.querySelector('#filters button').click()")
+    browser.look("new Promise(done => setTimeout(done))")
+    assert browser.count == "6 of 6 trajectories"
+    browser.look("document.getElementById('filters').elements.lost.click()")
+    assert (browser.count, browser.current) == ("1 of 6 trajectories", "after/q2/0")
+    assert "Oslo: lost" in browser.look("document.getElementById('detail').textContent")
+    browser.look("document.getElementById('filters').elements.lost.click()")
+    browser.set("low", "0.5")
+    assert browser.count == "1 of 6 trajectories"
+
+
+def test_budgets_are_told_apart_in_a_browser(evaluation, tmp_path, capsys, browser):
+    printed(capsys, evaluation, "--html", tmp_path / "t.html")
+    browser.open(tmp_path / "t.html")
+    browser.set("budget", "8")
+    assert browser.count == "2 of 4 trajectories"
+    assert "memory of at most 8 tokens" in browser.look("document.getElementById('detail').textContent")
+
+
+def test_the_page_follows_light_and_dark_and_hostile_text_stays_text(tmp_path, capsys, browser):
+    write_trajectories(tmp_path / "t.parquet", [group("before", 0, right=False, text=HOSTILE)])
+    printed(capsys, tmp_path / "t.parquet", "--html", tmp_path / "t.html")
+    assert "<img" not in (tmp_path / "t.html").read_text()
+    browser.open(tmp_path / "t.html")
+    assert browser.look("document.title") == "t.parquet: trajectories"
+    assert browser.look("document.querySelector('#detail h2').textContent") == HOSTILE
+    assert browser.look("document.querySelectorAll('img').length") == 0
+    colours = []
+    for scheme in ("light", "dark"):
+        browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        colours.append(browser.look("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(246, 247, 249)", "rgb(14, 19, 27)"]
+
+
+# Rating by people
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def filled(source: Path, target: Path, ratings: list[str]) -> Path:
+    rows = rows_of(source)
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        for row, rating in zip(rows, ratings, strict=True):
+            writer.writerow(row | {"facts_kept": rating})
+    return target
+
+
+def test_a_sheet_has_a_row_per_memory_turn_and_hides_what_would_sway_a_rater(run, tmp_path, capsys):
+    sheet = tmp_path / "s.csv"
+    assert "4 trajectories to be rated" in printed(capsys, run, "--sheet", 4, sheet)
+    rows = rows_of(sheet)
+    assert len(rows) == 8, "two memory turns each; the turn that answers writes none"
+    assert {row["turn"] for row in rows} == {"1", "2"} and {row["memory_before"] for row in rows} == {"", "Oslo fjord"}
+    assert not {"phase", "reward"} & rows[0].keys() and not re.search("(before|after)/", sheet.read_text())
+    printed(capsys, run, "--sheet", 4, tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == sheet.read_text()
+
+
+def test_a_spreadsheet_takes_no_text_for_a_formula(tmp_path, capsys):
+    write_trajectories(tmp_path / "t.parquet", [group("before", 0, right=False, text="=cmd|' /C calc'!A0")])
+    printed(capsys, tmp_path / "t.parquet", "--sheet", 1, tmp_path / "s.csv")
+    assert rows_of(tmp_path / "s.csv")[0]["question"].startswith("'=")
+
+
+def test_agreement_is_that_of_the_textbook():
+    """Cohen (1960): 20 both yes, 15 both no, 5 and 10 apart: observed 0.7, by chance 0.5."""
+    rated = [("t", "yes", "yes")] * 20 + [("t", "yes", "no")] * 5 + [("t", "no", "yes")] * 10 + [("t", "no", "no")] * 15
+    rated = [(f"t{index % 10}", a, b) for index, (_, a, b) in enumerate(rated)]
+    kappa, low, high = kappa_interval(rated)
+    assert kappa == pytest.approx(0.4) and low < 0.4 < high
+    assert math.isnan(kappa_interval([("t", "yes", "yes")] * 4)[0]), "one label only: nothing to agree on"
+
+
+def test_agreement_is_that_of_scikit_learn():
+    from sklearn.metrics import cohen_kappa_score
+
+    generator = random.Random(3)
+    for _ in range(20):
+        pairs = [(generator.choice(("yes", "no")), generator.choice(("yes", "no"))) for _ in range(30)]
+        rated = [(f"t{index % 7}", *pair) for index, pair in enumerate(pairs)]
+        assert kappa_interval(rated)[0] == pytest.approx(cohen_kappa_score(*zip(*pairs, strict=True)))
+
+
+def test_two_sheets_are_compared_turn_by_turn(run, tmp_path, capsys):
+    sheet = tmp_path / "s.csv"
+    printed(capsys, run, "--sheet", 4, sheet)
+    a = filled(sheet, tmp_path / "a.csv", ["yes", "yes", "no", "no", "yes", "no", "yes", "no"])
+    b = filled(sheet, tmp_path / "b.csv", ["Yes", "no", "no", "no", "yes", "yes", "yes", ""])
+    out = printed(capsys, "--agreement", a, b)
+    assert "7 turns, 71.4% equal, Cohen's kappa 0.42" in out and "1 turns without two ratings" in out
+    assert "nobody rated it twice; 8 turns without two ratings" in out, "of noise_filtered"
+
+
+def test_sheets_that_cannot_be_compared_are_refused_by_name(run, tmp_path, capsys):
+    sheet = tmp_path / "s.csv"
+    printed(capsys, run, "--sheet", 4, sheet)
+    wrong = filled(sheet, tmp_path / "wrong.csv", ["maybe"] * 8)
+    other = tmp_path / "other.csv"
+    other.write_text(sheet.read_text().replace(rows_of(sheet)[0]["trajectory"][:4], "zzzz"))
+    (tmp_path / "none.csv").write_text("a,b\n1,2\n")
+    for second, message in (
+        (wrong, "wrong.csv, row 1: facts_kept is 'maybe'; expected yes, no or nothing"),
+        (tmp_path / "none.csv", "none.csv is no sheet"),
+        (tmp_path / "missing.csv", "missing.csv cannot be read"),
+    ):
+        assert main(["trace", "--agreement", str(sheet), str(second)]) == 2
+        assert message in capsys.readouterr().err
