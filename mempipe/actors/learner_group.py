@@ -61,8 +61,8 @@ class LearnerActor:
         return self._learner.checksums()
 
     def weights(self) -> np.ndarray | None:
-        """The full weights as bytes on rank 0, None elsewhere."""
-        state_dict = self._learner.full_state_dict()
+        """What engines serve, as bytes, on rank 0; None elsewhere."""
+        state_dict = self._learner.served_state_dict()
         return pack_weights(state_dict) if state_dict else None
 
     def open_transfer(
@@ -75,6 +75,7 @@ class LearnerActor:
         """Connects this rank with all engines: by nccl in one group, by ipc with the engine on its own GPU."""
         self._sender = GpuWeightSender(
             self._learner.policy.lm,
+            dtype=self._learner.dtype,
             control=_Engines(engines, tensor_parallel),
             backend=backend,
             rank=self._learner.rank,
@@ -148,7 +149,7 @@ class LearnerGroup:
         return self._all("checksums", lambda rank, _: rank.checksums.remote())[0]
 
     def weights(self) -> Any:
-        """A reference to the full weights as bytes (`mempipe.engines.weights.pack_weights`)."""
+        """A reference to what engines serve (all weights, or with LoRA the adapter), as bytes (`pack_weights`)."""
         references = [rank.weights.remote() for rank in self.ranks]
         self._get("gathering weights", references[1:])
         return references[0]

@@ -23,9 +23,9 @@ class ModelConfig(Section):
     """Weights in the engine and compute in the learner; the learner's master weights are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    lora_rank: int = Field(0, ge=0)
-    """0 trains all weights; otherwise a LoRA adapter of this rank (the reference is then the base with the adapter
-    off).
+    lora_rank: int = Field(0, ge=0, le=512)
+    """0 trains all weights; otherwise a LoRA adapter of this rank, which engines serve as an adapter (the reference is
+    then the base with the adapter off).
     """
     lora_alpha: float = Field(32.0, gt=0)
     """The adapter is scaled by lora_alpha / lora_rank."""

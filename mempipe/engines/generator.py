@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,16 +24,18 @@ import torch
 from mempipe import environment
 from mempipe.engines.checksums import HeldWeights, added
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish
+from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
 from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
+ADAPTER_NAME = "policy"
 
 
 class EngineFault(InfrastructureFault):
@@ -94,6 +96,7 @@ class Generator:
         self._open.set()
         self._under_way = 0
         self._transfer_failure: str | None = None
+        self._adapter: LoRARequest | None = None  # what completions are sampled with, once there is one
 
     async def start(self) -> None:
         """Loads the model (seconds to minutes, during which the event loop stands still)."""
@@ -182,8 +185,8 @@ class Generator:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
         Completions under way finish first, under the old ones. `weights` is a handle of the backend's, or packed
-        weights (a row of bytes from `pack_weights`) that came through an object store. Raises WeightTransferFailed,
-        which names the phase.
+        weights (a row of bytes from `pack_weights`) that came through an object store; those of a model with
+        `lora_rank` are its adapter. Raises WeightTransferFailed, which names the phase.
         """
         async with self._update:
             self._open.clear()
@@ -193,8 +196,21 @@ class Generator:
                 self._transfer_failure = (
                     f"the engine holds no whole set of weights: loading version {policy_version} failed"
                 )
-                with self._as_handle(weights, policy_version) as handle:
-                    await self._replace(handle, policy_version)
+                if self._asleep:
+                    await self._call("wake for weights", self._live().wake_up(tags=["weights"]))
+                if self._model.lora_rank:
+                    await self._replace_adapter(weights, policy_version)
+                else:
+                    with self._as_handle(weights, policy_version) as handle:
+                        await self._replace(handle, policy_version)
+                if self._asleep:
+                    await self._call("wake", self._live().wake_up(tags=["kv_cache"]))
+                    self._asleep = False
+                if not await self._call("prefix cache", self._live().reset_prefix_cache()):
+                    raise WeightTransferFailed(
+                        f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
+                    )
+                self.policy_version = policy_version
                 self._transfer_failure = None
             finally:
                 if not self._asleep:
@@ -209,7 +225,9 @@ class Generator:
             self._open.clear()
             await self._idle.wait()
             try:
-                await self._call("sleep", self._live().sleep(level=2))
+                # An adapter brings no base weights with it, so those stay, in the machine's memory.
+                level = 1 if self._model.lora_rank else 2
+                await self._call("sleep", self._live().sleep(level=level))
                 self._asleep = True
             finally:
                 if not self._asleep:
@@ -233,30 +251,28 @@ class Generator:
         engine = self._live()
         if not self._connected:
             await self.connect({})
-        if self._asleep:
-            await self._call("wake for weights", engine.wake_up(tags=["weights"]))
         await self._call("start", engine.start_weight_update())
         await self._call("update", engine.update_weights(WeightTransferUpdateRequest(update_info=handle.update_info)))
         await self._call("finish", engine.finish_weight_update(weight_version=str(policy_version)))
-        if self._asleep:
-            await self._call("wake", engine.wake_up(tags=["kv_cache"]))
-            self._asleep = False
-        if not await self._call("prefix cache", engine.reset_prefix_cache()):
-            raise WeightTransferFailed(
-                f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
-            )
-        self.policy_version = policy_version
+
+    async def _replace_adapter(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        assert isinstance(weights, np.ndarray), "an adapter comes as bytes, whatever moves whole models"
+        with _memory_folder() as folder:
+            write_adapter(folder, weights, self._model)
+            request = LoRARequest(ADAPTER_NAME, 1, str(folder), load_inplace=True)
+            await self._call("update", self._live().add_lora(request))
+        self._adapter = LoRARequest(ADAPTER_NAME, 1, str(folder))  # it is loaded, so the folder is not looked for
+        await self._call("finish", self._live().update_weight_version(str(policy_version)))
 
     @contextlib.contextmanager
     def _as_handle(self, weights: WeightHandle | np.ndarray, version: int) -> Iterator[WeightHandle]:
         if isinstance(weights, WeightHandle):
             yield weights
             return
-        folder = Path(tempfile.mkdtemp(prefix="mempipe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-        try:
+        with _memory_folder() as folder:
             yield publish(weights, folder, version)
-        finally:
-            shutil.rmtree(folder)
 
     async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         """The final output of one request, sampled while the gate is open. Raises what `generate` raises."""
@@ -264,7 +280,7 @@ class Generator:
 
         try:
             async with asyncio.timeout(self._config.timeout_s), self._entered() as engine:
-                return await _final_output(engine, f"{next(self._ids)}", token_ids, params)
+                return await _final_output(engine, f"{next(self._ids)}", token_ids, params, self._adapter)
         except TimeoutError as error:
             raise GenerationTimeout(
                 f"no completion within generation.timeout_s {self._config.timeout_s:g} s"
@@ -338,16 +354,16 @@ class Generator:
 
 
 async def _final_output(
-    engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams
+    engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
 ) -> RequestOutput:
-    """`AsyncLLM.generate` for a request with one output:
-    no async generator, half the event-loop turns. Aborts when cancelled.
+    """`AsyncLLM.generate` for a request with one output: no async generator, half the event-loop turns. Aborts when
+    cancelled.
     """
     from vllm.inputs.engine import tokens_input
     from vllm.outputs import PoolingRequestOutput
 
     try:
-        queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params)
+        queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params, lora_request=adapter)
         output = queue.get_nowait() or await queue.get()
     except asyncio.CancelledError:
         await engine.abort(request_id)
@@ -427,6 +443,8 @@ def _engine_arguments(
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
+    if model.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank_of_engine(model.lora_rank)}
     if device == "cuda":
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
@@ -437,6 +455,23 @@ def _engine_arguments(
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
     }
+
+
+def _rank_of_engine(rank: int) -> int:
+    """The smallest adapter rank that vLLM makes room for and that holds one of `rank`; the rest stays zero."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return min(size for size in get_args(MaxLoRARanks) if size >= rank)
+
+
+@contextlib.contextmanager
+def _memory_folder() -> Iterator[Path]:
+    """A folder in shared memory, if the machine has it, until the end of the block."""
+    folder = Path(tempfile.mkdtemp(prefix="mempipe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def _engine_environment(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:

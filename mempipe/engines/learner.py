@@ -27,6 +27,7 @@ from mempipe.engines.checkpoint import Position, TrainingState, load_tensors, re
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.model import (
     accumulate_locally,
+    adapter_state_dict,
     base_model,
     full_state_dict,
     load_policy,
@@ -86,7 +87,7 @@ class Learner:
         is_policy = settings.objective == "policy"
         self._fill_reference = is_policy and model.lora_rank > 0 and settings.algorithm.kl_coef > 0
         self._recompute_old = is_policy and learner.old_logprobs == "recompute"
-        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self.dtype: torch.dtype = getattr(torch, model.dtype)
         self._device = _device(rank)
         if self._device.type == "cpu":
             torch.set_num_threads(learner.num_threads)
@@ -94,12 +95,12 @@ class Learner:
 
         self.policy = load_policy(model, seed=settings.seed)
         self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
-        if world_size > 1 or self._dtype != torch.float32:
+        if world_size > 1 or self.dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
             # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
             # nothing.
-            shard(self.policy, mesh, compute_dtype=self._dtype, reshard_after_forward=self._device.type != "cpu")
+            shard(self.policy, mesh, compute_dtype=self.dtype, reshard_after_forward=self._device.type != "cpu")
         self.policy.to(self._device).train()
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         adamw = settings.optimizer
@@ -211,16 +212,26 @@ class Learner:
         return [row[1:] for row in scores]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 every weight as the engine takes it: Hugging Face names, LoRA merged, on the CPU in the model's
+        """On rank 0 the whole model: every weight under its Hugging Face name, LoRA merged, on the CPU in the model's
         dtype; elsewhere {}.
 
         All ranks must call it together.
         """
-        return full_state_dict(self.policy, dtype=self._dtype, keep=self.rank == 0)
+        return full_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
+
+    def served_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 what an engine needs to serve the policy, elsewhere {}: the `full_state_dict`, or with LoRA the
+        adapter under PEFT's names, in the precision that the learner computes with.
+
+        All ranks must call it together.
+        """
+        if not self.settings.model.lora_rank:
+            return self.full_state_dict()
+        return adapter_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
 
     def checksums(self) -> dict[str, int]:
         """The checksum of every weight as the engine holds it. All ranks must call it together."""
-        return weight_checksums(self.policy, dtype=self._dtype)
+        return weight_checksums(self.policy, dtype=self.dtype)
 
     def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
         """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest

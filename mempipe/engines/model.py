@@ -265,6 +265,23 @@ def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = Tru
     return {name: weight.to(dtype) for name, weight in weights.items()}
 
 
+def adapter_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
+    """The LoRA adapter's matrices as PEFT saves them: whole, on the CPU, in `dtype`, without the base.
+
+    All ranks must call it together; those with `keep` False take part and get an empty dict.
+    """
+    reshard(policy)
+    adapter: dict[str, Tensor] = {}
+    for name, parameter in policy.lm.named_parameters():
+        if f".{_ADAPTER}." not in name:
+            continue
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if keep:
+            plain_name = name.replace(f".{_ADAPTER}.", ".")
+            adapter[f"base_model.model.{plain_name}"] = whole.detach().to("cpu", dtype, copy=True)
+    return adapter
+
+
 @torch.no_grad()
 def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
     """The checksum (`mempipe.engines.checksums`) of every weight as the engine holds it: in `dtype`, under its Hugging

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -105,11 +107,36 @@ class WorkerExtension:
             for name, parameter in model.named_parameters()
             if (part := _own_part(model, name, parameter)) is not None
         }
+        for name, layer in model.named_modules():
+            if isinstance(layer, BaseLinearLayerWithLoRA):
+                down, up = _own_adapter(layer)
+                sums |= {f"{name}.lora_A.weight": _sum(down), f"{name}.lora_B.weight": _sum(up)}
         return {name: int(value) for name, value in sums.items()}
 
     def packed_modules(self) -> dict[str, list[str]]:
         """The modules of the checkpoint that each joined module of this model is made of."""
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor | int:
+    return sum((checksum(part) for part in parts), start=0)
+
+
+def _own_adapter(layer: BaseLinearLayerWithLoRA) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """What this tensor-parallel rank counts of a layer's adapter, per joined module: its first and its second matrices.
+
+    A layer that is cut by columns has its second matrices cut, one that is cut by rows its first ones.
+    """
+    down, up = layer.lora_a_stacked, layer.lora_b_stacked
+    rank = get_tensor_model_parallel_rank()
+    base = layer.base_layer
+    if rank == 0:
+        return down, up
+    if isinstance(base, RowParallelLinear):
+        return down, []
+    if isinstance(base, QKVParallelLinear) and rank % base.num_kv_head_replicas:
+        return [], up[:1]
+    return [], up if isinstance(base, ColumnParallelLinear) else []
 
 
 def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:

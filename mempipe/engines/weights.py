@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,10 +22,11 @@ import torch
 from safetensors.torch import load, save
 
 from mempipe.engines.checksums import HeldWeights, check_held
+from mempipe.engines.config import ModelConfig
 from mempipe.files import whole_file
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 SHARED_MEMORY_BACKEND = "mempipe_shm"
 NEWEST = "newest.json"
@@ -89,6 +90,14 @@ def publish(weights: Mapping[str, torch.Tensor] | np.ndarray, folder: str | Path
     for old in set(folder.glob("weights-*.safetensors")) - kept:
         old.unlink(missing_ok=True)
     return handle
+
+
+def write_adapter(folder: Path, packed: np.ndarray, model: ModelConfig) -> None:
+    """Writes a LoRA adapter to `folder` as PEFT does; `packed` is `pack_weights` of matrices under PEFT's names."""
+    (folder / "adapter_model.safetensors").write_bytes(packed.data)
+    settings = {"peft_type": "LORA", "r": model.lora_rank, "lora_alpha": model.lora_alpha, "bias": "none"}
+    settings |= {"target_modules": list(model.lora_targets), "base_model_name_or_path": model.path}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def newest_weights(folder: str | Path) -> WeightHandle | None:
@@ -214,31 +223,34 @@ class GpuWeightSender:
     """The learner's end of vLLM's `nccl` and `ipc` backends. Make one per learner rank, and call `send` on all ranks
     together.
 
-    `model` has the names of the Hugging Face checkpoint and may be sharded by FSDP2; rank 0 transmits and drives the
-    engines. `address` (host, port) and `num_engine_ranks` (replicas x tensor_parallel) are the nccl group's.
+    `model` has the names of the Hugging Face checkpoint and may be sharded by FSDP2; its weights travel in `dtype`, the
+    engines' own. Rank 0 transmits and drives the engines. `address` (host, port) and `num_engine_ranks` (replicas x
+    tensor_parallel) are the nccl group's.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         *,
+        dtype: torch.dtype,
         control: EngineControl,
         backend: Literal["nccl", "ipc"],
         rank: int,
         address: tuple[str, int] = ("127.0.0.1", 0),
         num_engine_ranks: int = 1,
     ) -> None:
-        from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._client = TrainerClient(control)
         info = _trainer_init_info(backend, rank=rank, address=address, num_engine_ranks=num_engine_ranks)
         self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(
-            info, client=self._client, source=ModuleSource(model)
+            info, client=self._client, source=_cast_source(model, dtype)
         )
 
     def send(self, version: int) -> None:
         """Gives the engines the model's present weights as `version`; returns when every engine serves them."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # vLLM reads on streams of its own, which do not wait for the optimiser's
         self._client.version = version
         self._engine.send_weights()
 
@@ -269,6 +281,21 @@ class TrainerClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
+
+
+def _cast_source(model: torch.nn.Module, dtype: torch.dtype) -> WeightSource:
+    """The model's weights as an engine holds them. Shards are cast before they are gathered: half the traffic."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
+
+    class CastSource(WeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(name, dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in model.named_parameters():
+                yield name, materialize_full_tensor(parameter.detach().to(dtype))
+
+    return CastSource()
 
 
 def _trainer_init_info(backend: str, *, rank: int, address: tuple[str, int], num_engine_ranks: int) -> TrainerInitInfo:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
-from mempipe.engines.checksums import StaleWeights, check_held
+from mempipe.engines.checksums import StaleWeights, added, check_held, checksum
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator, WeightTransferFailed
 from mempipe.engines.model import PolicyModel, weight_checksums
@@ -264,6 +266,35 @@ async def test_weights_that_lack_a_parameter_are_refused(generator, serve, tmp_p
     await serve(build_model(seed=0))
 
 
+def test_a_tied_head_is_not_missing_while_vllm_reloads_layer_by_layer(monkeypatch, tmp_path):
+    """As on a GPU, where the reload makes the head a parameter of its own until it is finished."""
+    monkeypatch.setenv("MEMPIPE_FRONTEND_PID", str(os.getpid()))
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
+
+    from mempipe.engines.vllm_worker import SharedMemoryTransfer, UpdateInfo
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 4)
+            self.head = torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            return {name for name, _ in weights}
+
+    model = Tied()
+    record_metadata_for_reloading(model)
+    transfer = SharedMemoryTransfer(None, SimpleNamespace(parallel_config=None, model_config=None), "cuda", model)
+    initialize_layerwise_reload(model)
+    assert {name for name, _ in model.named_parameters()} == {"embed.weight", "head.weight"}
+    info = publish({"embed.weight": torch.zeros(5, 4)}, tmp_path, 1).update_info
+    transfer.receive_weights(UpdateInfo(**info))
+    lacking = publish({"other": torch.zeros(5, 4)}, tmp_path, 2).update_info
+    with pytest.raises(ValueError, match=r"lack embed\.weight \(1 parameters"):
+        transfer.receive_weights(UpdateInfo(**lacking))
+
+
 class CountingModel(torch.nn.Linear):
     """Counts how often its parameters are asked for: once for their shapes, once for their values."""
 
@@ -291,7 +322,7 @@ class RecordingControl:
 def test_ranks_other_than_0_gather_and_leave_the_engines_alone():
     control = RecordingControl()
     model = CountingModel(3, 2)
-    sender = GpuWeightSender(model, control=control, backend="nccl", rank=1, num_engine_ranks=2)
+    sender = GpuWeightSender(model, dtype=torch.float32, control=control, backend="nccl", rank=1, num_engine_ranks=2)
     model.num_passes = 0
     sender.send(1)
     sender.send(2)
@@ -300,9 +331,38 @@ def test_ranks_other_than_0_gather_and_leave_the_engines_alone():
     assert control.connected == control.loaded == []
 
 
+def test_weights_travel_in_the_engines_dtype_and_are_what_the_learner_says_it_sends():
+    model = changed_model(build_model(seed=0))
+    sender = GpuWeightSender(model, dtype=torch.bfloat16, control=RecordingControl(), backend="nccl", rank=1)
+    source = sender._engine.source
+    assert [meta.name for meta in source.metadata()] == [name for name, _ in source]
+    assert {meta.dtype for meta in source.metadata()} == {tensor.dtype for _, tensor in source} == {torch.bfloat16}
+    assert not any("lm_head" in name for name, _ in source)  # tied: it travels as the embedding
+    found = added([{name: int(checksum(tensor))} for name, tensor in source])
+    assert found == weight_checksums(PolicyModel(model), dtype=torch.bfloat16)
+
+
+def test_the_optimiser_is_waited_for_before_weights_are_read(monkeypatch):
+    calls: list[str] = []
+
+    class Reading(torch.nn.Linear):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+            calls.append("read")
+            return super().named_parameters(*args, **kwargs)
+
+    sender = GpuWeightSender(Reading(3, 2), dtype=torch.float32, control=RecordingControl(), backend="nccl", rank=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(sender._engine, "_post_send_sync", lambda: None)
+    sender.send(1)
+    assert calls == ["wait", "read", "read"]
+
+
 def test_an_unknown_gpu_backend_is_refused():
     with pytest.raises(ValueError, match="'gloo'"):
-        GpuWeightSender(torch.nn.Linear(1, 1), control=RecordingControl(), backend=cast(Any, "gloo"), rank=1)
+        GpuWeightSender(
+            torch.nn.Linear(1, 1), dtype=torch.float32, control=RecordingControl(), backend=cast(Any, "gloo"), rank=1
+        )
 
 
 def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sent(monkeypatch):
@@ -349,7 +409,9 @@ async def test_ipc_serves_what_a_learner_on_the_same_gpu_holds(model_path):
 
     try:
         model = build_model(seed=0).cuda()
-        sender = await asyncio.to_thread(GpuWeightSender, model, control=Control(), backend="ipc", rank=0)
+        sender = await asyncio.to_thread(
+            GpuWeightSender, model, dtype=torch.float32, control=Control(), backend="ipc", rank=0
+        )
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -1,0 +1,120 @@
+"""An adapter is served as an adapter: the engine samples from what the learner trains, and a sync ships little."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tiny_qwen2 import CANARY, MAX_MODEL_LEN, prompts
+
+from mempipe.engines.checksums import StaleWeights, check_held
+from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig, SamplingConfig
+from mempipe.engines.generator import Generator, WeightTransferFailed
+from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.weights import CanaryFailed, check_canary, pack_weights
+from mempipe.rl.config import AlgorithmConfig
+from mempipe.rl.packing import MicroBatch, pack_step
+from mempipe.types import TrainingSample
+
+RANK = 4
+
+
+@dataclass
+class Adapted:
+    """An engine and a learner of the same model with the same kind of adapter."""
+
+    generator: Generator
+    learner: Learner
+
+    async def sync(self) -> int:
+        version = self.generator.policy_version + 1
+        await self.generator.load_weights(pack_weights(self.learner.served_state_dict()), version)
+        return version
+
+    async def scores(self) -> list[list[float]]:
+        return list(await asyncio.gather(*(self.generator.score(ids) for ids in CANARY)))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def adapted(model_path: Path) -> AsyncIterator[Adapted]:
+    model = ModelConfig(path=str(model_path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK)
+    settings = LearnerSettings(
+        model=model,
+        optimizer=OptimizerConfig(lr=1e-2),
+        learner=LearnerConfig(),
+        algorithm=AlgorithmConfig(kl_coef=0.0),
+        temperature=1.0,
+        num_updates=100,
+        objective="sft",
+    )
+    generator = Generator(model, GenerationConfig(max_num_seqs=16, timeout_s=60.0), max_model_len=MAX_MODEL_LEN, seed=1)
+    await generator.start()
+    yield Adapted(generator, Learner(settings))
+    await generator.shutdown()
+
+
+def update(seed: int) -> list[MicroBatch]:
+    rows = prompts(4, length=12, seed=seed)
+    samples = [
+        TrainingSample(
+            trajectory_id=f"t{i}",
+            group_id="g",
+            context_index=0,
+            token_ids=row,
+            loss_mask=[0] + [1] * 11,
+            logprobs=[0.0] * 12,
+            policy_versions=[0] * 12,
+            advantage=1.0,
+            num_contexts=1,
+            trajectory_tokens=11,
+        )
+        for i, row in enumerate(rows)
+    ]
+    ((batch,),) = pack_step(samples, num_ranks=1, max_tokens=1000, aggregation="token")
+    return [batch]
+
+
+async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
+    start = await adapted.scores()
+    for seed in (1, 2):
+        adapted.learner.step([update(seed)])
+        version = await adapted.sync()
+        held = await adapted.generator.held_weights()
+        check_held(held, adapted.learner.checksums(), engine="generator-0", version=version)
+        check_canary(await adapted.scores(), adapted.learner.score(CANARY), tolerance=1e-4)
+    with pytest.raises(CanaryFailed):
+        check_canary(await adapted.scores(), start, tolerance=1e-2)
+    completion = await adapted.generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])
+    assert completion.policy_version == version
+    ((*_, a, b, c, d),) = adapted.learner.score([CANARY[0] + completion.token_ids])
+    assert completion.logprobs == pytest.approx([a, b, c, d], abs=1e-4)
+
+
+async def test_an_engine_that_missed_an_adapter_is_caught(adapted):
+    version = await adapted.sync()
+    adapted.learner.step([update(3)])
+    with pytest.raises(StaleWeights, match=r"the first that of model\.layers\.0\..*\.lora_A"):
+        check_held(await adapted.generator.held_weights(), adapted.learner.checksums(), engine="e", version=version)
+    await adapted.sync()
+
+
+async def test_a_sync_ships_the_adapter_only(adapted):
+    adapter = pack_weights(adapted.learner.served_state_dict())
+    assert adapter.nbytes < 0.2 * pack_weights(adapted.learner.full_state_dict()).nbytes
+
+
+async def test_a_damaged_adapter_stops_sampling_until_a_whole_one_comes(adapted):
+    version = await adapted.sync()
+    adapter = pack_weights(adapted.learner.served_state_dict())
+    with pytest.raises(WeightTransferFailed, match="'update' failed"):
+        await adapted.generator.load_weights(np.ascontiguousarray(adapter[:-100]), version + 1)
+    assert adapted.generator.policy_version == version
+    with pytest.raises(WeightTransferFailed, match=f"version {version + 1}"):
+        await adapted.generator.score(CANARY[0])
+    await adapted.sync()
+    assert await adapted.generator.score(CANARY[0])
