@@ -196,7 +196,7 @@ def learn(
                 tracker.flush()  # a step that a resumed run will not repeat must be on record
                 with Timer() as saving:
                     position = Position(step=step + 1, trained=trained, dropped=dropped)
-                    roles.learners.save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
+                    roles.learners.start_save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
                 tracker.log_metrics({"seconds/checkpoint": saving.seconds}, step=step + 1)
             if (
                 config.evaluation.every_steps
@@ -205,6 +205,7 @@ def learn(
             ):
                 evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
+    roles.learners.finish_save()
     run.add_seconds("train", time.perf_counter() - training)
 
 

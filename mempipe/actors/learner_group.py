@@ -92,6 +92,12 @@ class LearnerActor:
     def save(self, folder: Path, position: Position, keep: int) -> None:
         self._learner.save(folder, position, keep=keep)
 
+    def start_save(self, folder: Path, position: Position, keep: int) -> None:
+        self._learner.start_save(folder, position, keep=keep)
+
+    def finish_save(self) -> None:
+        self._learner.finish_save()
+
     def load(self, path: Path) -> Position:
         return self._learner.load(path)
 
@@ -182,6 +188,14 @@ class LearnerGroup:
     def save(self, folder: Path, position: Position, *, keep: int) -> None:
         """Writes a checkpoint of the run at `position` under `folder`."""
         self._all("checkpoint", lambda rank, _: rank.save.remote(folder.absolute(), position, keep))
+
+    def start_save(self, folder: Path, position: Position, *, keep: int) -> None:
+        """As `save`, but the ranks write in the background; the checkpoint before is finished first."""
+        self._all("checkpoint", lambda rank, _: rank.start_save.remote(folder.absolute(), position, keep))
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one."""
+        self._all("checkpoint", lambda rank, _: rank.finish_save.remote())
 
     def restore(self, folder: Path) -> Position | None:
         """Continues from the newest checkpoint under `folder`; returns its position, None when there is none."""

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mempipe.engines.checkpoint import Position, TrainingState, load_tensors, read_state, save_checkpoint
+from mempipe.engines.checkpoint import CheckpointWriter, Position, TrainingState, load_tensors, read_state
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.model import (
     accumulate_locally,
@@ -101,6 +101,7 @@ class Learner:
             # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
             # nothing.
             shard(self.policy, mesh, compute_dtype=self.dtype, reshard_after_forward=self._device.type != "cpu")
+        self._checkpoints = CheckpointWriter()
         self.policy.to(self._device).train()
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         adamw = settings.optimizer
@@ -235,12 +236,25 @@ class Learner:
 
     def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
         """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest
-        `keep`. Raises CheckpointError.
+        `keep`; returns its path. Raises CheckpointError.
+        """
+        self.start_save(folder, position, keep=keep)
+        path = self.finish_save()
+        assert path is not None, "it was just started"
+        return path
+
+    def start_save(self, folder: str | Path, position: Position, *, keep: int) -> None:
+        """As `save`, but writes in the background while training goes on. Raises CheckpointError when the checkpoint
+        before could not be written.
         """
         state = TrainingState(num_updates_done=self.num_updates_done, ranks=self._ranks, position=position)
-        return save_checkpoint(
-            folder, self.num_updates_done, tensors=self._tensors() | self._rng_states(), state=state, keep=keep
-        )
+        tensors = self._tensors() | self._rng_states()
+        self._checkpoints.start(folder, self.num_updates_done, tensors=tensors, state=state, keep=keep)
+
+    def finish_save(self) -> Path | None:
+        """Waits for the checkpoint that is being written, on all ranks together; returns its path. Raises
+        CheckpointError."""
+        return self._checkpoints.finish()
 
     def load(self, path: str | Path) -> Position:
         """Continues from the checkpoint at `path`, together on all ranks; returns its position.
@@ -257,7 +271,8 @@ class Learner:
         return state.position
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Finishes a checkpoint that is being written, and leaves the process group."""
+        self.finish_save()
         if dist.is_initialized():
             dist.destroy_process_group()
 

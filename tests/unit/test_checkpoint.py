@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,10 @@ from learner_setup import free_port, load_plain, make_learner, pack, samples, sa
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from mempipe.engines import checkpoint as checkpoint_module
 from mempipe.engines.checkpoint import (
     CheckpointError,
+    CheckpointWriter,
     Position,
     TrainingState,
     export_hf,
@@ -193,6 +196,55 @@ def test_a_full_disk_while_syncing_leaves_nothing(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+def test_a_checkpoint_is_of_the_moment_it_was_started_at(tmp_path):
+    writer = CheckpointWriter()
+    held = tensors(1.0)
+    for value in (1.0, 2.0):
+        for tensor in held.values():
+            tensor.fill_(value)
+        writer.start(tmp_path, int(value), tensors=held, state=state(int(value)), keep=2)
+        for tensor in held.values():
+            tensor.fill_(9.0)
+    assert writer.finish() == tmp_path / "step-00000002"
+    assert writer.finish() is None
+    for value in (1.0, 2.0):
+        path = tmp_path / f"step-0000000{value:.0f}"
+        assert read_state(path) == state(int(value))
+        loaded = tensors(0.0)
+        load_tensors(path, loaded)
+        assert not differing(loaded, tensors(value))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    may_write, started = threading.Event(), threading.Event()
+
+    def slow_hash(file: Path) -> str:
+        started.set()
+        assert may_write.wait(60)
+        return "0" * 64
+
+    monkeypatch.setattr(checkpoint_module, "sha256", slow_hash)
+    writer = CheckpointWriter()
+    writer.start(tmp_path, 1, tensors=tensors(), state=state(1), keep=2)
+    assert started.wait(60)  # the writer is in the middle of it, and `start` has returned
+    assert latest(tmp_path) is None
+    may_write.set()
+    writer.finish()
+    assert latest(tmp_path) == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("call", ["finish", "start"])
+def test_a_background_write_that_fails_is_raised_by_the_next_call(tmp_path, call):
+    (tmp_path / "runs").write_text("a file")
+    writer = CheckpointWriter()
+    settings = {"tensors": tensors(), "state": state(1), "keep": 1}
+    writer.start(tmp_path / "runs", 1, **settings)
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        writer.finish() if call == "finish" else writer.start(tmp_path, 2, **settings)
+    writer.start(tmp_path / "other", 2, **settings)
+    assert writer.finish() == tmp_path / "other" / "step-00000002"
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     path = save(tmp_path)
     with pytest.raises(CheckpointError, match="does not fit this model and optimiser"):
@@ -248,6 +300,15 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     resumed.step(updates[2:])
     found["resumed"] = everything(resumed)
 
+    names: list[str] = []
+    hash_file = checkpoint_module.sha256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_module, "sha256", lambda file: names.append(file.name) or hash_file(file))
+        resumed.save(out / "hashed", Position(), keep=1)
+        found["hashed"], names[:] = list(names), []
+        read_state(out / "hashed" / "step-00000003")
+        found["verified"] = list(names)
+
     with file_size_limit(10 if rank == 0 else -1):
         try:
             resumed.save(out / "failing", Position(), keep=1)
@@ -270,6 +331,15 @@ def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
         assert found["position"] == POSITION
         assert not differing(found["resumed"], found["undisturbed"])
     assert not differing(ranks[0]["loaded"], ranks[0]["at_save"])
+
+
+def test_files_are_hashed_by_the_rank_that_wrote_them_and_verified_by_all(two_ranks):
+    _, ranks = two_ranks
+    wrote = [sorted(found["hashed"]) for found in ranks]
+    assert wrote == [[".metadata", "__0_0.distcp", "state.json"], ["__1_0.distcp"]]
+    verified = [set(found["verified"]) for found in ranks]
+    assert all(verified) and not verified[0] & verified[1]
+    assert sorted(verified[0] | verified[1]) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
 
 
 def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
