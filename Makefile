@@ -14,10 +14,13 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart test test-fast lint clean
+.PHONY: setup quickstart real test test-fast lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume-if-exists
+
+real: setup  ## a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
+	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
