@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import run_two_ranks
 from learner_setup import free_port, load_plain, make_learner, pack, samples, save_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -321,7 +321,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(qwen2, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two_ranks")
-    mp.spawn(two_rank_scenarios, args=(free_port(), qwen2, out), nprocs=2)
+    run_two_ranks(two_rank_scenarios, free_port(), qwen2, out)
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

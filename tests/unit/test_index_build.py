@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 import pytest
+from killed_build import build, run_and_die
 
 from mempipe.data.corpus import corpus_files
 from mempipe.loader import load_index_config
-from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
+from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, make_index
 from mempipe.retrieval.config import IndexConfig
-from mempipe.retrieval.encoders import HashingEncoder, make_encoder
-from mempipe.retrieval.manifest import Manifest, read_manifest, verify
+from mempipe.retrieval.encoders import HashingEncoder
+from mempipe.retrieval.manifest import read_manifest, verify
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -42,41 +40,8 @@ def config_of(corpus: Path, output: Path, **settings: Any) -> IndexConfig:
     return IndexConfig.model_validate(values)
 
 
-def build(config: IndexConfig) -> Manifest:
-    job = IndexBuild(config, corpus_files(config.corpus))
-    encoder = make_encoder(config.encoder) if config.encoder else None
-    for segment in job.read():
-        if encoder and job.needs_vectors(segment):
-            encode_segment(job.folder, segment.number, encoder)
-    return job.finish(encoder)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def die_behind(config: IndexConfig, num_renames: int) -> None:
-    """Builds in this process, which dies right before one more file would get its name."""
-    rename, done = os.replace, iter(range(num_renames))
-
-    def replace(*args: Any, **kwargs: Any) -> None:
-        if next(done, None) is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(*args, **kwargs)
-
-    os.replace = replace
-    build(config)
-
-
-def run_and_die(config: IndexConfig, num_renames: int) -> bool:
-    """Whether the process was killed; otherwise it finished the index."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mempipe.retrieval.build"])
-    process = context.Process(target=die_behind, args=(config, num_renames))
-    process.start()
-    process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode != 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import run_two_ranks
 from learner_setup import VOCAB, assert_close, free_port, load_plain, make_learner, pack, sample, samples, save_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -254,7 +254,7 @@ def two_rank_step(folder: Path) -> list[TrainingSample]:
 @pytest.fixture(scope="module")
 def two_ranks(qwen2, tmp_path_factory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("two_ranks")
-    mp.spawn(two_rank_scenarios, args=(free_port(), qwen2, out), nprocs=2)
+    run_two_ranks(two_rank_scenarios, free_port(), qwen2, out)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
