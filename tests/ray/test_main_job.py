@@ -52,8 +52,14 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 TOLERANCE = 1e-3  # of log-probs
 NUM_STEPS = 8
-NUM_QUESTIONS = 192
-SHORT = [f"num_steps={NUM_STEPS}", f"world.num_validation_questions={NUM_QUESTIONS}", "optimizer.schedule=constant"]
+NUM_QUESTIONS = 128
+SHORT = [
+    f"num_steps={NUM_STEPS}",
+    f"world.num_validation_questions={NUM_QUESTIONS}",
+    "warm_start.num_clean_trajectories=2000",  # enough for a model that searches and forgets
+    "warm_start.num_noisy_trajectories=500",
+    "optimizer.schedule=constant",
+]
 CHECKPOINTS = ["checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}"]
 FEW = 12
 """Questions of those, for what is slow."""
@@ -244,8 +250,8 @@ def test_the_reward_rises(job):
     report = json.loads((job.folder / "report.json").read_text())
     rewards = [row["reward"] for row in read_metrics(job.folder / "metrics.jsonl") if "reward" in row]
     assert report["em_start"] < 0.30
-    assert report["em_end"] > report["em_start"] + 0.15, report
-    assert report["kept_rate_end"] > report["kept_rate_start"] + 0.15
+    assert report["em_difference_low"] > 0.05, report  # of the interval of the paired difference
+    assert report["kept_rate_end"] > report["kept_rate_start"] + 0.1
     assert fmean(rewards[-5:]) > fmean(rewards[:2])
 
 
