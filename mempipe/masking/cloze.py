@@ -12,14 +12,14 @@ second, from the passage that bears its name, has the gap.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import polars as pl
 from pydantic import Field, model_validator
 
-from mempipe.masking.entities import Finder, can_be_read, forms_pattern, sentences
+from mempipe.masking.entities import Finder, Kind, can_be_read, forms_pattern, sentences
+from mempipe.masking.rules import WORDS, answer_key, around, common_answers, guessable_answers, trivial_rule
 from mempipe.settings import ConfigError, Section
 from mempipe.types import Evidence, Passage, Question
 
@@ -97,11 +97,7 @@ SCHEMA = pl.Schema(
         "draw": pl.UInt64,  # orders candidates at random, by the seed
     }
 )
-_WORDS = re.compile(r"\w+(?:['’.-]\w+)*")
 _MIN_SEARCH_WORDS = 4
-_LEAST_COMMON = 20
-_GUESSABLE = (5, 0.5)
-"""The words around a gap betray it when they occur this often, and with this answer in this share of them."""
 _COMMON_WORDS = frozenset(
     [
         "a",
@@ -182,7 +178,7 @@ def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeCo
                     place,
                     entity.text,
                     entity.kind,
-                    _around(sentence, place, entity.text),
+                    around(sentence, place, entity.text),
                     _broken_rule(sentence, place, entity.text, entity.kind, passage.title, config),
                     _draw(config.seed, passage.id, str(entity.start), entity.text),
                 )
@@ -231,26 +227,19 @@ def choose_questions(candidates: pl.LazyFrame, num_passages: int, config: ClozeC
 
 
 def _judged(candidates: pl.LazyFrame, num_passages: int, config: ClozeConfig) -> pl.LazyFrame:
-    """The candidates with the rules that look at the whole corpus."""
-    answer = pl.col("answer").str.to_lowercase()
-    common = candidates.group_by(answer.alias("key")).agg(pl.col("passage_id").n_unique().alias("in_passages"))
-    patterns = candidates.group_by("around").agg(pl.len().alias("seen"))
-    fillers = candidates.group_by("around", answer.alias("key")).agg(pl.len().alias("with_answer"))
-    limit = max(config.max_passage_share * num_passages, _LEAST_COMMON)
-    seen, share = _GUESSABLE
+    """Returns the candidates with the rules that look at the whole corpus."""
+    common = common_answers(candidates, num_passages, config.max_passage_share).with_columns(everywhere=True)
+    guessable = guessable_answers(candidates).with_columns(guessable=True)
     return (
-        candidates.with_columns(answer.alias("key"))
+        candidates.with_columns(answer_key())
         .join(common, on="key", how="left")
-        .join(patterns, on="around", how="left")
-        .join(fillers, on=["around", "key"], how="left")
+        .join(guessable, on=["around", "key"], how="left")
         .with_columns(
             pl.when(pl.col("broken").is_not_null())
             .then(pl.col("broken"))
-            .when(pl.col("in_passages") > limit)
+            .when(pl.col("everywhere"))
             .then(pl.lit("everywhere"))
-            .when(
-                (pl.col("seen") >= seen) & (pl.col("with_answer") > share * pl.col("seen")) & (pl.col("around") != "_")
-            )
+            .when(pl.col("guessable"))
             .then(pl.lit("guessable"))
             .alias("broken")
         )
@@ -327,28 +316,22 @@ def _gapped(sentence: str, start: int, answer: str, *, mark: str = GAP) -> str:
     return " ".join((sentence[:start] + mark + sentence[start + len(answer) :]).split())
 
 
-def _broken_rule(sentence: str, start: int, answer: str, kind: str, title: str, config: ClozeConfig) -> str | None:
-    """The first rule that the candidate breaks, of those that need no other passage."""
+def _broken_rule(sentence: str, start: int, answer: str, kind: Kind, title: str, config: ClozeConfig) -> str | None:
+    """Returns the first rule that the candidate breaks, of those that need no other passage."""
     gapped = _gapped(sentence, start, answer)
-    words = _WORDS.findall(gapped.replace(GAP, " "))
-    if len(answer.strip()) < 2 or len(words) < config.min_words:
+    words = WORDS.findall(gapped.replace(GAP, " "))
+    trivial = trivial_rule(answer, kind, title)
+    if trivial == "short" or len(words) < config.min_words:
         return "short"
     if len(words) > config.max_words:
         return "long"
-    if can_be_read(title, answer, kind) or can_be_read(answer, title, "name"):  # type: ignore[arg-type]
-        return "in_title"
-    if can_be_read(gapped, answer, kind):  # type: ignore[arg-type]
+    if trivial:
+        return trivial
+    if can_be_read(gapped, answer, kind):
         return "not_alone"
     if len({word.lower() for word in words} - _COMMON_WORDS) < _MIN_SEARCH_WORDS:
         return "unsearchable"
     return None
-
-
-def _around(sentence: str, start: int, answer: str) -> str:
-    """Two words on either side of the gap, as a pattern that recurs in a corpus."""
-    before = _WORDS.findall(sentence[:start].lower())[-2:]
-    after = _WORDS.findall(sentence[start + len(answer) :].lower())[:2]
-    return " ".join([*before, "_", *after])
 
 
 def split_of(title: str, partition: str, config: ClozeConfig) -> str:
