@@ -239,6 +239,7 @@ _ABBREVIATIONS = frozenset(
         "i.e",
     ]
 )
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _SENTENCE_END = re.compile(r"[.!?][\"”’')\]]*\s+(?=[\"“‘'(\[]?[A-Z0-9])")
 
 
@@ -373,12 +374,17 @@ def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
 def can_be_read(text: str, entity: str, kind: Kind) -> bool:
     """Whether some form of the entity stands in the text, accents aside."""
     pattern = forms_pattern(entity, kind)
-    return bool(pattern.search(text) or pattern.search(_plain(text)))
+    plain = _plain(text)
+    return bool(pattern.search(text) or (plain != text and pattern.search(plain)))
 
 
 def _plain(text: str) -> str:
-    """The text without accents."""
-    return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    """Returns the text without accents."""
+    return _NOT_ASCII.sub(_without_accents, text)
+
+
+def _without_accents(characters: re.Match[str]) -> str:
+    return "".join(c for c in unicodedata.normalize("NFKD", characters.group()) if not unicodedata.combining(c))
 
 
 def _looks_like_title(text: str) -> bool:

@@ -49,6 +49,7 @@ ALLOWED = {
     "mempipe.data.corpus": (),
     "mempipe.masking.entities": (),
     "mempipe.masking.cloze": (),
+    "mempipe.masking.documents": (),
     "mempipe.data.trajectories": (),
     "mempipe.evaluation.memory_quality": (),
     "mempipe.evaluation.rollout_metrics": (),

@@ -1,0 +1,305 @@
+"""Long documents with one entity hidden, from passages without labels (MemTrain, arXiv 2606.03197, section 3.2).
+
+A document is a pivot passage, the passages most related to it and random ones, in random order. One entity of the pivot
+is replaced by a mask wherever the document writes it, in whatever form. The text is cut into chunks, which are read one
+after the other; a cut never goes through a word or a mask.
+
+Everything here depends on its arguments alone; `mempipe.actors.documents` runs it on a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+from pydantic import Field, model_validator
+
+from mempipe.masking.entities import Entity, Finder, Kind, can_be_read, hide
+from mempipe.masking.rules import around, common_answers, guessable_answers, trivial_rule
+from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.types import Passage
+
+REJECTIONS = {
+    "no_entity": "the finder sees none in the pivot",
+    "short": "the entity has one character",
+    "in_title": "the entity can be read in the pivot's title",
+    "everywhere": "too many passages name the entity",
+    "guessable": "the words around the entity are nearly always followed by it in the corpus",
+    "readable": "after masking, the entity can still be read in another spelling",
+    "too_short": "the document has fewer tokens than one chunk",
+}
+"""Why a pivot, or one of its entities, was not used. An entity is counted under the first rule that it breaks."""
+_SEPARATOR = "\n\n"
+_LONGEST_WORD = 64
+
+
+class MemtrainConfig(Section):
+    """Masked documents for self-supervised memory training: `mempipe data memtrain`."""
+
+    index: str
+    """Folder of an index (`mempipe index build`); its passages are the corpus, its search finds the related ones."""
+    tokenizer: str
+    """Folder or name of the model whose tokenizer counts tokens."""
+    output: str = "runs"
+    """Folder that holds the build's own folder."""
+    name: FolderName = "memtrain"
+    """The build's folder; the same command again goes on with it."""
+    entities: str = "auto"
+    """Finder of entities: rules, the name of an installed spaCy pipeline, or auto (an installed English pipeline,
+    else rules)."""
+    mask: str = "[MASK]"
+    """What stands in the place of the entity."""
+    num_documents: int = Field(30_000, ge=1)
+    """Documents to build; each has another pivot."""
+    num_related: int = Field(29, ge=0)
+    """Passages that a search for the pivot's text finds."""
+    num_random: int = Field(120, ge=0)
+    """Random passages; more where the document would be shorter than min_tokens, fewer where longer than max_tokens."""
+    chunk_tokens: int = Field(5120, ge=64)
+    """Tokens of a chunk, at most."""
+    min_tokens: int = Field(24_000, ge=1)
+    """Tokens of a document before masking, at least, as far as the corpus has passages."""
+    max_tokens: int = Field(40_000, ge=1)
+    """Tokens of a document before masking, at most."""
+    max_passage_share: float = Field(0.005, gt=0, le=1)
+    """An entity that a larger share of the passages names is rejected (of small corpora at least 20 passages)."""
+    statistics_passages: int = Field(100_000, ge=1)
+    """Passages, drawn by the seed, among which common and guessable entities are counted."""
+    documents_per_part: int = Field(64, ge=1)
+    """Documents that one worker makes and writes at once: the most that a killed build loses, for each worker."""
+    num_workers: int = Field(0, ge=0)
+    """Actors that make documents; 0: one for every CPU."""
+    seed: int = 1
+    """Seed of pivots, entities, random passages and their order."""
+    ray_address: str = ""
+    """A running cluster; empty: the job's own cluster, or a local one."""
+
+    @model_validator(mode="after")
+    def _lengths_in_order(self) -> MemtrainConfig:
+        if not self.chunk_tokens <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"chunk_tokens {self.chunk_tokens}, min_tokens {self.min_tokens} and max_tokens {self.max_tokens} must "
+                "rise in this order"
+            )
+        if not self.mask.strip() or self.mask != self.mask.strip() or len(self.mask.split()) > 1:
+            raise ValueError(f"mask is {self.mask!r}; it must be one word, such as [MASK]")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One masked document. The chunks joined are its text."""
+
+    id: str
+    pivot_id: str
+    pivot_title: str
+    answer: str
+    """The hidden entity as the pivot writes it."""
+    kind: Kind
+    chunks: list[str]
+    chunk_tokens: list[int]
+    num_masks: int
+    passage_ids: list[str]
+    """In the order of the text, the pivot's among them."""
+    related_scores: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class CommonEntities:
+    """Entities that are no use to hide, as a sample of the corpus tells."""
+
+    everywhere: frozenset[str] = frozenset()
+    """Answers in lower case that too many passages name."""
+    guessable: frozenset[tuple[str, str]] = frozenset()
+    """(words around, answer in lower case) of patterns that nearly always hold this answer."""
+
+
+class CountTokens(Protocol):
+    def __call__(self, text: str) -> int: ...
+
+
+ENTITIES_SCHEMA = pl.Schema({"passage_id": pl.String, "answer": pl.String, "around": pl.String})
+
+
+def entities_of(passages: Sequence[Passage], finder: Finder) -> pl.DataFrame:
+    """Returns one row per entity of the passages, columns `ENTITIES_SCHEMA`."""
+    found = zip(passages, finder.find([passage.text for passage in passages]), strict=True)
+    rows = [
+        (passage.id, entity.text, around(passage.text, entity.start, entity.text))
+        for passage, entities in found
+        for entity in entities
+    ]
+    return pl.DataFrame(rows, schema=ENTITIES_SCHEMA, orient="row")
+
+
+def common_entities(entities: pl.LazyFrame, num_passages: int, config: MemtrainConfig) -> CommonEntities:
+    """Returns what the rows of `entities_of` about `num_passages` say of the corpus."""
+    common = common_answers(entities, num_passages, config.max_passage_share).collect(engine="streaming")
+    guessable = guessable_answers(entities).collect(engine="streaming")
+    return CommonEntities(frozenset(common["key"]), frozenset(guessable.iter_rows()))
+
+
+@dataclass(slots=True)
+class Material:
+    """The passages of one document before an entity is chosen."""
+
+    pivot: Passage
+    related: Sequence[Passage]
+    random: Iterator[Passage]
+    """As many as are asked for; ends where the corpus does."""
+    seed: tuple[int, int]
+    """The build's seed and the document's number."""
+    rejected: list[str] = field(default_factory=list)
+    """Rules that entities of the pivot broke, filled by `make_document`."""
+
+
+def make_document(
+    material: Material, finder: Finder, common: CommonEntities, count_tokens: CountTokens, config: MemtrainConfig
+) -> Document | None:
+    """Returns the masked document, or None when no entity of the pivot can be hidden; `material.rejected` says why."""
+    rng = np.random.default_rng(material.seed)
+    (entities,) = finder.find([material.pivot.text])
+    chosen = list({(entity.text, entity.kind): entity for entity in reversed(entities)}.values())[::-1]
+    if not chosen:
+        material.rejected.append("no_entity")
+        return None
+    passages, tokens = _gathered(material, count_tokens, config)
+    order = rng.permutation(len(passages))
+    passages, tokens = [passages[i] for i in order], [tokens[i] for i in order]
+    if sum(tokens) < config.chunk_tokens:
+        material.rejected.append("too_short")
+        return None
+    whole = _SEPARATOR.join(text for _, text in passages)
+    for i in rng.permutation(len(chosen)):
+        entity = chosen[i]
+        rule = _broken_rule(entity, material.pivot, common)
+        if rule is None:
+            document = _masked(material, entity, passages, whole, count_tokens, config)
+            if document is not None:
+                return document
+            rule = "readable"
+        material.rejected.append(rule)
+    return None
+
+
+def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) -> Iterator[str]:
+    """Yields the text in pieces of at most `max_tokens` tokens, cut between words, and never inside a mask.
+
+    Of a longer run of letters (a script without spaces) every character counts as a word. The pieces joined are the
+    text. One word that has more tokens than a chunk is a chunk of its own.
+    """
+    words = _words(text, mask)
+    lengths = {word: count_tokens(word) for word in set(words)}
+    first = 0
+    while first < len(words):
+        last, total = first, 0
+        while last < len(words) and total + lengths[words[last]] <= max_tokens:
+            total += lengths[words[last]]
+            last += 1
+        # A tokenizer may need another number of tokens for words that stand together.
+        while last > first + 1 and count_tokens("".join(words[first:last])) > max_tokens:
+            last -= 1
+        last = max(last, first + 1)
+        yield "".join(words[first:last])
+        first = last
+
+
+def _words(text: str, mask: str) -> list[str]:
+    """Returns the masks, runs of letters and digits, and other characters of the text, each with the space before it.
+
+    Joined they are the text.
+    """
+    no_mask = f"(?!{re.escape(mask)})"
+    pattern = rf"\s*(?:{re.escape(mask)}|(?:{no_mask}[^\W_])+|{no_mask}\S)|\s+$"
+    words = re.findall(pattern, text)
+    return [part for word in words for part in ([word] if len(word) <= _LONGEST_WORD or mask in word else word)]
+
+
+def _gathered(
+    material: Material, count_tokens: CountTokens, config: MemtrainConfig
+) -> tuple[list[tuple[str, str]], list[int]]:
+    """Returns (id, text) of pivot, related and as many random passages as the lengths want, and the tokens of each."""
+    passages: list[tuple[str, str]] = []
+    tokens: list[int] = []
+    total = 0
+
+    def add(passage: Passage) -> bool:
+        nonlocal total
+        text = _text(passage, config.mask)
+        length = count_tokens(text + _SEPARATOR)
+        if total + length > config.max_tokens:
+            return False
+        passages.append((passage.id, text))
+        tokens.append(length)
+        total += length
+        return True
+
+    for passage in (material.pivot, *material.related):
+        add(passage)
+    num_own = len(passages)
+    for passage in material.random:
+        if len(passages) - num_own >= config.num_random and total >= config.min_tokens:
+            break
+        if not add(passage):
+            break
+    return passages, tokens
+
+
+def _text(passage: Passage, mask: str) -> str:
+    """Returns title and text on two lines, without a mask of the corpus's own, which would be another entity's."""
+    lines = (" ".join(part.replace(mask, " ").split()) for part in (passage.title, passage.text))
+    return "\n".join(line for line in lines if line)
+
+
+def _broken_rule(entity: Entity, pivot: Passage, common: CommonEntities) -> str | None:
+    key = entity.text.lower()
+    if rule := trivial_rule(entity.text, entity.kind, pivot.title):
+        return rule
+    if key in common.everywhere:
+        return "everywhere"
+    if (around(pivot.text, entity.start, entity.text), key) in common.guessable:
+        return "guessable"
+    return None
+
+
+def _masked(
+    material: Material,
+    entity: Entity,
+    passages: Sequence[tuple[str, str]],
+    whole: str,
+    count_tokens: CountTokens,
+    config: MemtrainConfig,
+) -> Document | None:
+    """Returns the document without the entity; None when it can be read all the same."""
+    answer = " ".join(entity.text.split())
+    text, num_masks = hide(whole, answer, entity.kind, config.mask)
+    if not num_masks or can_be_read(text, answer, entity.kind):
+        return None
+    chunks = list(chunks_of(text, config.chunk_tokens, count_tokens, config.mask))
+    _, number = material.seed
+    return Document(
+        id=f"memtrain-{number:08d}",
+        pivot_id=material.pivot.id,
+        pivot_title=material.pivot.title,
+        answer=answer,
+        kind=entity.kind,
+        chunks=chunks,
+        chunk_tokens=[count_tokens(chunk) for chunk in chunks],
+        num_masks=num_masks,
+        passage_ids=[identity for identity, _ in passages],
+        related_scores=[passage.score for passage in material.related],
+    )
+
+
+def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> None:
+    """Raises ConfigError when the tokenizer does not give the mask back as it was, so that no model could read it."""
+    sentence = f"word {mask}, and {mask}."
+    if (found := decode(encode(sentence))) != sentence:
+        raise ConfigError(
+            f"mask is {mask!r}, which the tokenizer reads as {found!r} (in {sentence!r}); choose another mask, such as "
+            "[MASK] or ____"
+        )

@@ -1,0 +1,202 @@
+"""Masked documents: what they hold, what is rejected, and that nothing in them tells the hidden entity."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.data.corpus import split_contents
+from mempipe.masking.documents import (
+    REJECTIONS,
+    CommonEntities,
+    Document,
+    Material,
+    MemtrainConfig,
+    check_mask,
+    chunks_of,
+    common_entities,
+    entities_of,
+    make_document,
+)
+from mempipe.masking.entities import RuleFinder, can_be_read, forms
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+
+WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki_mini.jsonl"
+MASK = "[MASK]"
+NOTHING_COMMON = CommonEntities()
+GUESSABLE = CommonEntities(guessable=frozenset({("designed by _ in spring", "anna miller")}))
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def passage(number: int, title: str, text: str) -> Passage:
+    return Passage(id=f"p{number}", title=title, text=text, score=1.0 / number)
+
+
+BRIDGE = passage(1, "Old Bridge", "The stone bridge over the river was designed by Anna Miller in spring.")
+RELATED = [
+    passage(2, "Anna Miller", "Anna Miller was an engineer. MILLER built many bridges."),
+    passage(3, "Mill", "A mill grinds grain."),
+]
+OTHERS = [passage(i, f"Hill {i}", "A hill is a landform that rises above the land around it.") for i in range(4, 60)]
+
+
+def config(**changes: object) -> MemtrainConfig:
+    values = {"index": "i", "tokenizer": "t", "entities": "rules", "num_random": 5}
+    values |= {"chunk_tokens": 64, "min_tokens": 64, "max_tokens": 400}
+    return MemtrainConfig(**values | changes)
+
+
+def make(
+    pivot: Passage = BRIDGE,
+    *,
+    related: list[Passage] = RELATED,
+    others: list[Passage] = OTHERS,
+    common: CommonEntities = NOTHING_COMMON,
+    number: int = 0,
+    **changes: object,
+) -> tuple[Document | None, list[str]]:
+    material = Material(pivot=pivot, related=related, random=iter(others), seed=(1, number))
+    return make_document(material, RuleFinder(), common, words, config(**changes)), material.rejected
+
+
+def test_every_form_of_the_entity_is_masked_in_all_passages():
+    document, _ = make()
+    assert document is not None and (document.answer, document.kind) == ("Anna Miller", "name")
+    text = "".join(document.chunks)
+    assert "designed by [MASK] in spring" in text and "[MASK]\n[MASK] was an engineer. [MASK] built" in text
+    assert document.num_masks == text.count(MASK) == 4 and "A mill grinds" in text
+    assert document.pivot_id == "p1" and document.related_scores == [1 / 2, 1 / 3]
+
+
+def test_the_same_seed_and_number_give_the_same_document_and_others_another_order():
+    first, again, other = (make(number=number)[0] for number in (0, 0, 1))
+    assert first == again
+    assert first is not None and other is not None
+    assert first.passage_ids != other.passage_ids and sorted(first.passage_ids) == sorted(other.passage_ids)
+
+
+@pytest.mark.parametrize(("min_tokens", "max_tokens", "num_random"), [(64, 400, 5), (300, 400, 20), (64, 84, 3)])
+def test_random_passages_fill_a_document_up_and_are_left_out_of_a_long_one(min_tokens, max_tokens, num_random):
+    document, _ = make(min_tokens=min_tokens, max_tokens=max_tokens)
+    assert document is not None and len(document.passage_ids) == 3 + num_random
+    assert sum(document.chunk_tokens) <= max_tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "pivot", "changes"),
+    [
+        ("no_entity", passage(1, "Hill", "a hill is a landform."), {}),
+        ("short", passage(1, "Hill", "a hill has 7 sides."), {}),
+        ("in_title", passage(1, "Anna Miller", "a woman called Anna Miller was there."), {}),
+        ("everywhere", BRIDGE, {"common": CommonEntities(frozenset({"anna miller"}))}),
+        (
+            "guessable",
+            BRIDGE,
+            {"common": GUESSABLE},
+        ),
+        ("readable", BRIDGE, {"others": [passage(9, "Ánna Míller", "x " * 90)], "related": []}),
+        ("too_short", BRIDGE, {"others": [], "related": []}),
+    ],
+)
+def test_a_rule_rejects_and_is_counted(rule, pivot, changes):
+    document, rejected = make(pivot, **changes)
+    assert document is None and rejected == [rule] and rule in REJECTIONS
+
+
+def test_another_entity_is_taken_where_one_is_rejected():
+    pivot = passage(1, "Anna Miller", "In 1920 the bridge of Anna Miller was opened.")
+    made = [make(pivot, number=number) for number in range(8)]
+    assert all(document is not None and document.answer == "1920" for document, _ in made)
+    assert {tuple(rejected) for _, rejected in made} == {(), ("in_title",)}
+
+
+def test_masks_of_the_corpus_itself_do_not_stand_in_a_document():
+    document, _ = make(related=[passage(2, "Mask", "The word [MASK] stands here.")])
+    assert document is not None and "".join(document.chunks).count(MASK) == document.num_masks == 1
+
+
+def test_common_and_guessable_entities_are_counted_over_the_corpus():
+    texts = [f"the tall house number {i} was seen by Anna Miller in spring." for i in range(30)]
+    texts += [f"the bus to Basel left at noon number {i}." for i in range(6)]
+    passages = [passage(i + 1, f"T{i}", text) for i, text in enumerate(texts)]
+    common = common_entities(entities_of(passages, RuleFinder()).lazy(), len(passages), config())
+    assert common.everywhere == {"anna miller"}
+    assert ("bus to _ left at", "basel") in common.guessable
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "word", MASK, f"({MASK},", "x" * 80, "\n\n", " ", "été", "漢字" * 40]), max_size=60),
+    st.integers(1, 20),
+)
+def test_chunks_join_to_the_text_and_never_split_a_mask(parts, max_tokens):
+    def count(text: str) -> int:
+        return 3 * text.count(MASK) + len(text.replace(MASK, "").split())
+
+    text = "".join(parts)
+    chunks = list(chunks_of(text, max_tokens, count, MASK))
+    assert "".join(chunks) == text
+    assert sum(chunk.count(MASK) for chunk in chunks) == text.count(MASK)
+    assert all(count(chunk) <= max(max_tokens, 3) for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"chunk_tokens": 500}, "must rise in this order"),
+        ({"min_tokens": 500}, "must rise in this order"),
+        ({"mask": "two words"}, "it must be one word"),
+        ({"mask": " "}, "it must be one word"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        config(**changes)
+
+
+def test_a_mask_that_the_tokenizer_does_not_give_back_is_refused():
+    check_mask(MASK, lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)))
+    with pytest.raises(ConfigError, match=r"mask is '\[MASK\]', which the tokenizer reads as 'word \[mask\]"):
+        check_mask(MASK, lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)).lower())
+
+
+@pytest.mark.skipif(not WIKI.exists(), reason="the real passages are not on this machine")
+def test_no_form_of_the_entity_is_anywhere_in_thousands_of_documents_of_real_text():
+    contents = [split_contents(json.loads(line)["contents"]) for line in WIKI.open()]
+    corpus = sorted((passage(i + 1, *parts) for i, parts in enumerate(contents)), key=lambda each: each.title)
+    finder = RuleFinder()
+    common = common_entities(entities_of(corpus[::8], finder).lazy(), len(corpus[::8]), config())
+    chosen = config(num_random=2, chunk_tokens=64, min_tokens=250, max_tokens=1500)
+    rejected: Counter[str] = Counter()
+    num_documents = 0
+    for number in range(1, len(corpus) - 1, 3):
+        others = np.random.default_rng(number).permutation(len(corpus))[:20].tolist()
+        material = Material(
+            pivot=corpus[number],
+            related=[corpus[number - 1], corpus[number + 1]],
+            random=(corpus[i] for i in others),
+            seed=(1, number),
+        )
+        document = make_document(material, finder, common, words, chosen)
+        rejected.update(material.rejected)
+        if document is None:
+            continue
+        num_documents += 1
+        text = "".join(document.chunks)
+        for form in forms(document.answer, document.kind):
+            assert not re.search(rf"(?<!\w){re.escape(form)}(?!\w)", text, re.IGNORECASE), (form, document.id)
+        assert not can_be_read(text, document.answer, document.kind)
+        assert sum(chunk.count(MASK) for chunk in document.chunks) == document.num_masks >= 1
+        assert all(count <= 64 for count in document.chunk_tokens) and len(document.chunks) >= 4
+    assert num_documents > 2000, rejected
