@@ -1,5 +1,6 @@
-"""How many short calls per second does one engine answer, and how far is that from raw vLLM?   python -m
-benchmarks.engine_calls
+"""How many short calls per second does one engine answer, and how far is that from raw vLLM?
+
+    python -m benchmarks.engine_calls
 
 A random tiny Qwen2 (0.9 M parameters, fp32) on CPU answers 192 trajectories at a time, each with 6 calls of 9 tokens.
 "random" prompts have 40 to 80 ids and nothing in common; "agent" prompts share a template, then a question among 8, and

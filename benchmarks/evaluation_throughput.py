@@ -101,9 +101,7 @@ def measured(engines: RolloutActors, url: str, questions: Sequence[Question], nu
 
 
 def streamed(engines: RolloutActors, questions: Sequence[Question], number: int) -> float:
-    """Timed from when the first question to be answered was asked, so that the start of the stream's processes does
-    not count.
-    """
+    """Starts its clock when the first question is asked, so that the start of the stream's processes does not count."""
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
     started, count = 0.0, 0
     for group in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):

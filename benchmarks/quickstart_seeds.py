@@ -1,8 +1,7 @@
 """Does the quickstart learn on every seed? Runs it once per seed and prints held-out exact match before and after, with
 95 % intervals.
 
-    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot docs/images/quickstart.svg]
-    [key=value ...]
+    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot FILE.svg] [key=value ...]
 
 A seed draws everything anew: worlds, questions, passages, model, script, sampling. A finished run is read, not
 repeated. The bar is below 0.30 after the warm start and at least 0.60 after reinforcement learning, greedy, on every
@@ -87,9 +86,7 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
 
 
 def plot(folders: list[Path], file: str) -> None:
-    """Left: exact match by step on training questions, and on held-out ones before and after.
-    Right: prompt tokens by turn.
-    """
+    """Draws exact match by step (training questions, and held-out ones before and after) and prompt tokens by turn."""
     import matplotlib
 
     matplotlib.use("svg")

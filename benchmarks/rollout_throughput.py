@@ -270,9 +270,7 @@ class Script:
 
 
 class RawEngine:
-    """vLLM without mempipe.
-    All of its settings that matter for speed are the engine's own defaults, or the quickstart's.
-    """
+    """Runs vLLM without mempipe. Settings that matter for speed are the engine's own defaults, or the quickstart's."""
 
     def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int) -> None:
         os.environ |= environment.engine(frontend_pid=os.getpid()) | environment.IN_PROCESS_ENGINE

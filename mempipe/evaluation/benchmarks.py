@@ -25,7 +25,8 @@ _HASH_BYTES = 2**20
 
 
 def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
-    """The question file of a set.
+    """Finds the question file of a set.
+
     Raises ConfigError for a set of unknown name without a file, and for a file that does not exist.
     """
     if benchmark.file:
@@ -55,7 +56,7 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
 
 
 def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
-    """The set's questions as they are asked, one by one. Raises ConfigError as `read_questions` does."""
+    """Yields the set's questions as they are asked. Raises ConfigError as `read_questions` does."""
     questions = iter_questions(file)
     if benchmark.objectives > 1:
         questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed)
@@ -63,10 +64,10 @@ def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
 
 
 def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
-    """Every `objectives` neighbours as one question, their texts (ending in "?") joined by "; "; a remainder is left
-    out.
+    """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
+    remainder is left out.
 
-    As published (MEM1) neighbours are those of the file; with `seed` the questions are shuffled before.
+    As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first.
     """
     if seed is not None:
         listed = list(questions)
@@ -86,7 +87,7 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
 
 
 def file_sha256(path: str) -> str:
-    """Of the bytes of the set's file, or files."""
+    """Returns the SHA-256 of the bytes of the set's file, or files."""
     digest = hashlib.sha256()
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
         with file.open() as stored:
@@ -97,7 +98,7 @@ def file_sha256(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRows:
-    """(group id, question) for `stream_groups`, read where and when they are asked for, without those that are done."""
+    """Yields (group id, question) to `stream_groups`: the questions not yet done, read by the process that asks."""
 
     benchmark: Benchmark
     file: str

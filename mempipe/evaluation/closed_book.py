@@ -1,5 +1,5 @@
-"""Which questions a model answers without a text:
-a set that measures reading leaves them out (MemAgent, arXiv 2507.02259).
+"""Finds the questions that a model answers without a text: a set that measures reading leaves them out (MemAgent, arXiv
+2507.02259).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _PROMPT = (
 def closed_book_filter(
     url: str, models: Sequence[str], *, api_key_env: str = ""
 ) -> Callable[[list[SourceQuestion]], list[bool]]:
-    """Whether each question is known: in one of two samples of one of the models. Raises ConfigError when the server
-    lacks a model, and ServiceFault while it is asked."""
+    """Returns a function that says of each question whether one of two samples of one of the models answers it. Raises
+    ConfigError when the server lacks a model, and ServiceFault while it is asked.
+    """
     configs = [EndpointConfig(url=url, model=model, api_key_env=api_key_env) for model in models]
 
     async def ask(questions: list[SourceQuestion]) -> list[bool]:
@@ -42,7 +43,7 @@ def closed_book_filter(
 
 
 def answers_right(text: str, answers: Sequence[str]) -> bool:
-    """Whether the box of a reply is a golden answer, or the reply says one."""
+    """Returns whether the box of a reply is a golden answer, or the reply says one."""
     boxed = last_boxed(text)
     said = normalize_answer(text)
     return (boxed is not None and exact_match(boxed, answers) == 1) or any(

@@ -1,7 +1,8 @@
-"""Two evaluated runs on the same questions: what the one gains over the other, and how far that can be trusted.
+"""Compares two evaluated runs on the same questions: what the one gains over the other, and how far that can be
+trusted.
 
-The interval is a paired bootstrap over questions; McNemar's test is of exact match, where a question is right or wrong:
-asked once, with one objective. Questions that only one side has are left out and counted.
+The interval is a paired bootstrap over questions. McNemar's test is of exact match, where a question is right or wrong,
+so it needs one attempt and one objective. Questions that only one side has are left out and counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SetComparison:
 
     @property
     def verdict(self) -> str:
-        """McNemar's test in words."""
+        """Says McNemar's test in words."""
         test = self.mcnemar
         return f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
 
@@ -108,9 +109,7 @@ def compare_rows(
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
-    """What a reader has to know beside the table:
-    questions and sets left out, settings that differ beside the run's own.
-    """
+    """Returns what a reader has to know beside the table: questions and sets left out, settings that differ."""
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     lines = [f"only {folder} has {_names(own)}" for folder, own in _lonely(first, second, *sets)]
     for each in comparisons:
@@ -164,7 +163,7 @@ def _mcnemar(pairs: Sequence[_Pair]) -> PairedTest | None:
 
 
 def _run_folder(folder: Path) -> Path:
-    """The folder of a run: one whose folders hold results."""
+    """Returns the folder of a run, whose folders hold results."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; give the folder of an evaluated run, EVALUATION/RUN")
     if _sets(folder):

@@ -1,4 +1,4 @@
-"""How well an agent uses its memory, measured on recorded trajectories: what it found, kept, lost, and whether it
+"""Measures how well an agent uses its memory, on recorded trajectories: what it found, kept and lost, and whether it
 answered too early.
 
 Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
@@ -7,15 +7,21 @@ its value stand there next to each other (`contains_value`). In a turn, the *nex
 followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
 nowhere).
 
-    found_rate         turns whose searches returned the passage of the next needed fact / turns that searched while a
-    fact was needed kept_rate          retrieved facts known in memory_after / needed facts not yet known whose passage
-    a memory turn retrieved lost_rate          known facts missing from memory_after / needed facts known in
-    memory_before, over memory turns early_answer_rate  answers given although no memory of the trajectory ever knew the
-    last needed fact, nor did the answering turn read its passage / answers
-    truncation_rate    memory turns whose memory was cut / memory turns memory_tokens      mean tokens of the memory
-    that a memory turn left budget_use         memory_tokens / budget.memory_tokens copy_rate          words of new
-    memories inside runs of at least 5 words taken verbatim from the turn's passages / words of new memories compression
-    tokens of new memories / tokens of the passages read, over memory turns
+    found_rate         turns whose searches returned the passage of the next needed fact
+                       / turns that searched while a fact was needed
+    kept_rate          facts of the denominator that memory_after knows
+                       / needed facts not yet known whose passage a memory turn retrieved
+    lost_rate          facts of the denominator that memory_after does not know
+                       / needed facts known in memory_before, over memory turns
+    early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact
+                       and the answering turn did not read its passage
+                       / answers
+    truncation_rate    memory turns whose memory was cut / memory turns
+    memory_tokens      tokens of the memories that memory turns left / memory turns
+    budget_use         memory_tokens / budget.memory_tokens
+    copy_rate          words of new memories inside runs of at least 5 words that stand so in the turn's passages
+                       / words of new memories
+    compression        tokens of new memories / tokens of the passages read, over memory turns
 
 All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
 absent. Questions without evidence count for memory tokens, truncation, copying and compression only.
@@ -40,7 +46,7 @@ _COPY_WORDS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuality:
-    """The counts behind the rates. Counts of several trajectories add up."""
+    """Counts that the rates are made of. Counts of several trajectories add up."""
 
     searches_in_need: int = 0
     searches_found: int = 0
@@ -63,7 +69,7 @@ class MemoryQuality:
         )
 
     def rates(self, *, memory_budget: int | None = None) -> dict[str, float]:
-        """The rates of the module's docstring; `memory_budget` in tokens (None: no `budget_use`)."""
+        """Returns the rates of the module's docstring; `memory_budget` in tokens (None: no `budget_use`)."""
         ratios = {
             "found_rate": (self.searches_found, self.searches_in_need),
             "kept_rate": (self.facts_kept, self.facts_retrieved),
@@ -79,13 +85,13 @@ class MemoryQuality:
 
 
 def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None) -> dict[str, float]:
-    """The rates over all trajectories of `groups`."""
+    """Returns the rates over all trajectories of `groups`."""
     counts = (trajectory_quality(trajectory, group.question) for group in groups for trajectory in group.trajectories)
     return sum(counts, MemoryQuality()).rates(memory_budget=memory_budget)
 
 
 def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
-    """The counts of one trajectory."""
+    """Returns the counts of one trajectory."""
     counts = MemoryQuality()
     for index, context in enumerate(trajectory.contexts):
         counts += _evidence_counts(context, question, wrote=is_memory_turn(trajectory, index))
@@ -102,7 +108,7 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
 
 
 def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
-    """Whether the turn wrote a memory or had to, as the module's docstring defines it."""
+    """Returns whether the turn wrote a memory or had to, as the module's docstring defines it."""
     context, is_last = trajectory.contexts[index], index + 1 == len(trajectory.contexts)
     answered = is_last and trajectory.end_reason is EndReason.ANSWERED
     return bool(context.memory_after) or not is_last or (bool(context.searches) and not answered)
@@ -136,9 +142,10 @@ def fact_states(trajectory: Trajectory, question: Question) -> list[list[FactSta
 
 
 def contains_value(text: str, value: str) -> bool:
-    """Whether the words of `value` stand in `text` next to each other; case, punctuation and articles do not count.
+    """Returns whether the words of `value` stand in `text` next to each other, whatever their case, punctuation and
+    articles.
 
-    A value of articles only is matched as words, one of punctuation only as it is; an empty one is in no text.
+    A value of articles only is matched as words, one of punctuation only as it is. An empty one is in no text.
     """
     if _words(value):
         return _spaced(_words(value)) in _spaced(_words(text))
@@ -194,12 +201,12 @@ def _num_copied(words: Sequence[str], sources: Sequence[Sequence[str]]) -> int:
 
 
 def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every run of `_COPY_WORDS` consecutive words."""
+    """Yields every run of `_COPY_WORDS` consecutive words."""
     return zip(*(words[offset:] for offset in range(_COPY_WORDS)), strict=False)
 
 
 def _spaced(words: Sequence[str]) -> str:
-    """The words with a space before and after each, so that looking up a text finds whole words only."""
+    """Returns the words with a space before and after each, so that looking up a text finds whole words only."""
     return f" {' '.join(words)} "
 
 

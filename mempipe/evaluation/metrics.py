@@ -1,5 +1,5 @@
-"""Answer metrics that published results are stated in. Each takes a prediction and its golds and gives a number in [0,
-1].
+"""Metrics of answers that published results are stated in. Each takes a prediction and its golds and returns a number
+from 0 to 1.
 
 `METRICS` names them all; `score_question` applies them to one attempt. A question that was not answered scores 0 and
 stays in the denominator. With several objectives a question scores the mean over them, so that the mean over questions
@@ -32,15 +32,16 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def precision(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of the prediction's words that a gold has:
-    FlashRAG's precision, beside f1 in MemSearcher's evaluation.
+    """Best share of the prediction's words that a gold has: FlashRAG's precision, beside f1 in MemSearcher's
+    evaluation.
     """
     return max((_shared(prediction, gold)[0] for gold in _as_list(golden_answers)), default=0.0)
 
 
 def recall(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of a gold's words that the prediction has: FlashRAG's recall,
-    beside f1 in MemSearcher's evaluation."""
+    """Best share of a gold's words that the prediction has: FlashRAG's recall, beside f1 in MemSearcher's
+    evaluation.
+    """
     return max((_shared(prediction, gold)[1] for gold in _as_list(golden_answers)), default=0.0)
 
 
@@ -84,15 +85,15 @@ METRICS: dict[str, Metric] = {
 
 
 def definitions() -> dict[str, str]:
-    """What each metric says, for reports and for the files that hold its values."""
+    """Returns what each metric says, for reports and for the files that hold its values."""
     return {name: " ".join((inspect.getdoc(metric) or "").split()) for name, metric in METRICS.items()}
 
 
 def score_objectives(answer: str | None, question: Question) -> list[dict[str, float]]:
-    """Every metric for each objective of a question (a question without objectives is a single one), 0 where there is
-    no answer.
+    """Returns every metric for each objective of a question (one without objectives is a single one), 0 without an
+    answer.
 
-    With objectives the answer is split at ";": one that is missing or empty is none, those too many are left out.
+    With objectives the answer is split at ";". A missing or empty part is no answer; surplus parts are left out.
     """
     golds = question.objectives or [question.golden_answers]
     answers: list[str | None] = [answer]
@@ -105,14 +106,14 @@ def score_objectives(answer: str | None, question: Question) -> list[dict[str, f
 
 
 def score_question(answer: str | None, question: Question) -> dict[str, float]:
-    """Every metric for one attempt at a question: the mean over its objectives, 0 where there is no answer."""
+    """Returns every metric for one attempt at a question: the mean over its objectives, 0 without an answer."""
     rows = score_objectives(answer, question)
     return {name: fmean(row[name] for row in rows) for name in METRICS}
 
 
 def _shared(prediction: str, gold: str) -> tuple[float, float]:
-    """Precision and recall of the normalised words; 0 where `answer_f1` finds nothing right (yes and no match only
-    themselves).
+    """Returns precision and recall of the normalised words; 0 where `answer_f1` finds nothing right (yes and no match
+    only themselves).
     """
     if not answer_f1(prediction, [gold]):
         return 0.0, 0.0
@@ -122,5 +123,5 @@ def _shared(prediction: str, gold: str) -> tuple[float, float]:
 
 
 def _as_list(golden_answers: Sequence[str]) -> Sequence[str]:
-    """A single gold given as a string is one answer, not its letters."""
+    """Returns a single gold that is given as a string as a list of one."""
     return [golden_answers] if isinstance(golden_answers, str) else golden_answers

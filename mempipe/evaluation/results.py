@@ -112,7 +112,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
 
 
 class ResultFolder:
-    """The parts of one run on one set."""
+    """Reads and writes the parts of one run on one set."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Opens or makes the folder. Raises ConfigError when it holds the results of other settings."""
@@ -129,7 +129,7 @@ class ResultFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether every question has its row."""
+        """Says whether every question has its row."""
         return self._state["finished"]
 
     @property
@@ -137,7 +137,7 @@ class ResultFolder:
         return self._state["settings"]
 
     def open(self) -> None:
-        """Makes the folder, as the first thing that leaves a trace."""
+        """Makes the folder. Nothing is written before."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._is_new:
             self._save()
@@ -147,7 +147,7 @@ class ResultFolder:
         self._save()
 
     def done(self) -> set[str]:
-        """The ids of the questions that have their row."""
+        """Returns the ids of the questions that have their row."""
         return {row["question_id"] for row in _read_parts(self.path, ["question_id"])}
 
     def append(self, groups: Sequence[Group], rows: Sequence[ResultRow]) -> None:

@@ -1,6 +1,4 @@
-"""What trajectories look like as flat numbers:
-rewards, ends, turns, tokens, staleness; what a step or an evaluation logs.
-"""
+"""Describes trajectories by flat numbers that a step or an evaluation logs: rewards, ends, turns, tokens, staleness."""
 
 from __future__ import annotations
 
@@ -20,17 +18,17 @@ def rollout_metrics(
     memory_budget: int | None = None,
     growing: bool = False,
 ) -> dict[str, float]:
-    """What one step's (or one evaluation's) trajectories look like, as flat numbers for the log.
+    """Returns the numbers that describe the trajectories of one step, or of one evaluation.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
     (shares), `measure/…` (of a reward of the user's own), advantage_mean. Spread over trajectories: reward_std,
-    advantage_std. Means over turns:
-    context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over groups: zero_variance_groups (share
-    whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens (sum); with `policy_version` (the
-    learner's current one) staleness_mean and staleness_max in versions. And `memory_quality`.
+    advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over
+    groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens
+    (sum); with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And the rates
+    of `memory_quality`.
 
-    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`); of such an agent there is no memory
-    and no other history.
+    With `growing` every message in a context is a turn (`prompt_tokens_by_turn`). Such an agent has no memory, and its
+    history is the full one.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -70,16 +68,18 @@ def rollout_metrics(
 
 
 def prompt_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
-    """Tokens before the first sampled one, in every context; in a growing context before every message."""
+    """Returns the tokens before the first sampled one of each context, or before each message of a growing context."""
     if not growing:
         return [context.num_prompt_tokens for context in trajectory.contexts]
     return [start for context in trajectory.contexts for start, _ in _messages(context)]
 
 
 def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
-    """Tokens that the context holds when a turn ends, read and written; a growing context has a turn for every message.
+    """Returns the tokens that the context holds when a turn ends, read and written. A growing context has a turn for
+    every message.
 
-    What agents are compared by: some read passages before a turn's first sampled token, others behind it.
+    Agents are compared by this number, since some read passages before a turn's first sampled token and others after
+    it.
     """
     if not growing:
         return [len(context.token_ids) for context in trajectory.contexts]
@@ -87,10 +87,10 @@ def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int
 
 
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
-    """Prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
+    """Returns the prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
 
-    Template and question as in the first turn, plus the action and the passages of every earlier turn. To be compared
-    with `num_prompt_tokens` of the same turns: template, question and bounded memory.
+    They are template and question as in the first turn, plus the action and the passages of every earlier turn. Compare
+    them with `num_prompt_tokens` of the same turns: template, question and bounded memory.
     """
     if not trajectory.contexts:
         return []
@@ -113,7 +113,7 @@ def full_history_context_tokens(trajectory: Trajectory) -> list[int]:
 
 
 def _messages(context: Context) -> Iterator[tuple[int, int]]:
-    """Where every sampled message starts and ends."""
+    """Yields where every sampled message starts and ends."""
     place = 0
     for sampled, run in groupby(context.loss_mask):
         start, place = place, place + len(list(run))
@@ -122,7 +122,7 @@ def _messages(context: Context) -> Iterator[tuple[int, int]]:
 
 
 def _num_action_tokens(context: Context) -> int:
-    """Length of the first run of sampled tokens: the action message."""
+    """Returns the length of the first run of sampled tokens: the action message."""
     sampled = context.loss_mask[context.num_prompt_tokens :]
     return sampled.index(0) if 0 in sampled else len(sampled)
 

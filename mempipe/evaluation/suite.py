@@ -69,7 +69,7 @@ class Benchmark(Section):
 
     @property
     def label(self) -> str:
-        """What tells it from the others, and the name of its folder."""
+        """Names it among the others, and names its folder."""
         length = f"_{self.num_docs}" if self.num_docs else ""
         return f"{self.name}{length}" + (f"_x{self.objectives}" if self.objectives > 1 else "")
 
@@ -131,13 +131,14 @@ class EvaluationSuite(Section):
 
 
 def load_suite(path: str | Path, overrides: Sequence[str] = ()) -> EvaluationSuite:
-    """The evaluation that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    """Reads the evaluation that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
     return parse_section(load_values(path, overrides, kind="evaluation"), EvaluationSuite)
 
 
 def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
-    """The whole config that `run` is evaluated with:
-    its file, its settings over it, its weights. Raises ConfigError naming the run.
+    """Returns the whole config that `run` is evaluated with: its file, its settings over it, its weights.
+
+    Raises ConfigError, which names the run.
     """
     try:
         values = _merged(_run_values(run), run.settings)
@@ -162,7 +163,7 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
 
 
 def _run_values(run: EvaluatedRun) -> dict[str, Any]:
-    """The settings of the config file; of a trained run, with the index and the weights that it made itself."""
+    """Returns the settings of the config file; of a trained run, with the index and the weights that it made itself."""
     source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
     if not source:
         return {}
@@ -192,7 +193,7 @@ def _is_run(path: str) -> bool:
 
 
 def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`values` with `changes` over them, section by section."""
+    """Returns `values` with `changes` over them, section by section."""
     merged = dict(values)
     for name, change in changes.items():
         both = isinstance(change, dict) and isinstance(merged.get(name), dict)

@@ -56,8 +56,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of a table. `published` says where it is from; ours have intervals.
-    None is a set that was not evaluated."""
+    """A line of a table. `published` says where it is from; our own lines have intervals. None is a set that was not
+    evaluated.
+    """
 
     name: str
     values: Sequence[Interval | None]
@@ -79,7 +80,9 @@ class ScoreTable:
 
 
 def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> list[ScoreTable]:
-    """For each family of sets (search QA, the same with several objectives, RULER-HQA, others) a table per metric."""
+    """Returns a table per family of sets (search QA, the same with several objectives, RULER-HQA, others) and metric.
+    Metrics that agree in every number share one.
+    """
     families: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
         families.setdefault(family(cell.benchmark), []).append(cell)
@@ -98,7 +101,7 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
 
 
 def family(benchmark: Benchmark) -> tuple[str, int]:
-    """Which sets stand in a table together."""
+    """Returns what sets that stand in one table have in common."""
     if benchmark.name in SEARCH_QA:
         return "search-QA", benchmark.objectives
     return (RULER if benchmark.num_docs else OTHER), benchmark.objectives
@@ -107,8 +110,8 @@ def family(benchmark: Benchmark) -> tuple[str, int]:
 def evidence_lines(
     cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int
 ) -> list[list[str]]:
-    """The metric by where the needed documents stand: a line per run and length, behind its name a text per equal part
-    of the context.
+    """Returns the metric by where the needed documents stand: a line per run and length, which holds its name and a
+    text per equal part of the context.
 
     A question counts once for each of its needed documents.
     """
@@ -140,7 +143,7 @@ def percent_text(interval: Interval | None) -> str:
 
 @cache
 def published_tables() -> list[dict[str, Any]]:
-    """The papers' numbers (published.yaml)."""
+    """Reads the papers' numbers (published.yaml)."""
     return yaml.safe_load(files("mempipe.evaluation").joinpath("published.yaml").read_text(encoding="utf-8"))
 
 
@@ -173,7 +176,7 @@ def _table(
 
 
 def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> list[Row]:
-    """What papers report in this metric on sets of this table. Averages are theirs, over all their columns."""
+    """Returns what papers report in this metric on sets of this table. Averages are theirs, over all their columns."""
     rows = []
     for published in published_tables():
         shared = set(published["columns"]) & set(table.columns)
@@ -199,7 +202,7 @@ def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> l
 
 
 def _averages(kind: str, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[str]]:
-    """Columns behind the sets: the unweighted mean of all, and of those that models were trained on and were not."""
+    """Returns the columns after the sets: the unweighted mean of all, of those that models trained on, of the rest."""
     groups = {"average": list(benchmarks)} if len(benchmarks) > 1 else {}
     if kind == "search-QA":
         inside = [label for label, benchmark in benchmarks.items() if benchmark.name in IN_DISTRIBUTION]
@@ -217,8 +220,8 @@ def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
 
 
 def score_interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
-    """Bootstrap over questions; Wilson's interval where all are right or all wrong, of which every resample is the
-    same.
+    """Returns a bootstrap over questions, or Wilson's interval where all are right or all wrong, since then every
+    resample is the same.
     """
     if not scores:
         return None

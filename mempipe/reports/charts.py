@@ -88,18 +88,18 @@ class BarGroup:
 
 
 def percent(value: float) -> str:
-    """0.625 as 62.5 %, without a needless digit."""
+    """Writes 0.625 as 62.5 %, without a needless digit."""
     text = f"{100 * value:.1f}"
     return f"{text.removesuffix('.0')} %"
 
 
 def whole_percent(value: float) -> str:
-    """For narrow places: 0.625 as 62 %, and what would round to 0 as <1 %."""
+    """Writes 0.625 as 62 %, for narrow places, and what would round to 0 as <1 %."""
     return "<1 %" if 0 < value < 0.005 else f"{100 * value:.0f} %"
 
 
 def number(value: float) -> str:
-    """At most three significant digits, large numbers with separators."""
+    """Writes at most three significant digits, large numbers with separators."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
@@ -168,7 +168,7 @@ def share_bar(parts: Sequence[tuple[str, float]], *, title: str) -> Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plot:
-    """Data coordinates to pixels."""
+    """Turns data coordinates into pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -190,7 +190,7 @@ class _Plot:
 
 
 def _ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Round values from at or below `low` to at or above `high`."""
+    """Returns round values from at or below `low` to at or above `high`."""
     raw = max(high - low, 1e-12) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))

@@ -1,5 +1,5 @@
-"""The report of an evaluation:
-`report.md`, `report.html` (one page that needs nothing else), `report.json` and the plot as SVG.
+"""Writes the report of an evaluation: `report.md`, `report.html` (one page that needs nothing else), `report.json` and
+a plot as SVG.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ def write_evaluation_report(
 
 
 def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
-    """Every mean of every cell, as MLflow takes it: "RUN/LABEL/METRIC"."""
+    """Returns every mean of every cell by the name that MLflow shows: "RUN/LABEL/METRIC"."""
     return {
         f"{cell.run}/{cell.benchmark.label}/{name}": value for cell in cells for name, value in _means(cell).items()
     }
 
 
 def _means(cell: Cell) -> dict[str, float]:
-    """The metrics over all questions, failed ones included,
-    and what the answers cost over those that were attempted."""
+    """Returns the metrics over all questions, failed ones included, and what the answers cost over those that were
+    attempted.
+    """
     attempts = sum(len(row.answers) for row in cell.rows)
     means = {name: fmean(row.score(name) for row in cell.rows) for name in METRICS}
     if judged := cell.scores(JUDGE):
@@ -107,7 +108,7 @@ def _means(cell: Cell) -> dict[str, float]:
 
 
 def _costs(cell: Cell) -> dict[str, list[float]]:
-    """What every attempted question cost, a mean over its attempts; context tokens also over its turns."""
+    """Returns what every attempted question cost, a mean over its attempts; context tokens also over its turns."""
     rows = [row for row in cell.rows if row.answers]
     return {
         "turns": [fmean(map(len, row.context_tokens_by_turn)) for row in rows],
@@ -121,7 +122,7 @@ def _costs(cell: Cell) -> dict[str, list[float]]:
 def _facts(
     run: str, cells: Sequence[Cell], config: RunConfig, settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """How a row of the table came about."""
+    """Returns how a row of the table came about."""
     own = [cell for cell in cells if cell.run == run]
     rows = [row for cell in own for row in cell.rows]
     served = settings[f"{run}/{own[0].benchmark.label}"]
@@ -186,7 +187,7 @@ def _head(suite: EvaluationSuite) -> list[str]:
 
 
 def _grid(table: ScoreTable) -> list[list[str]]:
-    """Head and lines of a table of scores."""
+    """Returns head and lines of a table of scores."""
     lines = [["", *table.columns]]
     for row in table.rows:
         lines.append([_line_name(row), *(percent_text(value) for value in row.values)])
@@ -198,13 +199,13 @@ def _line_name(row: Row) -> str:
 
 
 def _sources(table: ScoreTable) -> str:
-    """Where the published rows of a table are from."""
+    """Says where the published rows of a table are from."""
     titles = list(dict.fromkeys(row.published for row in table.rows if row.published))
     return f"Published numbers are from {'; '.join(titles)}." if titles else ""
 
 
 def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
-    """How many questions and what one cost, with intervals."""
+    """Returns how many questions there are and what one cost, with intervals."""
     lines = [["run", "set", "questions", "failed", "answered", *_COSTS.values()]]
     for cell in cells:
         costs, answered = _costs(cell), _means(cell).get("answered")
@@ -267,7 +268,7 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that cannot end its cell or become markup."""
+    """Returns text that cannot end its cell or become markup."""
     for mark in ("\\", "|", "<", "`", "[", "*"):
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())

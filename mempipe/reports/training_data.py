@@ -34,7 +34,7 @@ _NOT_PARTS = ("step",)  # the whole step, not a part of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report is made from. Anything may be empty; the report then leaves out what it cannot know."""
+    """What a report is made from. Anything may be empty; the report leaves out what it cannot know then."""
 
     settings: Mapping[str, Any]
     """The run's config as nested plain values."""
@@ -61,7 +61,7 @@ class ReportData:
 
     @property
     def growing(self) -> bool:
-        """Whether the agent carries its whole history in one context."""
+        """Says whether the agent carries its whole history in one context."""
         return self._agent.grows
 
     @property
@@ -75,7 +75,7 @@ class ReportData:
 
     @property
     def train_seconds(self) -> dict[str, float]:
-        """Where the time of the learner steps went: `seconds/…` metrics, summed."""
+        """Sums the `seconds/…` metrics: where the time of the learner steps went."""
         totals: dict[str, float] = defaultdict(float)
         for row in self.metrics:
             for name, value in row.items():
@@ -86,7 +86,7 @@ class ReportData:
 
 
 def read_report_data(folder: str | Path) -> ReportData:
-    """What the run of this folder saved. Only config.yaml must be there."""
+    """Reads what the run of this folder saved. Only config.yaml must be there."""
     folder = Path(folder)
     state_file, metrics_file = folder / "state.json", folder / "metrics.jsonl"
     state = json.loads(state_file.read_text()) if state_file.exists() else {}
@@ -105,13 +105,12 @@ def read_report_data(folder: str | Path) -> ReportData:
 
 
 def summarise(data: ReportData) -> dict[str, Number]:
-    """The flat numbers of report.json.
+    """Returns the flat numbers of report.json.
 
     `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high`
     (95 % intervals over questions), the names of `rollout_metrics`, and what its memory rates are shares of
-    (facts_retrieved, facts_held, answers). em_difference, questions_gained, questions_lost
-    and mcnemar_p compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the
-    learner steps.
+    (facts_retrieved, facts_held, answers). em_difference, questions_gained, questions_lost and mcnemar_p compare the
+    same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
     """
     numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
     numbers["num_questions"] = len(data.after or data.before)
@@ -131,8 +130,8 @@ def summarise(data: ReportData) -> dict[str, Number]:
 
 
 def em_interval(groups: Sequence[Group]) -> Interval:
-    """Mean EM over questions with its 95 % interval:
-    Wilson's when each was asked once, else a bootstrap over questions.
+    """Returns the mean EM over questions with its 95 % interval: Wilson's when each was asked once, else a bootstrap
+    over questions.
     """
     scores = _per_question(groups, "em")
     if all(len(group.trajectories) == 1 for group in groups):
@@ -141,7 +140,7 @@ def em_interval(groups: Sequence[Group]) -> Interval:
 
 
 def by_hops(groups: Sequence[Group]) -> dict[int, list[Group]]:
-    """Groups by the number of hops of their question, where that is known."""
+    """Returns the groups by the number of hops of their question, where that is known."""
     parts: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         if group.question.num_hops:

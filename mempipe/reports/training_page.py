@@ -131,7 +131,7 @@ def _tiles(numbers: Numbers) -> list[Tile]:
 
 
 def _f1_is_em(numbers: Numbers) -> bool:
-    """Whether F1 says nothing that exact match does not, as where all answers are single words."""
+    """Returns whether F1 says nothing that exact match does not, as where all answers are single words."""
     return all(numbers.get(f"f1_{label}") == numbers.get(f"em_{label}") for label in ("start", "end"))
 
 
@@ -282,8 +282,9 @@ def _memory_size_chart(data: ReportData) -> Figure | None:
 
 
 def _memory_sizes(groups: Sequence[Group]) -> list[list[float]]:
-    """Tokens of the memories that each trajectory left, in turn order.
-    Turns without a search write none and come last."""
+    """Returns the tokens of the memories that each trajectory left, in turn order. Turns without a search write none
+    and come last.
+    """
     return [
         [float(c.num_new_memory_tokens) for c in t.contexts if c.searches or c.memory_after]
         for g in groups
@@ -373,8 +374,8 @@ def _value(numbers: Numbers, name: str) -> float | None:
 
 
 def _column(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric, whether it is logged as `name` or as `part/name`.
-    Steps start at 1; step 0 is evaluation.
+    """Returns (step, value) of a metric, whether it is logged as `name` or as `learner/name`. Steps start at 1; step 0
+    is an evaluation.
     """
     found = []
     for row in metrics:
@@ -386,7 +387,7 @@ def _column(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[flo
 
 
 def _smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """Mean of the last `window` points; of fewer at the start."""
+    """Returns the mean of the last `window` points, of fewer at the start."""
     sums = [0.0, *accumulate(value for _, value in points)]
     starts = [max(0, index + 1 - window) for index in range(len(points))]
     return [(points[i][0], (sums[i + 1] - sums[start]) / (i + 1 - start)) for i, start in enumerate(starts)]

@@ -1,4 +1,4 @@
-"""One MLflow run, and the thread that writes it: a server may be slow, dead or wrong, and nobody waits for it."""
+"""Writes one MLflow run from a thread of its own: a server may be slow, dead or wrong, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrackingSummary:
 
 
 class MlflowWriter:
-    """The queue and the thread that empties it. Metrics go first and together; other calls go in order."""
+    """Writes from a queue in a thread of its own. Metrics go first and together; other calls go in order."""
 
     def __init__(self, store: MlflowRun) -> None:
         self._store = store
@@ -71,7 +71,7 @@ class MlflowWriter:
         return self._store.run_id
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether all metrics were written within `timeout_s`. Not waited for while the server is failing."""
+        """Returns whether all metrics were written within `timeout_s`. Does not wait while the server is failing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._metrics or self._failing, timeout_s)
             return not self._metrics
@@ -110,7 +110,7 @@ class MlflowWriter:
                 delay = min(2 * delay, _MAX_RETRY_DELAY_S)
 
     def _wait_for_work(self) -> bool:
-        """False when there is nothing left to write and never will be, or `finish` gave up."""
+        """Waits for something to write. Returns False when nothing is left and nothing comes, or `finish` gave up."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._finishing or self._store.run_id is None or self._metrics or self._calls
@@ -131,7 +131,7 @@ class MlflowWriter:
             self._write(call, self._calls, 1)
 
     def _write(self, call: Callable[[MlflowRun], None], queue: deque[Any], num_entries: int) -> None:
-        """Entries leave their queue when they are written, or when trying again cannot help."""
+        """Writes entries, which leave their queue when they are written or when trying again cannot help."""
         try:
             call(self._store)
         except Exception as error:
@@ -155,7 +155,7 @@ class MlflowWriter:
             _logger.warning(text, _public(self._store.uri), _one_line(error))
 
     def _pause(self, seconds: float) -> None:
-        """`finish` ends a long pause at once and leaves short ones only."""
+        """Waits, until `finish` is called at most; after that, half a second at most."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._finishing, seconds):
                 return
@@ -258,7 +258,9 @@ class MlflowRun:
         return self._client.create_run(self._experiment_id, run_name=self._run_name, tags=tags).info.run_id
 
     def _log_config(self, run_id: str, *, resumed: bool) -> None:
-        """A resumed run keeps its parameters, which MLflow does not let change, and gets another config file."""
+        """Records parameters and config. A resumed run keeps its parameters, which MLflow does not let change, and gets
+        another config file.
+        """
         from mlflow.entities import Param
 
         name = f"config-resumed-{self._started}.yaml" if resumed else "config.yaml"
@@ -269,7 +271,7 @@ class MlflowRun:
 
 
 def last_run_id(folder: str | Path) -> str | None:
-    """The MLflow run that the last tracker of this run folder made, to be continued."""
+    """Returns the MLflow run that the last tracker of this run folder made, to be continued."""
     try:
         return (Path(folder) / _RUN_ID_FILE).read_text().strip() or None
     except FileNotFoundError:
@@ -277,12 +279,12 @@ def last_run_id(folder: str | Path) -> str | None:
 
 
 def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs beside this run's folder."""
+    """Returns `tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs beside this run's folder."""
     return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
 
 
 def without_credentials(value: Any) -> Any:
-    """Nested plain values, with user and password taken out of every URI."""
+    """Returns nested plain values without the user and password of any URI."""
     if isinstance(value, Mapping):
         return {name: without_credentials(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -295,7 +297,7 @@ def _local_uri(folder: str | Path) -> str:
 
 
 def _is_temporary(error: Exception) -> bool:
-    """Whether the same call may succeed later: the server is away, busy or broken, rather than unwilling."""
+    """Returns whether the same call may succeed later: the server is away, busy or broken, rather than unwilling."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
@@ -305,8 +307,8 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _quiet_mlflow() -> None:
-    """No usage statistics; failures are seen soon, since the writer tries again itself.
-    Before the first import of mlflow.
+    """Turns usage statistics off, and MLflow's own retries, since the writer tries again itself. Call it before the
+    first import of mlflow.
     """
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
@@ -315,7 +317,7 @@ def _quiet_mlflow() -> None:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys with short texts; long values are in the config file only."""
+    """Returns dotted keys with short texts; long values are in the config file only."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -327,7 +329,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _public(uri: str) -> str:
-    """A URI without its user and password."""
+    """Returns a text without the users and passwords of its URIs."""
     return re.sub(r"://[^/@\s]+@", "://***@", uri)
 
 

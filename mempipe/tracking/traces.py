@@ -1,4 +1,4 @@
-"""Trajectories as MLflow traces: a root span for the question and one span per turn."""
+"""Builds MLflow traces of trajectories: a root span for the question and one span per turn."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Wording:
 
 
 def sample_groups(groups: Sequence[Group], *, num_trajectories: int, seed: int) -> list[Group]:
-    """At most `num_trajectories` random trajectories of different questions, each in a copy of its group.
-    The seed fixes the choice.
+    """Returns at most `num_trajectories` random trajectories of different questions, each in a copy of its group. The
+    seed fixes the choice.
     """
     generator = random.Random(seed)
     groups = [group for group in groups if group.trajectories]
@@ -51,7 +51,7 @@ def build_trace(
     experiment_id: str,
     wording: Wording = Wording(),
 ) -> tuple[TraceInfo, list[Span]]:
-    """The trace of one trajectory, linked to the run.
+    """Returns the trace of one trajectory, linked to the run.
 
     Spans follow one another and last as long as the engine and the retriever took; the clock of the trajectory itself
     is not recorded. Ids come from run, step and trajectory, so that a trace which is sent again after a fault is still

@@ -63,8 +63,8 @@ class Tracker:
             self._writer = MlflowWriter(store)
 
     def log_metrics(self, metrics: Mapping[str, SupportsFloat | None], step: float) -> None:
-        """Records numbers of one step.
-        None means "not measured" and is left out. Raises ValueError for what is no number.
+        """Records numbers of one step. None means "not measured" and is left out. Raises ValueError for what is no
+        number.
         """
         assert not self._finished, "log_metrics after finish"
         step, now = int(step), time.time()
@@ -92,20 +92,20 @@ class Tracker:
             self._writer.add_call(lambda store: store.log_artifact(Path(path), artifact_folder))
 
     def run_id(self, timeout_s: float = 0.0) -> str | None:
-        """The MLflow run, waiting at most `timeout_s` for it; None when there is none (yet)."""
+        """Returns the MLflow run after waiting at most `timeout_s` for it; None when there is none (yet)."""
         return self._writer.wait_for_run_id(timeout_s) if self._writer else None
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until every metric is in MLflow, at most `timeout_s`; False when some are not.
-        `metrics.jsonl` has them at once.
+        """Waits at most `timeout_s` until every metric is in MLflow; returns False when some are not. `metrics.jsonl`
+        has them at once.
         """
         return self._writer.flush(timeout_s) if self._writer else True
 
     def finish(
         self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED", timeout_s: float = 60.0
     ) -> TrackingSummary:
-        """Writes what is waiting, closes the MLflow run and says what is missing.
-        Returns after `timeout_s` at the latest.
+        """Writes what is waiting, closes the MLflow run and says what is missing. Returns after `timeout_s` at the
+        latest.
         """
         assert not self._finished, "finish was called twice"
         self._finished = True
@@ -117,10 +117,10 @@ class Tracker:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, one per step in order of steps. Of a step written twice (a resumed run) the last
-    value counts.
+    """Reads the rows of a `metrics.jsonl`, one per step in order of steps. Of a step written twice (by a resumed run)
+    the last value counts.
 
-    Values that were not finite are NaN. A line that a crash left half written is passed over.
+    Values that were not finite are NaN. A line that a crash left half written is skipped.
     """
     rows: dict[int, dict[str, float]] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
@@ -134,7 +134,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 class _MetricsFile:
-    """JSON lines, one per call, whole lines only."""
+    """Appends JSON lines, one per call, whole lines only."""
 
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
