@@ -1,10 +1,11 @@
-"""Building an index as a Ray job; the same command again goes on where a killed one stopped.
+"""Builds an index as a Ray job.
 
-    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\ python -m jobs.build_index
-        jobs/configs/index_wiki18_e5.yaml corpus=[/shared/wiki-18.jsonl.gz] output=/shared/wiki18_e5
+    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
+        python -m jobs.build_index jobs/configs/index_wiki18_e5.yaml \\
+        corpus=[/shared/wiki-18.jsonl.gz] output=/shared/wiki18_e5
 
-`output` must be a path that all nodes see. Encoders take every GPU of the cluster (`num_encoders` takes fewer), or two
-CPUs each.
+`output` must be a path that all nodes see. There is an encoder for every GPU of the cluster, or for every two CPUs
+(`num_encoders` sets another number). After a kill the same submission goes on where the last one stopped.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Evaluation as a Ray job.
+"""Runs an evaluation as a Ray job.
 
     RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
         python -m jobs.evaluate jobs/configs/evaluate_search_qa.yaml output=/shared/evaluations [key=value ...]
 
-As `jobs.train`: weights, index and question files are absolute paths that all nodes see. The same submission goes on
-where a killed one stopped.
+As in `jobs.train`, weights, index and question files are absolute paths that all nodes see. After a kill the same
+submission goes on where the last one stopped.
 """
 
 import sys

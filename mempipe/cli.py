@@ -1,5 +1,7 @@
 """The `mempipe` command.
-Heavy libraries are imported by the command that needs them, so that `mempipe --help` answers at once.
+
+Every command checks its input first (`mempipe.checks`) and imports heavy libraries afterwards, so that `--help` and a
+refusal come at once.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--host",
         default="127.0.0.1",
-        help="0.0.0.0 to be reached from other machines; callers are not asked who they are",
+        help="0.0.0.0 to be reached from other machines; callers need no password",
     )
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--num-replicas", type=int, default=1)
@@ -343,7 +345,7 @@ def _index_adopt(arguments: argparse.Namespace) -> None:
 
 
 def describe_index(manifest, folder: str) -> list[str]:
-    """What is in an index, for people."""
+    """Returns the lines that tell a person what is in an index."""
     lines = [f"{folder}: {manifest.passages.count} passages"]
     if skipped := manifest.passages.skipped:
         lines.append("  left out: " + ", ".join(f"{count} {kind}" for kind, count in skipped.items()))
@@ -486,7 +488,7 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
 
 
 def _numbers(text: str, option: str, example: str) -> dict[str, int]:
-    """The mapping that NAME=NUMBER,NAME=NUMBER describes."""
+    """Returns the mapping that NAME=NUMBER,NAME=NUMBER describes. Raises ConfigError that names `option`."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.isidentifier() and number.isdigit() for name, _, number in pairs) or len(
         {name for name, *_ in pairs}

@@ -1,4 +1,4 @@
-"""A whole run: the sections of all rooms, and what must agree between them.
+"""A whole run: the sections of all rooms, and the rules that hold between them.
 
 A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted keys: `load_config(path,
 ["algorithm.group_size=8"])` (`mempipe.loader`). Importing this module imports neither torch nor ray nor vllm.
@@ -35,7 +35,7 @@ DEFAULT_AGENT = "memsearcher"
 
 
 class StreamConfig(Section):
-    """The Ray Data stage that plays trajectories."""
+    """The Ray Data stage in which drivers play trajectories."""
 
     num_drivers: int = Field(1, ge=1)
     """Processes that play trajectories."""
@@ -153,7 +153,7 @@ class RunConfig(Section):
 
     @property
     def agent_spec(self) -> AgentSpec:
-        """What the system knows about the agent."""
+        """Returns what the system knows about the agent."""
         return agent_spec(self.agent.name)
 
     @model_validator(mode="before")

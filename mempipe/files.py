@@ -64,7 +64,7 @@ def start_folder(path: Path) -> Path:
 
 
 def partial_folder(path: Path) -> Path:
-    """Where `start_folder` makes the folder that will be `path`."""
+    """Returns the folder that `start_folder` makes and `finish_folder` renames to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -83,7 +83,7 @@ def finish_folder(partial: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the entries of a folder, to the disk."""
+    """Flushes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,8 +92,8 @@ def sync(path: Path) -> None:
 
 
 def is_local_path(name: str) -> bool:
-    """Whether this is meant as a path and not as OWNER/NAME on the Hugging Face hub, so that a mistyped folder is
-    refused without asking the hub for it."""
+    """Tells whether a name is meant as a path and not as OWNER/NAME on the Hugging Face hub, so that a mistyped folder
+    is refused without asking the hub for it."""
     parent = Path(name).parent
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or (parent != Path() and parent.is_dir())
 

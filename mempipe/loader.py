@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` words to settings, with one sentence for everything that is wrong with them."""
+"""Reads settings from a YAML file and `key=value` words; whatever is wrong with them is said in one sentence."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ SERVICE_APP = "mempipe.serve.retrieval:app"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
+    """Returns the run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
     return parse_section(load_values(path, overrides, kind="run"), RunConfig)
 
 
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
-    """The index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    """Returns the index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
     return parse_section(load_values(path, overrides, kind="index"), IndexConfig)
 
 
 def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> ServiceConfig:
-    """The retrieval service that a Ray Serve config deploys, with `key=value` overrides of its `args`.
+    """Returns the retrieval service that a Ray Serve config deploys, with `key=value` overrides of its `args`.
     Raises ConfigError."""
     values = load_values(path, kind="service")
     applications = values["applications"]
@@ -67,14 +67,14 @@ def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> Serv
 
 
 def kind_of(values: dict[str, Any]) -> Kind | None:
-    """What settings describe, by keys that no other kind has; None when there is no such key."""
+    """Returns what settings describe, by keys that no other kind has; None when there is no such key."""
     return next((kind for kind, marks in MARKS.items() if values.keys() & marks), None)
 
 
 def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind | None = None) -> dict[str, Any]:
-    """The settings that a YAML file names, with `key=value` overrides, not checked yet.
+    """Returns the settings that a YAML file names, with `key=value` overrides. They are not checked yet.
 
-    Raises ConfigError, also when they are those of something else than `kind`.
+    Raises ConfigError, also when they describe something else than `kind`.
     """
     try:
         text = Path(path).read_text()
@@ -95,12 +95,12 @@ def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind |
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:
-    """The run that nested dicts describe. Raises ConfigError with one line per wrong setting."""
+    """Returns the run that nested dicts describe. Raises ConfigError with one line per wrong setting."""
     return parse_section(values, RunConfig)
 
 
 def parse_section(values: dict[str, Any], kind: type[C]) -> C:
-    """The section of type `kind` that nested dicts describe. Raises ConfigError with one line per wrong setting."""
+    """Returns the section of type `kind` that nested dicts describe. Raises ConfigError, one line per wrong setting."""
     moved = [f"{old} has moved to {new}" for old, new in kind.MOVED.items() if old in values]
     if moved:
         raise ConfigError("; ".join(moved))
@@ -111,7 +111,7 @@ def parse_section(values: dict[str, Any], kind: type[C]) -> C:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested settings that `key=value` words describe. Raises ConfigError."""
+    """Returns the nested settings that `key=value` words describe. Raises ConfigError."""
     values: dict[str, Any] = {}
     for override in overrides:
         _apply(values, override)
@@ -119,7 +119,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def setting_names(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings of a section and of the sections in it."""
+    """Yields the dotted names of all settings of a section and of the sections in it."""
     for name, field in kind.model_fields.items():
         inner = section_of(field.annotation)
         yield prefix + name
@@ -128,7 +128,7 @@ def setting_names(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, if it holds one."""
+    """Returns the section that a field holds; None when it holds another kind of value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -136,7 +136,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without the silent rule that the last of two equal keys wins."""
+    """Reads YAML and refuses a key that stands twice, where YAML itself takes the last one without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -180,7 +180,7 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
 
 
 def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
-    """What to say about a key that is no setting: whose it is, or which one is nearest."""
+    """Says of a key that is no setting whose it is, or which setting is nearest."""
     if issubclass(kind, RunConfig):
         section, _, rest = where.partition(".")
         agent = values.get("agent", {})
@@ -202,7 +202,7 @@ def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
 
 
 def _same_leaf(where: str, known: Sequence[str]) -> list[str]:
-    """A setting of the same last name in another section."""
+    """Returns a setting of the same last name in another section, if there is one."""
     leaf = where.rpartition(".")[2]
     return [name for name in known if name.rpartition(".")[2] == leaf][:1]
 

@@ -1,5 +1,4 @@
-"""What a person sees of a running job: a bar with the numbers that matter,
-or plain lines where there is no terminal."""
+"""Shows a running job to a person: a bar with a few numbers on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class Progress:
     """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`."""
 
     def __init__(self, title: str, *, total: int | None, done: int = 0) -> None:
-        """`total` is None where nobody knows it yet."""
+        """`total` is None while the number of items is unknown."""
         self._title, self._total, self._done = title, total, done
         self._console = Console()
         self._last_line = time.monotonic()
@@ -76,12 +75,12 @@ class Progress:
         return f"{self._title}: {self._done}" + ("" if self._total is None else f"/{self._total}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line above the bar, where it stays."""
         (self._bar.console if self._bar else self._console).print(text)
 
 
 def closing_table(run: Run) -> None:
-    """What came out, where it lies, and what to type next."""
+    """Prints the results of a run, the places of its files, and the commands that come next."""
     report = json.loads((run.folder / "report.json").read_text())
     console = Console()
     table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, what state the run is in, and how long each phase took.
+"""The folder of a run: its files, the state of the run, and the seconds of each phase.
 
 config.yaml            the whole config as it was resolved
 state.json             phase seconds, steps done, MLflow run id, whether it finished
@@ -28,7 +28,7 @@ from mempipe.settings import ConfigError
 
 Resume = Literal["never", "auto", "always"]
 
-# What may differ between a run and its continuation: nothing that changes what is learned.
+# Settings that may differ between a run and its continuation, since they do not change what is learned.
 FREE_SETTINGS = ("num_steps", "ray_address", "tracking", "checkpoint", "evaluation", "stream", "output")
 
 
@@ -65,9 +65,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of what happens inside to the phase's seconds, also when it fails (a resumed phase adds
-        up).
-        """
+        """Adds the wall time of the block to the phase's seconds, also when it fails. A resumed phase adds up."""
         started = time.perf_counter()
         try:
             yield
@@ -79,9 +77,7 @@ class Run:
         self._save()
 
     def withdraw(self) -> None:
-        """Takes back a run whose config was refused before it began, so that a better one can start there; a resumed
-        run stays.
-        """
+        """Removes a new run whose config was refused, so that a better one can start there. A resumed run stays."""
         if self._is_new and self._made_folder:
             shutil.rmtree(self.folder)
         elif self._is_new:
@@ -93,10 +89,10 @@ class Run:
 
 
 def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
-    """The state of the run in the config's folder; None where there is none.
+    """Returns the state of the run in the config's folder; None when the folder holds no run.
 
-    Raises ConfigError when the run may not start there: it is there already and not to be resumed, it is to be resumed
-    and not there, it was started with other settings, or its files are damaged.
+    Raises ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
+    and `resume` is "always", that run was started with other settings, or its files are damaged.
     """
     file = config.folder / "state.json"
     if not file.exists():
@@ -134,7 +130,7 @@ def _check_same(config: RunConfig) -> None:
 
 
 def unfinished(folder: Path) -> str:
-    """What to say of a run that has not ended yet; "" for a finished one and for a folder without a run."""
+    """Describes a run that has not ended yet; returns "" for a finished one and for a folder without a run."""
     try:
         state = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`mempipe config`: a complete YAML file of any kind of config, with every setting's meaning, which loads as it is."""
+"""Writes a complete YAML file of any kind of config, with every setting's meaning; the file loads as it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXAMPLES: dict[type[Section], dict[str, Any]] = {
 
 
 def config_lines(kind: str) -> list[str]:
-    """The lines of a YAML file: a run of the agent `kind`, or one of KINDS. Raises ConfigError for anything else."""
+    """Returns the lines of a YAML file: a run of the agent `kind`, or one of KINDS. Raises ConfigError."""
     if kind in BUILT_IN or "." in kind:
         run = parse_config({"agent": {"name": kind}})
         return [f"# A training run of {kind}: `mempipe train FILE`", *_section_lines(RunConfig, run)]
@@ -50,7 +50,7 @@ def config_lines(kind: str) -> list[str]:
 
 
 def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]:
-    """Every setting below its documentation; sections are indented, and one that is not set is commented out."""
+    """Yields every setting below its documentation. Sections are indented; one that is not set is commented out."""
     for name, field in section.model_fields.items():
         value = getattr(values, name)
         inner = type(value) if isinstance(value, Section) else section_of(field.annotation)
@@ -73,16 +73,16 @@ def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]
 
 
 def _unset_lines(section: type[Section]) -> Iterator[str]:
-    """The settings of a section that is not set, each with its default."""
+    """Yields the settings of a section that is not set, each with its default."""
     for name, field in section.model_fields.items():
         yield from _comment(field.description or "")
         yield f"{name}: " + ("(needed)" if field.is_required() else _scalar(field.get_default()))
 
 
 def _deployed(lines: list[str]) -> list[str]:
-    """The settings of a service as the one application of a Ray Serve config."""
+    """Returns a Ray Serve config whose one application has these settings."""
     head = f"""http_options:
-  # 0.0.0.0 to be reached from other machines; callers are not asked who they are.
+  # 0.0.0.0 to be reached from other machines; callers need no password.
   host: 127.0.0.1
   port: 8000
 proxy_location: EveryNode

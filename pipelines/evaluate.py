@@ -86,7 +86,7 @@ def main(suite: EvaluationSuite) -> list[Path]:
 
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:
-    """Everything that can be found wrong beforehand is found here. Raises ConfigError."""
+    """Reads question files, weights and prompts, and returns what there is to do. Raises ConfigError."""
     files = {benchmark.label: find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks}
     sets = {}
     for benchmark in suite.benchmarks:
@@ -136,7 +136,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
 
 
 def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job], namespace: str) -> None:
-    """All unfinished sets of a run, on engines that are started once."""
+    """Evaluates all unfinished sets of a run on engines that are started once."""
     with launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
         say(f"{planned.run.name}: all of them are up")
         for job in jobs:
@@ -144,7 +144,7 @@ def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job
 
 
 def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: RolloutActors) -> None:
-    """Asks what has no row yet; rows are written in parts as they come, also when the evaluation is interrupted."""
+    """Asks the questions that have no row yet. Writes rows in parts as they come, also when it is interrupted."""
     job.results.open()
     done = job.results.done()
     spec = engines.driver_spec(
@@ -186,7 +186,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 
 
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
-    """The report of everything that is there, on disk, in MLflow and on the terminal."""
+    """Writes the report of all results that are there: on disk, in MLflow and on the terminal."""
     cells = [
         Cell(run=each.run.name, benchmark=job.benchmark, rows=read_results(job.results.path))
         for each in planned
@@ -217,7 +217,8 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
 
 
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
-    """Of the ids of the first prompt for a fixed question: prompt set, chat template, tool and tokenizer together."""
+    """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
+    tokenizer."""
 
     async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         raise _Seen(list(token_ids))
@@ -255,9 +256,7 @@ def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
 
 
 def _check_weights(config: RunConfig) -> None:
-    """That a local folder holds a model whose contexts are long enough.
-    Names are left to the engine, which can fetch them.
-    """
+    """Checks that a local folder holds a model whose contexts are long enough. The engine fetches others."""
     folder, room = Path(config.model.path), config.budget.context_tokens
     if not folder.is_dir():
         return
@@ -294,8 +293,8 @@ async def _judge(suite: EvaluationSuite, rows: Sequence[ResultRow]) -> list[Resu
 
 
 def _weights_sha256(config: RunConfig) -> str:
-    """Of sizes and times of a local folder's weight files:
-    enough to notice that they were exchanged; "" for the name of a model.
+    """Returns a hash of the sizes and times of a local folder's weight files, which changes when they are exchanged;
+    "" for the name of a model.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""What a run needs before it starts, made where the config asks for it.
+"""Makes what a run needs before it starts, where the config asks for it.
 
 With a `world`, questions, corpus, index, tokenizer and model come from the seed. With `cloze`, questions and index come
 from the passages of data.corpus; with model.source, the model is imported.
@@ -30,7 +30,7 @@ NUM_HELD_OUT_WORLDS = 8
 
 
 def prepare(run: Run) -> RunConfig:
-    """The config with every path filled in; what is already in the run's folder is kept."""
+    """Returns the config with every path filled in. What is already in the run's folder is kept."""
     config = run.config
     if config.world is not None:
         return _from_world(run, config, config.world)
@@ -108,7 +108,7 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
 
 
 def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
-    """Training worlds, and held-out worlds whose facts are true in none of them."""
+    """Returns the training worlds, and held-out worlds whose facts are true in none of them."""
     assert config.world is not None, "worlds are made only for a config with a `world`"
     return make_worlds(config.world.num_train_worlds, num_held_out=NUM_HELD_OUT_WORLDS, seed=config.seed)
 

@@ -129,8 +129,8 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
 def evaluate(
     run: Run, roles: RolloutActors, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
 ) -> list[Group]:
-    """One attempt at every held-out question under the served weights.
-    A finished evaluation is read back instead of repeated.
+    """Plays one attempt at every held-out question under the served weights. A finished evaluation is read back instead
+    of repeated.
     """
     path = run.folder / "evaluation" / f"{label}.parquet"
     if path.exists() or not questions:
@@ -160,8 +160,8 @@ def learn(
     position: Position,
     tracker: TrackerFront,
 ) -> None:
-    """The training loop: each step takes exactly `groups_per_step` groups; a checkpoint holds which groups every step
-    took.
+    """Runs the training loop. Each step takes exactly `groups_per_step` groups; a checkpoint holds the groups of every
+    step.
 
     It goes on from `position`, which a checkpoint holds.
     """
@@ -210,7 +210,7 @@ def learn(
 
 
 def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:
-    """One learner step and the new weights in every engine; returns what is logged of it."""
+    """Makes one learner step, brings the new weights to every engine, and returns the metrics of both."""
     config = roles.config
     samples = [
         [sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups
@@ -255,7 +255,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
 
 
 def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:
-    """Where the step's wall time went. Waiting for groups is split by what their trajectories were doing meanwhile."""
+    """Splits the step's wall time by phase. Waiting for groups is split by what their trajectories did meanwhile."""
     generating = sum(context.generate_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     searching = sum(context.search_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     alive = sum(group.seconds * len(group.trajectories) for group in batch.groups)
@@ -272,7 +272,8 @@ def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) 
 class TrainingRows:
     """(group id, question) in training order: every epoch shuffled by its own seed, without what was consumed already.
 
-    Ends after what `num_steps` steps take, unless groups may be filtered, when nobody knows how many that will be.
+    Ends after the groups of `num_steps` steps. Where groups may be filtered, their number is unknown, so there it ends
+    with the last epoch.
     """
 
     def __init__(self, questions: Sequence[Question], config: RunConfig, *, skip: set[str], num_steps: int) -> None:

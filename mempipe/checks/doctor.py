@@ -1,4 +1,4 @@
-"""`mempipe doctor`: the checks that a command makes before it starts, printed instead of obeyed."""
+"""`mempipe doctor`: finds the kind of a config and makes the checks that its command makes before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mempipe.settings import ConfigError
 def examine(
     path: str, overrides: Sequence[str] = (), *, resume: Resume = "never", num_gpus: int | None = None
 ) -> list[Finding]:
-    """All findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere.
+    """Returns all findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere.
 
     Raises ConfigError when the settings themselves are wrong.
     """
@@ -40,7 +40,7 @@ def examine(
 
 
 def _inputs(config: RunConfig) -> Finding:
-    """What needs the tokenizer, and so seconds of imports: asked when all else is right."""
+    """Checks what needs the tokenizer. Its imports take seconds, so this comes when all else is right."""
     from mempipe.checks.inputs import check_inputs
 
     try:

@@ -1,4 +1,4 @@
-"""Can this evaluation start? Folder, question files, and for every run its config, weights and index."""
+"""Checks whether an evaluation can start: its folder, question files, and every run's config, weights and index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mempipe.settings import ConfigError
 
 
 def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> list[Finding]:
-    """All findings about an evaluation; `devices` as in `check_run`."""
+    """Returns all findings about an evaluation; `devices` as in `check_run`."""
     findings = [check_writable(suite.folder, setting="output")]
     findings += [_benchmark(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
     configs: list[tuple[EvaluatedRun, RunConfig]] = []

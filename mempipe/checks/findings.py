@@ -1,4 +1,4 @@
-"""What a check found, and the end of a command that cannot work."""
+"""What a check found, and how a command that cannot work is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fatal(text: str) -> Finding:
 
 
 def attempt(check: Callable[[], Any], text: str) -> Finding:
-    """`text` as right when `check` raises nothing; otherwise what its ConfigError says, as fatal."""
+    """Runs `check`: returns `text` as right, or the message of its ConfigError as fatal."""
     try:
         check()
     except ConfigError as error:

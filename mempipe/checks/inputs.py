@@ -1,4 +1,4 @@
-"""What a run's roles will read, read before any of them starts: the tokenizer, and every question under the budget.
+"""Reads what a run's roles will read before any of them starts: the tokenizer, and every question under the budget.
 
 This imports transformers, so it comes after the checks that need nothing heavy.
 """
@@ -15,7 +15,7 @@ from mempipe.settings import ConfigError
 
 
 def check_inputs(config: RunConfig) -> str:
-    """What shares the agent's largest context, in one line.
+    """Returns one line about what shares the agent's largest context.
 
     Raises ConfigError when the tokenizer cannot serve, and when template, budget or questions do not fit.
     """

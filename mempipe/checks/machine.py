@@ -1,4 +1,4 @@
-"""What this machine has and allows: devices, memory, folders, ports and addresses. Nothing heavy is imported."""
+"""Checks what this machine has and allows: devices, memory, folders, ports, addresses. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def devices_here() -> Devices:
 
 
 def is_on_a_cluster(ray_address: str) -> bool:
-    """Whether roles run on a cluster whose devices are not this machine's."""
+    """Tells whether roles run on a cluster whose devices are not this machine's."""
     return bool(ray_address or os.environ.get("RAY_ADDRESS"))
 
 
 def check_writable(folder: Path, *, setting: str) -> Finding:
-    """That the folder, or the nearest one above it that exists, can be written."""
+    """Checks that the folder, or the nearest existing one above it, can be written."""
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -55,7 +55,7 @@ def check_writable(folder: Path, *, setting: str) -> Finding:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """That a server can listen there."""
+    """Checks that a server can listen there."""
     try:
         socket.create_server((host, port)).close()
     except (OSError, OverflowError) as error:
@@ -65,7 +65,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_cluster(address: str) -> list[Finding]:
-    """That somebody listens at host:port; Ray itself would try for minutes."""
+    """Checks that a process listens at host:port; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return []
@@ -77,7 +77,7 @@ def check_cluster(address: str) -> list[Finding]:
 
 
 def _gpu_gib() -> list[float]:
-    """Memory of every GPU of this machine in GiB; empty without nvidia-smi."""
+    """Returns the memory of every GPU of this machine in GiB; an empty list without nvidia-smi."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []

@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder(path: str) -> Path | None:
-    """The folder on this machine that holds the model's config.json: `path` itself, or its copy in the cache."""
+    """Returns the folder on this machine with the model's config.json: `path` itself, or its copy in the cache."""
     if (Path(path) / "config.json").is_file():
         return Path(path)
     if not path or is_local_path(path) or not _HUB_NAME.fullmatch(path):
@@ -31,8 +31,8 @@ def model_folder(path: str) -> Path | None:
 
 
 def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Finding]:
-    """That a folder holds a model whose contexts are long enough; the name of a model that is not here is left to
-    `check_hub`."""
+    """Checks that a folder holds a model whose contexts are long enough. `check_hub` looks for a model that is only
+    named."""
     if not path:
         return [fatal(f"{setting} is empty; it is a folder with a model, or the name of one")]
     folder = model_folder(path)
@@ -60,12 +60,12 @@ def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Fin
 
 
 def check_encoder(path: str, *, setting: str) -> list[Finding]:
-    """As `check_model`, for an encoder: it may also be the name of an installed package that carries one."""
+    """Does what `check_model` does for an encoder, which may also be the name of an installed package with one."""
     return [] if _is_package(path) else check_model(path, setting=setting)
 
 
 def check_hub(path: str, *, setting: str) -> list[Finding]:
-    """That the hub has the model, unless it is on this machine. Asks the network, and gives up after HUB_TIMEOUT_S."""
+    """Asks the hub for a model that is not on this machine, and gives up after HUB_TIMEOUT_S."""
     if model_folder(path) is not None or is_local_path(path) or _is_package(path):
         return []
     problem = _ask_hub(path)
@@ -81,7 +81,7 @@ def _no_model(folder: Path) -> str:
 
 
 def _ask_hub(name: str) -> str | None:
-    """What keeps the model from being fetched; None when nothing does."""
+    """Returns the reason why the model cannot be fetched; None when it can."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Can this index be built, and can this retrieval service start?"""
+"""Checks whether an index can be built, and whether a retrieval service can start."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mempipe.retrieval.encoders import ENCODERS
 from mempipe.retrieval.manifest import check_index, read_manifest
 
 FOUND_IN_THE_MODEL = {"dimension", "fingerprint"}
-"""What an index's manifest says of its encoder beside the settings."""
+"""Keys of an encoder in an index's manifest that are no settings."""
 
 
 def check_build(config: IndexConfig) -> list[Finding]:
-    """All findings about an index that is to be built."""
+    """Returns all findings about an index that is to be built."""
     findings = [_output(Path(config.output)), *_corpus(config.corpus)]
     if config.encoder is not None:
         findings += _encoder(config.encoder)
@@ -34,7 +34,7 @@ def check_build(config: IndexConfig) -> list[Finding]:
 
 
 def check_service(config: ServiceConfig, *, host: str = "", port: int = 0) -> list[Finding]:
-    """All findings about a retrieval service; with `host` and `port` on this machine, otherwise on a cluster."""
+    """Returns all findings about a retrieval service, on this machine when `host` and `port` are given."""
     findings = [
         attempt(lambda: check_index(config.index, mode=config.mode, num_gpus=config.num_gpus), f"index: {config.index}")
     ]

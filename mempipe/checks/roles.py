@@ -1,5 +1,5 @@
-"""Do the roles of a run find GPUs and memory enough? What memory counts is a lower bound: a config that fails here
-fails on the machine too."""
+"""Checks whether the roles of a run find GPUs and memory enough. The memory counted is a lower bound: a config that
+fails here fails on the machine too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mempipe.settings import ConfigError
 
 
 def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
-    """That every role has a place there. Without GPUs all of them run on CPUs, and share the machine's memory."""
+    """Checks that every role has a place there. Without GPUs all run on CPUs and share the machine's memory."""
     if not devices.num_gpus and config.retrieval.num_gpus and config.retrieval.index:
         return [fatal(f"retrieval.num_gpus is {config.retrieval.num_gpus}, but there is no GPU; 0 searches on CPUs")]
     demand = Demand.of_training(config) if training else Demand.of_rollouts(config)
@@ -50,7 +50,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
 
 
 def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, training: bool) -> list[Finding]:
-    """Of a learner rank, and of an engine with room for one full context at least."""
+    """Checks the memory of a learner rank, and of an engine with room for one full context at least."""
     findings = []
     if training:
         needed = learner_memory(config, shape, num_ranks=placed.num_ranks).peak / GIB
@@ -68,7 +68,7 @@ def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, tr
 
 
 def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, training: bool) -> list[Finding]:
-    """Of all roles together, on one machine without a GPU; float32 master weights, a gradient and two moments."""
+    """Checks the memory of all roles together, on one machine without a GPU."""
     if not gib:
         return []
     weights, cache = shape.num_parameters * weight_width(config.model), config.generation.cpu_kv_cache_gib

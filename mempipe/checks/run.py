@@ -1,5 +1,4 @@
-"""Can this run start? Everything that can be known before anything heavy is imported, cheap things first, the network
-last."""
+"""Checks whether a training run can start. Nothing heavy is imported; the network is asked last."""
 
 from __future__ import annotations
 
@@ -23,8 +22,11 @@ SERVICE_TIMEOUT_S = 3.0
 
 
 def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices | None = None) -> list[Finding]:
-    """All findings about a training run. `devices` describes a cluster that is elsewhere; None: this machine's, or
-    those of the cluster that the run connects to, which are counted there."""
+    """Returns all findings about a training run.
+
+    `devices` describes a cluster that is elsewhere. None means this machine's, or those of the cluster that the run
+    connects to, which are counted there.
+    """
     findings = [_folder(config, resume), *_lengths(config)]
     if config.world is not None:
         findings += _world(config)
@@ -35,7 +37,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
 
 
 def check_retrieval(config: RunConfig) -> list[Finding]:
-    """That an agent that searches has something to search."""
+    """Checks that an agent that searches has something to search."""
     retrieval = config.retrieval
     if not config.agent_spec.searches or retrieval.url:
         return []
@@ -51,14 +53,14 @@ def check_retrieval(config: RunConfig) -> list[Finding]:
 
 
 def place_roles(config: RunConfig, devices: Devices | None, *, training: bool = True) -> list[Finding]:
-    """That GPUs and memory suffice, as far as it can be known from here."""
+    """Checks that GPUs and memory suffice, as far as this machine can tell."""
     if devices is None and is_on_a_cluster(config.ray_address):
         return [note("the cluster's GPUs are counted when it is connected to (--devices plans for them)")]
     return check_roles(config, devices or devices_here(), training=training)
 
 
 def ask_network(config: RunConfig) -> list[Finding]:
-    """What only others can say: the cluster, the hub that has the model, the service that is searched."""
+    """Asks the cluster, the hub that has the model, and the service that is searched."""
     return [
         *(check_cluster(config.ray_address) if config.ray_address else []),
         *(check_hub(config.model.path, setting="model.path") if config.model.path else []),
@@ -89,7 +91,7 @@ def _lengths(config: RunConfig) -> list[Finding]:
 
 
 def _questions(setting: str, path: str, *, needed: bool) -> list[Finding]:
-    """That the file is there and begins with a question; `mempipe.checks.inputs` reads the rest."""
+    """Checks that the file is there and begins with a question; `mempipe.checks.inputs` reads the rest."""
     if not path:
         text = f"{setting} is empty"
         return [fatal(f"{text}; a run without a `world` needs it") if needed else note(f"{text}: nothing is evaluated")]
@@ -149,7 +151,7 @@ def _world(config: RunConfig) -> list[Finding]:
 
 
 def _service(url: str) -> list[Finding]:
-    """What a retrieval service says of itself. It may well be reached from the cluster alone, so nothing is fatal."""
+    """Asks a retrieval service about itself. Perhaps only the cluster can reach it, so nothing is fatal."""
     import httpx
 
     try:
