@@ -16,9 +16,9 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
-from mempipe.rl.advantages import group_advantages
+from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.rl.rewards import overlong_penalty, score
+from mempipe.rl.rewards import overlong_penalty, recall_match, recall_reward, score
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Measure, Question, Trajectory
 from mempipe.user_code import load_user_object, user_code
@@ -85,11 +85,10 @@ async def run_group(
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     trajectories = [await _scored(attempt.result(), question, reward) for attempt in attempts]
-    advantages = group_advantages([t.reward for t in trajectories], normalize_std=advantage.advantage == "grpo")
     return Group(
         id=group_id,
         question=question,
-        trajectories=[dataclasses.replace(t, advantage=a) for t, a in zip(trajectories, advantages, strict=True)],
+        trajectories=with_advantages(trajectories, advantage),
         seconds=time.perf_counter() - started,
     )
 
@@ -106,8 +105,25 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
     trajectory = dataclasses.replace(trajectory, reward=scores.reward, em=scores.em, f1=scores.f1)
     if config.function:
         trajectory = await _scored_by_user(trajectory, question, config.function)
+    if trajectory.recalls:
+        trajectory = _with_recalls(trajectory, config)
     longest = max((sum(context.loss_mask) + context.num_dropped_tokens for context in trajectory.contexts), default=0)
     return dataclasses.replace(trajectory, reward=trajectory.reward - overlong_penalty(longest, config))
+
+
+def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
+    """The trajectory with its recall samples scored and their mean in its reward (MemTrain Eq. 1 and 2)."""
+    recalls = [
+        dataclasses.replace(recall, score=recall_match(recall.answer, recall.target, config))
+        for recall in trajectory.recalls
+    ]
+    scores = [recall.score for recall in recalls]
+    return dataclasses.replace(
+        trajectory,
+        recalls=recalls,
+        reward=recall_reward(trajectory.reward, scores, weight=config.recall_weight),
+        measures=[*trajectory.measures, Measure(name="recall", value=sum(scores) / len(scores))],
+    )
 
 
 async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:

@@ -60,7 +60,7 @@ class Question:
     document. `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics
     use it). `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every
     objective of a multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of
-    each).
+    each). `recall_targets` are entities of `context` that MemTrain's recall may ask for, each with its surface forms.
     """
 
     id: str
@@ -72,6 +72,7 @@ class Question:
     evidence: list[Evidence] = field(default_factory=list)
     context: str = ""
     objectives: list[list[str]] = field(default_factory=list)
+    recall_targets: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,20 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """One sample of MemTrain's intermediate memory recall: the memory of a step is asked for an entity of an earlier
+    chunk. It is a context beside those of its trajectory, with a score and an advantage of its own.
+    """
+
+    context: Context
+    step: int  # chunks that had been read, from 1
+    chunk: int  # of them the one that is asked about, from 0
+    target: list[str]  # surface forms of the entity
+    answer: str | None
+    score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
     """A named number that a reward of the user's own returned beside the reward."""
 
@@ -184,6 +199,7 @@ class Trajectory:
     em: float = 0.0
     f1: float = 0.0
     measures: list[Measure] = field(default_factory=list)
+    recalls: list[Recall] = field(default_factory=list)
     advantage: float = 0.0
 
 
@@ -216,7 +232,7 @@ class TrainingSample:
     logprobs: list[float]
     policy_versions: list[int]
     advantage: float
-    num_contexts: int  # of its trajectory
+    num_contexts: int  # of its trajectory, recall samples included
     trajectory_tokens: int
     ref_logprobs: list[float] = field(default_factory=list)
 

@@ -47,8 +47,8 @@ class AgentConfig(Section):
     """Which agent, and the text it reads. Further settings are the agent's own."""
 
     name: str = "memsearcher"
-    """memsearcher (arXiv 2511.02805), memagent (2507.02259), mem1 (2506.15841), react (full history, 2503.09516), or
-    the module of an agent of your own (docs/extending.md)."""
+    """memsearcher (arXiv 2511.02805), memagent (2507.02259), memtrain (2606.03197), mem1 (2506.15841), react (full
+    history, 2503.09516), or the module of an agent of your own (docs/extending.md)."""
     prompts: str = ""
     """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty:
     the agent's own.

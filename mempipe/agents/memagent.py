@@ -22,7 +22,7 @@ from mempipe.agents.protocol import Tokenizer, UnfitQuestion, last_stated, parse
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import Renderer, encode_pieces, opened_thought
 from mempipe.agents.tools import SearchLimits
-from mempipe.agents.turn import Agent, Message, Turn
+from mempipe.agents.turn import Agent, Memory, Message, Turn
 from mempipe.text import BOX
 from mempipe.types import EndReason, Question
 
@@ -152,6 +152,12 @@ class MemAgent(Agent[MemAgentRenderer]):
     """The agent. A memory that was cut off by its token limit is kept, as published; `memory_truncated` says so."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
+        return await self._read(question, finish, on_memory=lambda step, memory: None)
+
+    async def _read(
+        self, question: Question, finish: Callable[[Turn], None], *, on_memory: Callable[[int, Memory], None]
+    ) -> tuple[EndReason, str | None]:
+        """Reads and answers; `on_memory` is called with every memory, and after how many chunks it was written."""
         question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)
         memory = self._memory(self.renderer.empty_memory)
         for index, chunk in enumerate(chunks):
@@ -166,6 +172,7 @@ class MemAgent(Agent[MemAgentRenderer]):
                 return EndReason.MEMORY_OVERFLOW, None
             memory = turn.new_memory = self._memory(token_ids, cut_off=message.cut_off)
             finish(turn)
+            on_memory(index + 1, memory)
         turn = Turn(index=len(chunks), question_ids=question_ids, memory=memory)
         turn.inject(self.renderer.answer_prompt(question=question_ids, memory=memory.token_ids))
         message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)

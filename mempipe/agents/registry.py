@@ -21,6 +21,7 @@ from mempipe.user_code import import_user_module
 BUILT_IN = {
     "memsearcher": "mempipe.agents.memsearcher",
     "memagent": "mempipe.agents.memagent",
+    "memtrain": "mempipe.agents.memtrain",
     "mem1": "mempipe.agents.mem1",
     "react": "mempipe.agents.react",
 }

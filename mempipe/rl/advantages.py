@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mempipe.types import Group
+from mempipe.rl.config import AlgorithmConfig
+from mempipe.types import Group, Trajectory
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-6) -> list[float]:
@@ -28,10 +32,39 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
     return [(reward - mean) / (std + eps) if normalize_std else reward - mean for reward in rewards]
 
 
+def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
+    """Returns the trajectories of one group with their advantages: of each reward among its siblings, and of each
+    recall score among those that `config.recall_group` compares it with (MemTrain Eq. 3, arXiv 2606.03197).
+    """
+    statistics = functools.partial(group_advantages, normalize_std=config.advantage == "grpo")
+    of_recalls = [[recall.score for recall in trajectory.recalls] for trajectory in trajectories]
+    if config.recall_group == "rollout":
+        own = [statistics(scores) if scores else [] for scores in of_recalls]
+    else:
+        pooled = list(itertools.chain.from_iterable(of_recalls))
+        rest = iter(statistics(pooled) if pooled else [])
+        own = [list(itertools.islice(rest, len(scores))) for scores in of_recalls]
+    return [
+        replace(
+            trajectory,
+            advantage=advantage,
+            recalls=[
+                replace(recall, context=replace(recall.context, advantage=of_its_own))
+                for recall, of_its_own in zip(trajectory.recalls, advantages, strict=True)
+            ],
+        )
+        for trajectory, advantage, advantages in zip(
+            trajectories, statistics([t.reward for t in trajectories]), own, strict=True
+        )
+    ]
+
+
 def has_signal(group: Group) -> bool:
     """Tells whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv
-    2503.14476).
+    2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain).
     """
+    if any(trajectory.recalls for trajectory in group.trajectories):
+        return len({trajectory.em for trajectory in group.trajectories}) > 1
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 

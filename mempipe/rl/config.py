@@ -34,6 +34,9 @@ class AlgorithmConfig(Section):
     """The ratio counts no further up than 1 + clip_high."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Upper bound of the ratio for negative advantages, where the clip has no upper side; null: off."""
+    recall_group: Literal["rollout", "question"] = "rollout"
+    """memtrain: whose recall samples are compared with each other: those of one attempt, which have the same prompt,
+    or those of all attempts at a question. The paper does not say."""
     kl_coef: float = Field(0.001, ge=0)
     """Weight of the low-variance KL to the reference model, in the loss."""
     kl_reward_coef: float = Field(0.0, ge=0)
@@ -82,6 +85,12 @@ class RewardConfig(Section):
     """search_r1: added for a wrong answer in the right order of tags when a search found a gold."""
     attempt_score: float = Field(0.1, ge=0, le=1)
     """search_r1: earned by a wrong answer in the wrong order of tags."""
+    recall_weight: float = Field(0.5, ge=0)
+    """memtrain: what the recall samples of an attempt add to its reward, times their mean score (lambda of arXiv
+    2606.03197, Eq. 2); 0 trains recall on its own."""
+    recall_match: Literal["em", "exact"] = "em"
+    """memtrain: a recall is right when the normalised answer is a form of the entity, or when the answer as it stands
+    is. The paper does not say; em, as for the end-to-end answer."""
     overlong_tokens: int = Field(0, ge=0)
     """A trajectory that samples more than this in one context loses overlong_penalty (DAPO, arXiv 2503.14476);
     0: none does."""

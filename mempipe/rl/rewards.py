@@ -146,6 +146,13 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
+def recall_match(answer: str | None, target: Sequence[str], config: RewardConfig) -> float:
+    """Returns 1.0 when the answer of a recall sample is a surface form of the entity (MemTrain Eq. 1), else 0.0."""
+    if answer is None:
+        return 0.0
+    return exact_match(answer, target) if config.recall_match == "em" else float(answer in target)
+
+
 def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight: float = 0.5) -> float:
     """Returns MemTrain's reward of an end-to-end rollout (arXiv 2606.03197, Eq. 2): its own score plus `weight` times
     the mean score of the recall samples that questioned its memory. With scores in [0, 1] it is in [0, 1 + weight].

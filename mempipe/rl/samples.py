@@ -6,12 +6,14 @@ from mempipe.types import TrainingSample, Trajectory
 
 
 def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
-    """Returns one sample per context, in order, each with the trajectory's advantage unless the context has its own.
+    """Returns one sample per context, in order, then one per recall sample, each with the trajectory's advantage unless
+    the context has its own.
 
     The advantage is not divided by the number of contexts (multi-context GRPO, arXiv 2511.02805): every sampled token
     of the trajectory gets the same one.
     """
-    trajectory_tokens = sum(sum(context.loss_mask) for context in trajectory.contexts)
+    contexts = [*trajectory.contexts, *(recall.context for recall in trajectory.recalls)]
+    trajectory_tokens = sum(sum(context.loss_mask) for context in contexts)
     return [
         TrainingSample(
             trajectory_id=trajectory.id,
@@ -22,8 +24,8 @@ def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
             logprobs=context.logprobs,
             policy_versions=context.policy_versions,
             advantage=trajectory.advantage if context.advantage is None else context.advantage,
-            num_contexts=len(trajectory.contexts),
+            num_contexts=len(contexts),
             trajectory_tokens=trajectory_tokens,
         )
-        for context in trajectory.contexts
+        for context in contexts
     ]

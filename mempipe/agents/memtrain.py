@@ -1,0 +1,219 @@
+"""MemTrain (arXiv 2606.03197): MemAgent's reading, trained on texts without labels.
+
+The question asks for an entity that is masked everywhere in a document (end-to-end masked reconstruction). Beside it,
+one memory of every attempt is asked for another entity (intermediate memory recall): a context of its own shows the
+memory after step k and a chunk l < k in which that entity is replaced by [TARGET], and it is sampled `num_recalls`
+times. The recall samples are drawn while the reading goes on. Rewards and advantages are those of Eq. 1 to 3
+(`mempipe.rollout`, `mempipe.rl.advantages`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from mempipe.agents.memagent import MemAgent, MemAgentBudget, MemAgentConfig, MemAgentPrompts, MemAgentRenderer
+from mempipe.agents.prompt_set import load_prompts
+from mempipe.agents.protocol import Tokenizer, UnfitQuestion, thought_of
+from mempipe.agents.registry import AgentSpec
+from mempipe.agents.rendering import encode_pieces
+from mempipe.agents.tools import SearchLimits
+from mempipe.agents.turn import Memory, OnContext, Turn
+from mempipe.text import BOX
+from mempipe.types import Context, Question, Recall, Trajectory
+
+TARGET = "[TARGET]"
+"""Stands for the entity that a recall asks for; the document's own gap is [MASK]."""
+
+
+class MemTrainConfig(MemAgentConfig):
+    """MemTrain reads as MemAgent does, and recalls."""
+
+    num_recalls: int = Field(8, ge=0)
+    """Recall samples of every attempt (G2 in the paper); 0: reconstruction only."""
+    recall_last_step: bool = True
+    """The memory after the last chunk may be asked too. The paper does not say."""
+
+
+class MemTrainBudget(MemAgentBudget):
+    """The limits of one MemTrain context."""
+
+    def parts(self) -> dict[str, int]:
+        recall = {
+            "memory": self.memory_tokens,
+            "chunk": self.chunk_tokens,
+            "marks": self.question_tokens,
+            "answer": self.action_tokens,
+        }
+        return max(super().parts(), recall, key=lambda parts: sum(parts.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemTrainPrompts(MemAgentPrompts):
+    """The words around question, memory and chunk; `prompts/memtrain.yaml` explains each key. Raises ConfigError."""
+
+    REQUIRED: ClassVar = {**MemAgentPrompts.REQUIRED, "recall": {"memory", "chunk"}}
+
+    recall: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the memory of one attempt is asked for."""
+
+    step: int  # chunks that have been read, from 1
+    chunk: int  # of them the one that is asked about, from 0
+    target: list[str]  # surface forms of the entity
+    masked: list[int]  # ids of the chunk with the entity replaced
+
+
+class MemTrainRenderer(MemAgentRenderer):
+    """MemAgent's two prompts and that of a recall. Raises as `Renderer` does."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompts: MemTrainPrompts,
+        num_recalls: int = 8,
+        recall_last_step: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(tokenizer, prompts=prompts, **settings)
+        self.num_recalls, self.recall_last_step = num_recalls, recall_last_step
+        self._recall = encode_pieces(tokenizer, self._chat.before_user, prompts.recall, self._chat.after_user)
+        self.template_tokens = max(self.template_tokens, self._recall.num_tokens)
+        self._check_budget()
+
+    def check(self, question: Question) -> None:
+        super().check(question)
+        if self.num_recalls and not question.recall_targets:
+            raise UnfitQuestion(
+                f"question {question.id} has no recall_targets; agent.num_recalls {self.num_recalls} needs entities of "
+                "its text, 0 trains without them"
+            )
+
+    def recall_prompt(self, *, memory: list[int], masked: list[int]) -> list[int]:
+        """Returns the context of a recall, up to its first sampled token."""
+        return self._recall.filled({"memory": memory, "chunk": masked})
+
+    def probe(self, question: Question, *, seed: str) -> Probe | None:
+        """Draws a step, an earlier chunk and an entity of it; None when no chunk but the last one holds an entity.
+
+        Every step that has something to ask for is as likely as any other, then every chunk, then every entity. The
+        document's own answer is never asked for.
+        """
+        rng, chunks = random.Random(seed), self.chunks(question)
+        texts = [self.tokenizer.decode(chunk) for chunk in chunks]
+        targets = [target for target in question.recall_targets if not {*map(str.casefold, target)} & _folded(question)]
+        held = [[target for target in targets if mask(text, target) != text] for text in texts]
+        last = len(chunks) if self.recall_last_step else len(chunks) - 1
+        steps = [step for step in range(2, last + 1) if any(held[: step - 1])]
+        if not steps:
+            return None
+        step = rng.choice(steps)
+        chunk = rng.choice([number for number in range(step - 1) if held[number]])
+        target = rng.choice(held[chunk])
+        # The mark may have more tokens than what it stands for; the place of the question has room for them.
+        room = self.budget.chunk_tokens + self.budget.question_tokens
+        return Probe(step=step, chunk=chunk, target=target, masked=self.encode(mask(texts[chunk], target))[:room])
+
+
+class MemTrain(MemAgent):
+    """The agent."""
+
+    renderer: MemTrainRenderer  # pyrefly: ignore[bad-override]
+
+    async def rollout(
+        self, question: Question, *, trajectory_id: str, group_id: str, member: int, on_context: OnContext | None = None
+    ) -> Trajectory:
+        probe = self.renderer.probe(question, seed=trajectory_id) if self.renderer.num_recalls else None
+        contexts: list[Context] = []
+        samples: list[asyncio.Task[Recall]] = []
+
+        def finish(turn: Turn) -> None:
+            contexts.append(turn.context())
+            if on_context is not None:
+                on_context(contexts[-1])
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+
+                def on_memory(step: int, memory: Memory) -> None:
+                    if probe is not None and step == probe.step:
+                        samples.extend(
+                            tasks.create_task(self._recall(probe, memory)) for _ in range(self.renderer.num_recalls)
+                        )
+
+                end_reason, answer = await self._read(question, finish, on_memory=on_memory)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        recalls = [
+            replace(recall, context=replace(recall.context, index=len(contexts) + number))
+            for number, recall in enumerate(sample.result() for sample in samples)
+        ]
+        return Trajectory(
+            id=trajectory_id,
+            group_id=group_id,
+            member=member,
+            contexts=contexts,
+            recalls=recalls,
+            end_reason=end_reason,
+            answer=answer,
+        )
+
+    async def _recall(self, probe: Probe, memory: Memory) -> Recall:
+        """Samples one answer to the probe."""
+        turn = Turn(index=0, question_ids=[], memory=memory)
+        turn.inject(self.renderer.recall_prompt(memory=memory.token_ids, masked=probe.masked))
+        turn.num_observation_tokens = len(probe.masked)
+        message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
+        turn.action = message.text
+        _, answer = self._parse_answer(message)
+        return Recall(context=turn.context(), step=probe.step, chunk=probe.chunk, target=probe.target, answer=answer)
+
+
+def make_renderer(
+    config: MemTrainConfig, budget: MemTrainBudget, *, limits: SearchLimits, tokenizer: Tokenizer
+) -> MemTrainRenderer:
+    """Makes the renderer that the settings describe."""
+    return MemTrainRenderer(
+        tokenizer,
+        prompts=load_prompts(config.prompts or "memtrain", MemTrainPrompts),
+        budget=budget,
+        chunk_first=config.chunk_first,
+        compat=config.compat,
+        num_recalls=config.num_recalls,
+        recall_last_step=config.recall_last_step,
+    )
+
+
+def mask(text: str, forms: Sequence[str]) -> str:
+    """Returns the text with [TARGET] for every form of an entity that stands in it as whole words, in any case."""
+    longest_first = sorted(filter(None, forms), key=len, reverse=True)
+    if not longest_first:
+        return text
+    return re.sub(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", TARGET, text, flags=re.IGNORECASE)
+
+
+def _folded(question: Question) -> set[str]:
+    return {golden.casefold() for golden in question.golden_answers}
+
+
+AGENT = AgentSpec(
+    config=MemTrainConfig,
+    budget=MemTrainBudget,
+    renderer=make_renderer,
+    agent=MemTrain,
+    paper="arXiv 2606.03197",
+    reads=True,
+    thought=functools.partial(thought_of, actions=(BOX,)),
+    reward={"answer": "em", "wrong_answer": 0.0},
+)

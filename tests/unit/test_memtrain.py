@@ -1,0 +1,299 @@
+"""MemTrain: what is recalled and how, and Eq. 1 to 4 worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from agent_builders import Library, build_question, build_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, mask
+from mempipe.agents.protocol import UnfitQuestion
+from mempipe.faults import InfrastructureFault
+from mempipe.loader import parse_config
+from mempipe.rl.advantages import has_signal
+from mempipe.rl.config import AlgorithmConfig, RewardConfig
+from mempipe.rl.losses import policy_loss
+from mempipe.rl.packing import pack_step
+from mempipe.rl.samples import to_samples
+from mempipe.rollout import make_renderer, run_group
+from mempipe.types import Completion, FinishReason, Group, Question, Trajectory, from_row, to_row
+
+TOKENIZER = build_tokenizer()
+SENTENCES = ["Osvin was born in [MASK]. ", "Adela wrote Odyssey. ", "Nobody wrote a thing."]
+QUESTION = "What does [MASK] stand for?"
+
+
+def document(**changes: Any) -> Question:
+    """Three sentences of one chunk each: chunks are as long as the longest, which the others are filled up to."""
+    size = max(len(TOKENIZER.encode_text(text)) for text in SENTENCES)
+    text = ""
+    for sentence in SENTENCES:
+        while len(TOKENIZER.encode_text(sentence)) < size:
+            sentence += "."
+        text += sentence
+    fields = {"context": text, "golden_answers": ["Velmora"], "recall_targets": [["Osvin"], ["Odyssey", "The Odyssey"]]}
+    return build_question(QUESTION, **{**fields, **changes})
+
+
+def build_renderer(**agent: Any) -> MemTrainRenderer:
+    budget = {
+        "question_tokens": 64,
+        "memory_tokens": 64,
+        "action_tokens": 64,
+        "chunk_tokens": max(len(TOKENIZER.encode_text(text)) for text in SENTENCES),
+        "context_tokens": 4096,
+    }
+    config = parse_config({"agent": {"name": "memtrain", "num_recalls": 2, **agent}, "budget": budget})
+    renderer = make_renderer(config, tokenizer=TOKENIZER)
+    assert isinstance(renderer, MemTrainRenderer)
+    return renderer
+
+
+class Policy:
+    """Writes "memory 1", "memory 2", … after the chunks, then `answer`, and recalls in turn with `recalls`."""
+
+    def __init__(self, *, answer: str, recalls: Sequence[str], hold: asyncio.Event | None = None) -> None:
+        self.answer, self.recalls, self.hold = answer, iter(recalls), hold
+        self.prompts: list[str] = []
+        self.num_memories = 0
+
+    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        prompt = TOKENIZER.decode(token_ids)
+        self.prompts.append(prompt)
+        if "[TARGET]" in prompt.partition("<section>")[2]:
+            if self.hold is not None:
+                await self.hold.wait()
+            text = next(self.recalls)
+        elif "<section>" in prompt:
+            self.num_memories += 1
+            text = f"memory {self.num_memories}"
+        else:
+            if self.hold is not None:
+                self.hold.set()
+            text = self.answer
+        if text == "FAULT":
+            raise InfrastructureFault("the engine died")
+        sampled = [*TOKENIZER.encode_template(text), min(TOKENIZER.stop_token_ids)]
+        logprobs = [-0.5] * len(sampled)
+        return Completion(token_ids=sampled, logprobs=logprobs, finish_reason=FinishReason.STOP, policy_version=0)
+
+
+async def play(policy: Policy, *, question: Question | None = None, name: str = "t", **agent: Any) -> Trajectory:
+    player = MemTrain(build_renderer(**agent), generate=policy, search=Library())
+    return await player.rollout(question or document(), trajectory_id=name, group_id="g", member=0)
+
+
+async def test_recalls_are_contexts_beside_those_of_the_reading():
+    policy = Policy(answer="\\boxed{Velmora}", recalls=["\\boxed{Osvin}", "no box"])
+    played = await play(policy)
+    assert [context.index for context in played.contexts] == [0, 1, 2, 3]
+    assert [recall.context.index for recall in played.recalls] == [4, 5]
+    assert (played.answer, played.contexts[-1].action) == ("Velmora", "\\boxed{Velmora}")
+    assert [recall.answer for recall in played.recalls] == ["Osvin", None]
+    for recall in played.recalls:
+        assert 0 <= recall.chunk < recall.step - 1 < 3
+        assert recall.context.memory_before == f"memory {recall.step}"
+        assert sum(recall.context.loss_mask) == len(recall.context.token_ids) - recall.context.num_prompt_tokens > 0
+    assert from_row(Trajectory, to_row(played)) == played
+
+
+async def test_a_recall_shows_the_masked_chunk_and_the_memory_and_never_the_target():
+    asked = set()
+    for number in range(30):
+        policy = Policy(answer="\\boxed{x}", recalls=["\\boxed{y}"] * 2)
+        played = await play(policy, name=f"g/{number}")
+        (prompt, again) = [prompt for prompt in policy.prompts if "[TARGET]" in prompt.partition("<section>")[2]]
+        assert prompt == again
+        recall = played.recalls[0]
+        asked.add((recall.step, recall.chunk, recall.target[0]))
+        section, _, rest = prompt.partition("<section>")[2].partition("</section>")
+        assert "[TARGET]" in section and f"memory {recall.step}" in rest
+        assert not any(form.casefold() in prompt.casefold() for form in recall.target)
+        assert QUESTION not in prompt
+    # Chunk 1 holds Osvin, chunk 2 Odyssey, chunk 3 nothing; every step, chunk and target that can be is drawn.
+    assert asked == {(2, 0, "Osvin"), (3, 0, "Osvin"), (3, 1, "Odyssey")}
+
+
+async def test_recalls_are_sampled_while_the_reading_goes_on():
+    """They wait here until the document has been answered; a reading that waited for them would never end."""
+    hold = asyncio.Event()
+    policy = Policy(answer="\\boxed{x}", recalls=["\\boxed{Osvin}"] * 2, hold=hold)
+    async with asyncio.timeout(30):
+        played = await play(policy)
+    assert len(played.recalls) == 2
+
+
+async def test_the_memory_after_the_last_chunk_is_not_asked_where_a_setting_says_so():
+    for number in range(10):
+        policy = Policy(answer="\\boxed{x}", recalls=["\\boxed{y}"] * 2)
+        played = await play(policy, name=f"g/{number}", recall_last_step=False)
+        assert {recall.step for recall in played.recalls} == {2}
+
+
+async def test_the_same_attempt_is_asked_for_the_same():
+    plays = [await play(Policy(answer="\\boxed{x}", recalls=["\\boxed{y}"] * 2), name="g/7") for _ in range(2)]
+    first, second = ([(r.step, r.chunk, r.target) for r in played.recalls] for played in plays)
+    assert first == second and len(set(map(str, first))) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context": "Osvin."},  # one chunk: nothing was read before it
+        {"golden_answers": ["osvin", "odyssey"]},  # only the answer itself could be asked for
+    ],
+)
+async def test_without_an_earlier_chunk_to_ask_about_there_are_no_recalls(changes):
+    policy = Policy(answer="\\boxed{x}", recalls=[])
+    assert (await play(policy, question=document(**changes))).recalls == []
+
+
+async def test_without_recalls_it_is_memagent():
+    policy = Policy(answer="\\boxed{x}", recalls=[])
+    played = await play(policy, question=document(recall_targets=[]), num_recalls=0)
+    assert (len(played.contexts), played.recalls) == (4, [])
+
+
+def test_a_question_without_targets_is_refused_before_anything_starts():
+    with pytest.raises(UnfitQuestion, match=r"question q-1 has no recall_targets; agent.num_recalls 2"):
+        build_renderer().check(document(recall_targets=[]))
+    build_renderer(num_recalls=0).check(document(recall_targets=[]))
+
+
+async def test_a_fault_in_a_recall_is_a_fault_of_the_attempt():
+    with pytest.raises(InfrastructureFault, match="the engine died"):
+        await play(Policy(answer="\\boxed{x}", recalls=["FAULT", "FAULT"]))
+
+
+NAMES = st.text(st.sampled_from("aZé'. -1İß"), min_size=1, max_size=8).filter(lambda name: name.strip() == name != "")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    forms=st.lists(NAMES, min_size=1, max_size=3), between=st.lists(st.sampled_from(["", " ", ", ", "x"]), max_size=5)
+)
+def test_a_masked_text_holds_no_form_as_a_word(forms, between):
+    text = " ".join(gap + form + gap for gap in between for form in forms)
+    masked = mask(text, forms)
+    assert mask(masked, forms) == masked
+    assert mask(f"a {forms[0]}", [forms[0]]) != f"a {forms[0]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "forms", "masked"),
+    [
+        ("Paris, PARIS and paris", ["Paris"], "[TARGET], [TARGET] and [TARGET]"),
+        ("The New York Times", ["York", "New York"], "The [TARGET] Times"),
+        ("Parisian", ["Paris"], "Parisian"),
+        ("C++ (1979)", ["C++"], "[TARGET] (1979)"),
+        ("text", [""], "text"),
+    ],
+)
+def test_every_form_is_masked_as_a_whole_word_in_any_case(text, forms, masked):
+    assert mask(text, forms) == masked
+
+
+# Eq. 1 to 4 by hand: two attempts, three chunks, two recall samples each.
+#                    answer  recalls         R^I    R^E = 1[answer] + .5 * mean     A^E     A^I
+#   attempt 0        right   right, wrong    1, 0   1 + .25 = 1.25                  .625    .5, -.5
+#   attempt 1        wrong   wrong, wrong    0, 0   0                               -.625   0, 0
+REWARDS = [1.25, 0.0]
+ADVANTAGES = [0.625, -0.625]
+OF_RECALLS = [[0.5, -0.5], [0.0, 0.0]]
+ALGORITHM = AlgorithmConfig(advantage="dr_grpo", aggregation="context", group_size=2, kl_coef=1e-3)
+
+
+async def group(*, algorithm: AlgorithmConfig = ALGORITHM, **reward: Any) -> Group:
+    question = document(recall_targets=[["Osvin"]])
+    wrong = "\\boxed{nobody}"
+    policies = [
+        Policy(answer="\\boxed{velmora}", recalls=["\\boxed{osvin}", wrong]),
+        Policy(answer=wrong, recalls=[wrong, wrong]),
+    ]
+
+    async def rollout(question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory:
+        player = MemTrain(build_renderer(), generate=policies[member], search=Library())
+        return await player.rollout(question, trajectory_id=trajectory_id, group_id=group_id, member=member)
+
+    return await run_group(
+        question,
+        rollout,
+        group_id="g",
+        group_size=2,
+        reward=RewardConfig(**{"answer": "em", "wrong_answer": 0.0, **reward}),
+        advantage=algorithm,
+    )
+
+
+async def test_equations_1_to_3_by_hand():
+    played = (await group()).trajectories
+    assert [t.reward for t in played] == pytest.approx(REWARDS, abs=1e-6)
+    assert [t.advantage for t in played] == pytest.approx(ADVANTAGES, abs=1e-6)
+    for trajectory, expected in zip(played, OF_RECALLS, strict=True):
+        assert [recall.context.advantage for recall in trajectory.recalls] == pytest.approx(expected, abs=1e-6)
+        assert all(context.advantage is None for context in trajectory.contexts)
+    assert [[(m.name, m.value) for m in t.measures] for t in played] == [[("recall", 0.5)], [("recall", 0.0)]]
+
+
+async def test_equation_4_by_hand():
+    """The loss is the sum of all token terms over the number of contexts: 2 * 4 of the reading and 2 * 2 of recalls."""
+    samples = [sample for trajectory in (await group()).trajectories for sample in to_samples(trajectory)]
+    assert len(samples) == 2 * 4 + 2 * 2
+    assert {sample.num_contexts for sample in samples} == {6}
+    # The policy moved by +0.1 on every token; the reference is at the sampler. Ratio e^.1 is inside of 0.8 to 1.2.
+    ratio, kl = math.exp(0.1), math.exp(-0.1) + 0.1 - 1
+    expected = 0.0
+    for sample in samples:
+        expected += sum(sample.loss_mask) * (-sample.advantage * ratio + 1e-3 * kl)
+    expected /= 12
+
+    (batches,) = pack_step(samples, num_ranks=1, max_tokens=100_000, aggregation="context")
+    total = 0.0
+    for batch in batches:
+        old = torch.from_numpy(batch.old_logprobs).double()
+        loss, _ = policy_loss(
+            old + 0.1,
+            old_logprobs=old,
+            ref_logprobs=old,
+            advantages=torch.from_numpy(batch.advantages).double(),
+            weights=torch.from_numpy(batch.weights).double(),
+            loss_sequences=torch.from_numpy(batch.loss_sequences),
+            context_indices=torch.from_numpy(batch.context_indices),
+            config=ALGORITHM,
+        )
+        total += loss.item()
+    assert total == pytest.approx(expected, abs=1e-6)
+    advantages = sorted({round(sample.advantage, 6) for sample in samples})
+    assert advantages == [-0.625, -0.5, 0.0, 0.5, 0.625]
+
+
+async def test_decoupled_rewards_leave_the_recall_out_and_train_it_on_its_own():
+    played = (await group(recall_weight=0.0)).trajectories
+    assert [t.reward for t in played] == [1.0, 0.0]
+    assert [recall.context.advantage for recall in played[0].recalls] == pytest.approx(OF_RECALLS[0])
+
+
+async def test_recalls_of_all_attempts_may_be_compared_with_each_other():
+    played = (await group(algorithm=ALGORITHM.model_copy(update={"recall_group": "question"}))).trajectories
+    advantages = [recall.context.advantage for t in played for recall in t.recalls]
+    assert advantages == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize(("match", "right"), [("em", 1.0), ("exact", 0.0)])
+async def test_how_a_recall_is_compared_is_a_setting(match, right):
+    played = (await group(recall_match=match)).trajectories
+    assert [recall.score for recall in played[0].recalls] == [right, 0.0]
+
+
+async def test_the_filter_looks_at_the_answer_and_not_at_the_recall():
+    whole = await group()
+    assert has_signal(whole)
+    same = [t for t in whole.trajectories if t.em == 0] * 2
+    assert not has_signal(Group(id="g", question=whole.question, trajectories=same))
