@@ -306,7 +306,7 @@ STEPS = st.tuples(REPLIES, st.sampled_from([[LAYOUT.closing_id]] * 6 + [[]])).ma
     script=st.lists(STEPS, min_size=12, max_size=12),
     text=st.one_of(st.text(min_size=1, max_size=40), st.just(HOSTILE[:40])),
     asked=st.text(max_size=30),
-    memory_tokens=st.integers(10, 40),
+    memory_tokens=st.integers(10, 30),  # a memory message has 30
     chunk_tokens=st.integers(16, 300),
     on_overflow=st.sampled_from(["cut", "end"]),
     chunk_first=st.booleans(),
