@@ -207,14 +207,16 @@ def test_every_kept_answer_stands_in_the_passage_that_is_its_evidence(of_wikiped
         assert all(fact.value in texts[fact.passage_id] for question in listed for fact in question.evidence)
 
 
-def test_the_same_seed_gives_the_same_questions_in_whatever_order_passages_come(of_wikipedia):
-    passages, candidates, made = of_wikipedia
-    config = ClozeConfig(entities="rules")
+def test_the_same_seed_gives_the_same_questions_in_whatever_order_passages_come():
+    passages, config = wiki(1000), ClozeConfig(entities="rules")
+    candidates = find_candidates(passages, RuleFinder(), config)
+    made = choose_questions(candidates.lazy(), len(passages), config)
     shuffled = random.Random(1).sample(passages, len(passages))
     parts = [
-        find_candidates(shuffled[start : start + 1000], RuleFinder(), config) for start in range(0, len(shuffled), 1000)
+        find_candidates(shuffled[start : start + 100], RuleFinder(), config) for start in range(0, len(shuffled), 100)
     ]
     again = choose_questions(pl.concat(parts).lazy(), len(passages), config)
+    assert again.counts["questions"] > 500
     assert again.questions == made.questions and again.counts == made.counts
     other = choose_questions(candidates.with_columns(pl.col("draw").hash(seed=3)).lazy(), len(passages), config)
     assert other.questions != made.questions

@@ -249,7 +249,7 @@ def test_report_json_is_strict_json(tmp_path):
 
 
 def test_hostile_text_stays_text(tmp_path):
-    settings = RunConfig(name=HOSTILE, world=WorldConfig()).model_dump(mode="json") | {HOSTILE: HOSTILE}
+    settings = RunConfig(world=WorldConfig()).model_dump(mode="json") | {"name": HOSTILE, HOSTILE: HOSTILE}
     hostile = {
         "before": make_groups("before", [0, 0], text=HOSTILE),
         "after": make_groups("after", [1, 0], text=HOSTILE),
