@@ -47,8 +47,11 @@ class LearnerActor:
         host, port = address
         self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
 
-    def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
-        return self._learner.step(updates)
+    def begin_step(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
+        self._learner.begin_step(updates)
+
+    def update(self, index: int) -> dict[str, float]:
+        return self._learner.update(index)
 
     def release_memory(self) -> None:
         """Gives GPU memory that no tensor uses back to those who share the GPU."""
@@ -140,7 +143,9 @@ class LearnerGroup:
         """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches.
         Returns the metrics of each update.
         """
-        return self._all("optimiser step", lambda rank, i: rank.step.remote([update[i] for update in updates]))[0]
+        begun = [rank.begin_step.remote([update[i] for update in updates]) for i, rank in enumerate(self.ranks)]
+        self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))  # it may score all of them
+        return [self._update(index, len(updates)) for index in range(len(updates))]
 
     def release_memory(self) -> None:
         """Gives GPU memory that no tensor uses back to those who share the GPU."""
@@ -205,6 +210,9 @@ class LearnerGroup:
     def export(self, folder: Path, *, source: str) -> None:
         """Writes a Hugging Face folder; tokenizer and config come from `source`."""
         self._all("export", lambda rank, _: rank.export.remote(folder.absolute(), source))
+
+    def _update(self, index: int, num_updates: int) -> dict[str, float]:
+        return self._all(f"optimiser update {index + 1} of {num_updates}", lambda rank, _: rank.update.remote(index))[0]
 
     def _all(self, phase: str, submit: Callable[[Handle, int], Any]) -> list[Any]:
         return self._get(phase, [submit(rank, i) for i, rank in enumerate(self.ranks)])

@@ -129,7 +129,7 @@ class LearnerConfig(Section):
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """Where the ratio's denominator comes from."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of one learner step, and of every collective in it."""
+    """Deadline of one optimiser update, and of every collective in it."""
 
 
 class CheckpointConfig(Section):

@@ -84,6 +84,7 @@ class Learner:
         self.rank = rank
         self.world_size = world_size
         self.num_updates_done = 0
+        self._step: list[tuple[Sequence[MicroBatch], list[Tensor | None]]] = []
         is_policy = settings.objective == "policy"
         self._fill_reference = is_policy and model.lora_rank > 0 and settings.algorithm.kl_coef > 0
         self._recompute_old = is_policy and learner.old_logprobs == "recompute"
@@ -119,20 +120,30 @@ class Learner:
         )
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
-        """One optimiser update after another, each from its list of this rank's micro-batches; returns the metrics of
-        each, over all ranks.
+        """One learner step: `begin_step`, then every `update`; returns the metrics of each."""
+        self.begin_step(updates)
+        return [self.update(i) for i in range(len(updates))]
 
-        With `old_logprobs: recompute` the ratios of all updates are to the policy before the first. Raises ValueError
-        when ranks were given different numbers of micro-batches, FloatingPointError when a gradient is not finite.
+    def begin_step(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
+        """Takes this rank's micro-batches of every optimiser update of a step.
+
+        With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here.
+        Raises ValueError when ranks were given different numbers of micro-batches.
         """
         self._check_counts([len(update) for update in updates])
-        old_logprobs = self._old_logprobs(updates)
-        reports = [self._update(update, old) for update, old in zip(updates, old_logprobs, strict=True)]
-        gathered: list[Any] = [reports]
+        self._step = list(zip(updates, self._old_logprobs(updates), strict=True))
+
+    def update(self, index: int) -> dict[str, float]:
+        """The optimiser update number `index` of the step that was begun; returns its metrics, over all ranks.
+
+        Raises FloatingPointError when a gradient is not finite.
+        """
+        report = self._update(*self._step[index])
+        gathered: list[Any] = [report]
         if self.world_size > 1:
             gathered = [None] * self.world_size
-            dist.all_gather_object(gathered, reports)
-        return [_metrics(list(ranks)) for ranks in zip(*gathered, strict=True)]
+            dist.all_gather_object(gathered, report)
+        return _metrics(gathered)
 
     def forward_backward(self, micro_batch: MicroBatch, *, old_logprobs: Tensor | None = None) -> dict[str, float]:
         """Adds the gradient of one micro-batch; returns its metric sums (`mempipe.rl.losses`).

@@ -66,9 +66,11 @@ class Stub:
     async def sleep(self) -> None:
         self._events.append("sleep")
 
-    async def step(self, updates: Any) -> list[dict[str, float]]:
+    async def begin_step(self, updates: Any) -> None:
         self._events.append("step")
-        return []
+
+    async def update(self, index: int) -> dict[str, float]:
+        return {}
 
     async def release_memory(self) -> None:
         self._events.append("release")

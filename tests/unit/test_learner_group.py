@@ -1,0 +1,67 @@
+"""Deadlines of the learner: of an update, not of a step with many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from mempipe.actors import learner_group
+from mempipe.actors.learner_group import LearnerGroup, LearnerLost
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a remote call would take and return."""
+
+    seconds: float
+    value: Any
+
+
+class Rank:
+    """Stands for a rank actor whose updates take the same time each."""
+
+    def __init__(self, seconds_per_update: float) -> None:
+        self._seconds = seconds_per_update
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(name, self._seconds)
+
+
+@dataclass(frozen=True)
+class _Method:
+    name: str
+    seconds: float
+
+    def remote(self, *arguments: Any) -> Call:
+        (argument,) = arguments
+        if self.name == "begin_step":
+            return Call(0.0, None)
+        assert self.name == "update"
+        return Call(self.seconds, {"update": float(argument)})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for a call takes no time here, and fails when it would take longer than the deadline."""
+
+    def get(calls: Sequence[Call], *, timeout: float) -> list[Any]:
+        if max(call.seconds for call in calls) > timeout:
+            raise GetTimeoutError("too late")
+        return [call.value for call in calls]
+
+    monkeypatch.setattr(learner_group.ray, "get", get)
+
+
+def test_a_step_may_take_longer_than_the_deadline_of_its_updates(clock):
+    group = LearnerGroup([Rank(20.0), Rank(25.0)], timeout_s=30.0)
+    assert group.step([[[], []]] * 16) == [{"update": float(index)} for index in range(16)]
+
+
+def test_an_update_that_is_late_is_named(clock):
+    group = LearnerGroup([Rank(20.0), Rank(35.0)], timeout_s=30.0)
+    with pytest.raises(LearnerLost, match="optimiser update 1 of 4: not all ranks finished within 30 s"):
+        group.step([[[], []]] * 4)
