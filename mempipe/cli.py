@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("second", metavar="B", help="another one of the same evaluation")
     compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
 
+    export = add("export", _export, "a checkpoint of a run as a Hugging Face folder")
+    export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
+    export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
+    export.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+
     doctor = add("doctor", _doctor, "check what can be known of a config of any kind, without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
@@ -271,6 +276,12 @@ def _compare(arguments: argparse.Namespace) -> None:
     console.print(f"A is {first}, B is {second}", soft_wrap=True)
     for line in warnings(first, second, comparisons):
         console.print(f"[bold]note[/bold] {line}", soft_wrap=True)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from pipelines.export import export_run
+
+    print(export_run(Path(arguments.run), Path(arguments.folder), step=arguments.step))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

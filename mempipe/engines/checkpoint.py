@@ -172,8 +172,22 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
 
 def latest(folder: str | Path) -> Path | None:
     """The newest checkpoint under `folder`, or None."""
-    checkpoints = _checkpoints(Path(folder))
-    return checkpoints[-1] if checkpoints else None
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints under `folder`, oldest first."""
+    found = [(int(match[1]), path) for path in Path(folder).glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(path: str | Path) -> int:
+    """The learner step that a checkpoint is of, without a look at its other files. Raises CheckpointError."""
+    try:
+        return _training_state(json.loads((Path(path) / STATE).read_text()), Path(path)).position.step
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
 
 
 def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: str | Path) -> Path:
@@ -214,7 +228,7 @@ def _finish(partial: Path, target: Path, state: str, hashes: Sequence[Mapping[st
     files |= {file.name: _entry(file) for file in partial.iterdir() if file.name not in files}
     (partial / MANIFEST).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
     finish_folder(partial, target)
-    for old in _checkpoints(target.parent)[:-keep]:
+    for old in checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
 
 
@@ -249,12 +263,6 @@ def _training_state(values: dict[str, Any], path: Path) -> TrainingState:
             f"this version reads {', '.join(sorted(expected))}"
         )
     return TrainingState(**values | {"position": Position(**values["position"])})
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
 
 
 @contextmanager
