@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.data.trajectories import records_to_table
+from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
 from mempipe.files import whole_file, write_text
@@ -63,6 +64,8 @@ class ResultRow:
     judge_unparsed: int = 0  # attempts without a verdict
     full_history_tokens_by_turn: list[list[int]] = field(default_factory=list)
     """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
+    first_causes: list[str] = field(default_factory=list)
+    """Of wrong attempts, a `Cause`; "" for the others, and where the needed facts are not known."""
 
     def score(self, metric: str) -> float:
         """Returns the score in one of `METRICS`."""
@@ -107,6 +110,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
             {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
         ),
         prompt_hash=prompt_hash,
+        first_causes=[first_cause(attempt, question, growing=growing) or "" for attempt in attempts],
         full_history_tokens_by_turn=[] if growing else [full_history_context_tokens(attempt) for attempt in attempts],
     )
 

@@ -21,7 +21,14 @@ from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import JUDGE, Cell, Row, ScoreTable, evidence_lines, percent_text, score_tables
 from mempipe.files import write_text
 from mempipe.reports.charts import Figure
-from mempipe.reports.evaluation_figures import context_by_turn, runs_of, scores_by_hops, scores_by_set
+from mempipe.reports.evaluation_figures import (
+    cause_lines,
+    causes_by_run,
+    context_by_turn,
+    runs_of,
+    scores_by_hops,
+    scores_by_set,
+)
 from mempipe.reports.pages import render
 from mempipe.tracking.mlflow_writer import without_credentials
 
@@ -30,6 +37,8 @@ NUM_EVIDENCE_BINS = 5
 _DIFFERENCE_TITLE = "Differences in em on the same questions, percent points"
 _DIFFERENCE_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
 _PAIRED = "Intervals are paired bootstraps over questions, McNemar's test is exact."
+_CAUSE_TITLE = "First cause of wrong answers"
+_CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
 _EVIDENCE_TITLE = "em by where the needed documents stand in the context"
 _MAX_REASONS = 3
 _COSTS = {
@@ -67,10 +76,11 @@ def write_evaluation_report(
     evidence = _evidence(cells, suite)
     plot = context_by_turn(cells)
     differences = _differences(cells, suite)
+    causes = cause_lines(cells, {run: config.budget.memory_limit for run, config in configs.items()})
     facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
     texts = {
-        "report.md": _markdown(suite, cells, tables, differences, evidence, facts, has_plot=plot is not None),
-        "report.html": _page(suite, cells, tables, differences, evidence, facts, plot),
+        "report.md": _markdown(suite, cells, tables, differences, causes, evidence, facts, has_plot=plot is not None),
+        "report.html": _page(suite, cells, tables, differences, causes, evidence, facts, plot),
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
@@ -154,7 +164,8 @@ def _evidence_head() -> list[str]:
 def _score_figures(cells: Sequence[Cell], tables: Sequence[ScoreTable], suite: EvaluationSuite) -> list[Figure | None]:
     first_of_family = {table.title: table for table in reversed(tables)}
     by_hops = scores_by_hops(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed)
-    return [*(scores_by_set(first_of_family[title]) for title in reversed(first_of_family)), by_hops]
+    by_set = [scores_by_set(first_of_family[title]) for title in reversed(first_of_family)]
+    return [*by_set, by_hops, causes_by_run(cells)]
 
 
 def _differences(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
@@ -229,6 +240,7 @@ def _markdown(
     cells: Sequence[Cell],
     tables: Sequence[ScoreTable],
     differences: Sequence[list[str]],
+    causes: list[list[str]],
     evidence: Sequence[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
     *,
@@ -243,6 +255,8 @@ def _markdown(
         ]
     if differences:
         parts += [f"## {_DIFFERENCE_TITLE}", _markdown_table([_DIFFERENCE_HEAD, *differences])]
+    if causes:
+        parts += [f"## {_CAUSE_TITLE}", _markdown_table(causes)]
     if evidence:
         parts += [
             f"## {_EVIDENCE_TITLE}",
@@ -279,6 +293,7 @@ def _page(
     cells: Sequence[Cell],
     tables: Sequence[ScoreTable],
     differences: Sequence[list[str]],
+    causes: list[list[str]],
     evidence: Sequence[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
     plot: Figure | None,
@@ -294,6 +309,8 @@ def _page(
     ]
     if differences:
         sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
+    if causes:
+        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE))
     if evidence:
         sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
     sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import Cell, ScoreTable, score_interval
@@ -56,6 +57,51 @@ def scores_by_hops(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, 
         keys=[Key(style=_style(number), label=run) for number, run in enumerate(runs)],
         caption="Questions of all sets; whiskers are intervals over questions.",
     )
+
+
+def cause_lines(cells: Sequence[Cell], budgets: Mapping[str, int | None]) -> list[list[str]]:
+    """Returns head and lines of a table: per run and hops, how many wrong attempts have which first cause. Empty where
+    no cause is known.
+    """
+    counts: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for cell in cells:
+        for row in cell.rows:
+            counts[cell.run, row.num_hops].update(cause for cause in row.first_causes if cause)
+    lines = [
+        [run, str(budgets[run] or "–"), str(hops or "–"), str(causes.total()), *(str(causes[each]) for each in Cause)]
+        for run in runs_of(cells)
+        for hops in sorted(hops for name, hops in counts if name == run)
+        if (causes := counts[run, hops])
+    ]
+    names = [each.replace("_", " ") for each in Cause]
+    return [["run", "memory budget", "hops", "wrong attempts", *names], *lines] if lines else []
+
+
+def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
+    """Draws the first causes of wrong attempts, a bar per run, as shares of its wrong attempts."""
+    runs = runs_of(cells)
+    counts = {
+        run: Counter(c for cell in cells if cell.run == run for row in cell.rows for c in row.first_causes if c)
+        for run in runs
+    }
+    if not any(counts.values()):
+        return None
+    groups = [
+        BarGroup(
+            label=cause.replace("_", " "),
+            bars=[
+                Bar(value=counts[run][cause] / counts[run].total(), style=_style(number)) if counts[run] else None
+                for number, run in enumerate(runs)
+            ],
+        )
+        for cause in Cause
+    ]
+    title = "First cause of wrong answers"
+    keys = [
+        Key(style=_style(number), label=run, value=f"{counts[run].total():,} wrong") for number, run in enumerate(runs)
+    ]
+    caption = "Shares of a run's wrong attempts at questions whose needed facts are known."
+    return Figure(title=title, chart=bar_chart(groups, title=title), keys=keys, caption=caption)
 
 
 def context_by_turn(cells: Sequence[Cell]) -> Figure | None:

@@ -25,7 +25,7 @@ from mempipe.faults import InfrastructureFault
 from mempipe.reports import evaluation as evaluation_report
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.settings import ConfigError
-from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 BOOTSTRAP = Bootstrap(num_resamples=200)
@@ -459,6 +459,20 @@ def test_charts_show_scores_by_set_and_hops_and_the_full_history(tmp_path):
         assert words in page, words
     (tmp_path / "plain").mkdir()
     assert "em by hops" not in written(tmp_path / "plain", cell("a", "mine", [1]))["report.html"]
+
+
+def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
+    known = dataclasses.replace(question(0), num_hops=2, evidence=[Evidence(passage_id="9", value="Nile")])
+    wrong = Group(id="q0", question=known, trajectories=[attempt("Rhine"), attempt(None, end=EndReason.NO_ACTION)])
+    (row,) = rows_of(wrong)
+    assert row.first_causes == ["stopped_early", "broken_protocol"]
+    files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="mine", file="x"), rows=[row]))
+    head, line = re.findall(r"^\| (?:run|a) \| (?:memory budget|1024) .*$", files["report.md"], flags=re.MULTILINE)
+    counts = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert (counts["hops"], counts["wrong attempts"], counts["stopped early"], counts["lost"]) == ("2", "2", "1", "0")
+    assert "2 wrong" in files["report.html"] and "First cause of wrong answers" in files["report.html"]
+    (tmp_path / "plain").mkdir()
+    assert "First cause" not in written(tmp_path / "plain", cell("a", "mine", [0]))["report.md"]
 
 
 def test_a_run_without_a_set_leaves_its_place_empty(tmp_path):

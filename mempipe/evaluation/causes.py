@@ -1,0 +1,75 @@
+"""Finds the first cause of a wrong answer: the place in the chain of needed facts where an attempt went wrong.
+
+Facts are those of `Question.evidence`, in reading order, and their states per turn are `fact_states`. The *end memory*
+is what the last turn could answer from: its memory_before and the passages that it read, or every passage ever read
+where the agent carries its whole history (`growing`). The *gap* is the first fact that the end memory does not know.
+
+    broken_protocol  the trajectory ended by a message that broke the agent's protocol, and no earlier turn made the gap
+    not_used         there is no gap: everything needed was known
+    lost             a memory knew the gap, and a later one did not
+    not_kept         a search returned the gap's passage, and no memory took its value
+    stopped_early    no search returned the gap's passage, and the agent answered
+    same_search      no search returned it, and the agent asked a query again that it had asked before
+    never_found      no search returned it, and all queries differed
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from mempipe.evaluation.memory_quality import FactState, contains_value, fact_states
+from mempipe.types import EndReason, Evidence, Question, Trajectory
+
+_BROKEN = (
+    EndReason.NO_ACTION,
+    EndReason.INVALID_CALL,
+    EndReason.LENGTH,
+    EndReason.BAD_MEMORY,
+    EndReason.MEMORY_OVERFLOW,
+)
+
+
+class Cause(StrEnum):
+    """Why an answer was wrong; the module's docstring defines each."""
+
+    NEVER_FOUND = "never_found"
+    SAME_SEARCH = "same_search"
+    STOPPED_EARLY = "stopped_early"
+    NOT_KEPT = "not_kept"
+    LOST = "lost"
+    NOT_USED = "not_used"
+    BROKEN_PROTOCOL = "broken_protocol"
+
+
+def first_cause(trajectory: Trajectory, question: Question, *, growing: bool) -> Cause | None:
+    """Returns the first cause of a wrong answer; None for a right one, and where the needed facts are not known.
+
+    Right is an exact match (`Trajectory.em` is 1).
+    """
+    if trajectory.em == 1 or not question.evidence or not trajectory.contexts:
+        return None
+    broken = trajectory.end_reason in _BROKEN
+    gap = next((n for n, fact in enumerate(question.evidence) if not _known(trajectory, fact, growing=growing)), None)
+    if gap is None:
+        return Cause.BROKEN_PROTOCOL if broken else Cause.NOT_USED
+    states = [turn[gap] for turn in fact_states(trajectory, question)]
+    earlier = states[:-1] if broken else states
+    if FactState.LOST in earlier:
+        return Cause.LOST
+    if FactState.FOUND in earlier:
+        return Cause.NOT_KEPT
+    if broken:
+        return Cause.BROKEN_PROTOCOL
+    if trajectory.end_reason is EndReason.ANSWERED:
+        return Cause.STOPPED_EARLY
+    queries = [search.query for context in trajectory.contexts for search in context.searches]
+    return Cause.SAME_SEARCH if len(set(queries)) < len(queries) else Cause.NEVER_FOUND
+
+
+def _known(trajectory: Trajectory, fact: Evidence, *, growing: bool) -> bool:
+    """Returns whether the end memory knows the fact."""
+    last = trajectory.contexts[-1]
+    read = trajectory.contexts if growing else [last] if trajectory.end_reason is EndReason.ANSWERED else []
+    passages = {passage.id for context in read for search in context.searches for passage in search.passages}
+    memory = last.memory_before if trajectory.end_reason is EndReason.ANSWERED else last.memory_after
+    return fact.passage_id in passages or contains_value(memory, fact.value)
