@@ -40,7 +40,7 @@ QUICKSTARTS = {
     "react": "quickstart_react",
     "memagent": "quickstart_memagent",
 }
-AGENTS = tuple(BUILT_IN)
+AGENTS = tuple(name for name in BUILT_IN if agent_spec(name).script)
 SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
 WORLD = World(5)
 QUESTIONS = WORLD.questions(60, seed=2)
