@@ -125,6 +125,8 @@ class RunConfig(Section):
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """GPUs of each role: its own, or the same ones for all, with as many ranks and engines as there are GPUs. auto:
     its own where there are enough."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a run starts again by itself, from its newest checkpoint, after it lost an engine, a rank or a node."""
     model: ModelConfig = ModelConfig()
     agent: SerializeAsAny[AgentConfig] = Field(MemSearcherConfig(), validate_default=True)
     budget: SerializeAsAny[Budget] = Field(MemSearcherBudget(), validate_default=True)

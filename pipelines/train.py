@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice
 from statistics import fmean
 
@@ -42,6 +43,7 @@ from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
 from mempipe.types import Group, Question, TrainingSample
 from pipelines.prepare import prepare
+from pipelines.repair import Checkpoints, with_restarts
 from pipelines.warm_start import warm_start
 
 NUM_CANARIES = 4
@@ -79,7 +81,7 @@ def _run(run: Run, config: RunConfig) -> Run:
                         evaluate_untrained(run, config, namespace, tracker)
                     with run.phase("warm_start"):
                         config = warm_start(run, config)
-                _train(run, config, namespace, tracker)
+                with_restarts(run, partial(_train, run, config, namespace, tracker))
                 with run.phase("report"):
                     for path in write_report(run.folder):
                         tracker.log_artifact(path)
@@ -166,16 +168,19 @@ def learn(
     It goes on from `position`, which a checkpoint holds.
     """
     config = roles.config
-    trained, dropped = list(position.trained), list(position.dropped)
     admission_name, admission = roles.new_admission(policy_version=position.step)
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
-    consumed = {*chain.from_iterable(trained), *dropped}
+    consumed = {*chain.from_iterable(position.trained), *position.dropped}
     groups = stream_groups(
         spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step)
     )
     collector = Collector(groups, admission, config.algorithm)
     training = time.perf_counter()
-    with closing(groups), Progress("train", total=config.num_steps, done=position.step) as progress:
+    with (
+        closing(groups),
+        Checkpoints(run, roles, tracker, position=position).kept() as checkpoints,
+        Progress("train", total=config.num_steps, done=position.step) as progress,
+    ):
         for step in range(position.step, config.num_steps):
             started = time.perf_counter()
             batch = collector.next_step(policy_version=step)
@@ -184,20 +189,14 @@ def learn(
                     f"the questions are used up after step {step}: data.num_epochs is {config.data.num_epochs}"
                 )
                 break
+            checkpoints.begin(batch)
             metrics = train_step(roles, batch, step=step)
             collector.consumed(batch, policy_version=step + 1)
-            trained.append([group.id for group in batch.groups])
-            dropped += [group.id for group in batch.dropped]
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
             tracker.log_metrics(metrics, step=step + 1)
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
-            if (step + 1) % config.checkpoint.every_steps == 0 or step + 1 == config.num_steps:
-                tracker.flush()  # a step that a resumed run will not repeat must be on record
-                with Timer() as saving:
-                    position = Position(step=step + 1, trained=trained, dropped=dropped)
-                    roles.learners.start_save(run.folder / "checkpoints", position, keep=config.checkpoint.keep)
-                tracker.log_metrics({"seconds/checkpoint": saving.seconds}, step=step + 1)
+            checkpoints.finish()
             if (
                 config.evaluation.every_steps
                 and (step + 1) % config.evaluation.every_steps == 0
@@ -205,7 +204,6 @@ def learn(
             ):
                 evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
-    roles.learners.finish_save()
     run.add_seconds("train", time.perf_counter() - training)
 
 
