@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,34 @@ from mempipe.settings import ConfigError
 
 Resume = Literal["never", "auto", "always"]
 
-# Settings that may differ between a run and its continuation, since they do not change what is learned.
-FREE_SETTINGS = ("num_steps", "ray_address", "tracking", "checkpoint", "evaluation", "stream", "output")
+FREE_SETTINGS = (
+    "checkpoint",
+    "data.num_epochs",
+    "data.validation",
+    "evaluation",
+    "generation",
+    "learner.max_tokens_per_micro_batch",
+    "learner.num_ranks",
+    "learner.num_threads",
+    "learner.timeout_s",
+    "max_restarts",
+    "model.gradient_checkpointing",
+    "num_steps",
+    "output",
+    "placement",
+    "ray_address",
+    "retrieval.batch_wait_ms",
+    "retrieval.encoder_path",
+    "retrieval.num_gpus",
+    "retrieval.num_replicas",
+    "retrieval.num_threads",
+    "retrieval.shard_actors",
+    "retrieval.timeout_s",
+    "stream",
+    "tracking",
+)
+"""Settings and sections that may differ between a run and its continuation: they say where and how fast it runs, how
+long, and what is measured on the way, but change nothing of what is learnt from a step."""
 
 
 class Run:
@@ -119,13 +146,15 @@ def _check_same(config: RunConfig) -> None:
         raise ConfigError(
             f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued"
         ) from error
-    differing = [
-        key for key in _differences(saved, config.model_dump(mode="json")) if key.split(".")[0] not in FREE_SETTINGS
+    refused = [
+        f"{key} {now!r} (was {before!r})"
+        for key, before, now in sorted(_differences(saved, config.model_dump(mode="json")), key=itemgetter(0))
+        if not any(f"{key}.".startswith(f"{free}.") for free in FREE_SETTINGS)
     ]
-    if differing:
+    if refused:
         raise ConfigError(
-            f"{config.folder} was started with other settings ({', '.join(sorted(differing)[:5])}); "
-            "continue with the same ones, or give the run another `name`"
+            f"{config.folder} was started with other settings, which change what is learnt: {', '.join(refused)}; "
+            "continue with the old values, or give the run another `name`"
         )
 
 
@@ -140,9 +169,10 @@ def unfinished(folder: Path) -> str:
     return f"an unfinished run ({state.get('num_steps', 0)} steps are done; `mempipe train ... --resume` goes on)"
 
 
-def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[str]:
+def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value in a, value in b) where they differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {*a, *b}:
             yield from _differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else key)
     elif a != b:
-        yield prefix
+        yield prefix, a, b

@@ -10,6 +10,7 @@ import pytest
 import ray
 import yaml
 
+from mempipe.cli import _parser
 from mempipe.loader import load_config
 from mempipe.placement import Demand, plan
 
@@ -76,8 +77,10 @@ def test_the_cluster_runs_the_ray_that_is_pinned_here(spec):
 
 def test_a_job_that_failed_is_submitted_again_and_goes_on(spec):
     words = shlex.split(spec["entrypoint"])
-    assert words[:3] == ["python", "-m", "jobs.train"] and "--resume=auto" in words
+    assert words[:3] == ["python", "-m", "jobs.train"] and "--resume-if-exists" in words
     assert spec["backoffLimit"] >= 1
+    arguments = _parser().parse_args(["train", *words[3:]])  # as the command itself reads them
+    assert arguments.resume == "auto"
 
 
 def test_the_command_is_a_config_of_this_repository_on_the_shared_volume(spec):
