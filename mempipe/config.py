@@ -23,6 +23,7 @@ from mempipe.engines.config import (
     LearnerConfig,
     ModelConfig,
     OptimizerConfig,
+    ReferenceConfig,
     SamplingConfig,
 )
 from mempipe.masking.cloze import ClozeConfig
@@ -137,6 +138,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     stream: StreamConfig = StreamConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

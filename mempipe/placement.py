@@ -49,7 +49,7 @@ class Demand:
             learners=config.learner.num_ranks,
             engines=config.generation.num_replicas,
             tensor_parallel=config.generation.tensor_parallel,
-            references=int(needs_reference(config)),
+            references=config.reference.num_replicas if needs_reference(config) else 0,
             **_holders(config),
         )
 

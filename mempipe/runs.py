@@ -45,6 +45,7 @@ FREE_SETTINGS = (
     "output",
     "placement",
     "ray_address",
+    "reference",
     "retrieval.batch_wait_ms",
     "retrieval.encoder_path",
     "retrieval.num_gpus",

@@ -28,6 +28,7 @@ from ray.exceptions import RayTaskError
 
 from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
 from mempipe.actors.handles import Handle
+from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rl.config import AlgorithmConfig
@@ -98,7 +99,9 @@ class GroupStage:
         return await self._driver.play(group_id, from_row(Question, question))
 
 
-def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Generator[Group, None, None]:
+def stream_groups(
+    spec: DriverSpec, rows: Iterable[tuple[str, Question]], *, references: ReferencePool | None = None
+) -> Generator[Group, None, None]:
     """Yields groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
 
     Raises GroupFailed when a group cannot be finished, UserCodeError when code of the user's own failed.
@@ -126,6 +129,15 @@ def stream_groups(spec: DriverSpec, rows: Iterable[tuple[str, Question]]) -> Gen
                 max_concurrent_calls_per_actor=math.ceil(stream.groups_in_flight / groups_per_row),
             ),
         )
+        if references is not None:
+            dataset = dataset.map_batches(
+                ReferenceStage,
+                fn_constructor_args=[spec.config],
+                batch_format="pyarrow",
+                batch_size=None,
+                compute=ActorPoolStrategy(size=references.size),
+                **references.options,
+            )
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             yield from table_to_groups(table)

@@ -159,6 +159,7 @@ class Context:
     generate_seconds: float = 0.0
     search_seconds: float = 0.0
     advantage: float | None = None  # None: the trajectory's
+    ref_logprobs: list[float] = field(default_factory=list)  # one per token, once the reference model has scored it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +216,7 @@ class Group:
     trajectories: list[Trajectory]
     num_retries: int = 0  # calls that were repeated after an infrastructure fault
     seconds: float = 0.0
+    reference_seconds: float = 0.0  # that the reference model took to score it
     failed: str = ""
 
 

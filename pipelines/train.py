@@ -23,7 +23,6 @@ from itertools import chain, islice
 from statistics import fmean
 
 from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
-from mempipe.actors.reference import with_ref_logprobs
 from mempipe.actors.tracker import TrackerFront
 from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
@@ -41,7 +40,7 @@ from mempipe.rl.samples import to_samples
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
-from mempipe.types import Group, Question, TrainingSample
+from mempipe.types import Group, Question
 from pipelines.prepare import prepare
 from pipelines.repair import Checkpoints, with_restarts
 from pipelines.warm_start import warm_start
@@ -172,7 +171,9 @@ def learn(
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
     consumed = {*chain.from_iterable(position.trained), *position.dropped}
     groups = stream_groups(
-        spec, TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step)
+        spec,
+        TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step),
+        references=roles.references,
     )
     collector = Collector(groups, admission, config.algorithm)
     training = time.perf_counter()
@@ -213,9 +214,6 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
     samples = [
         [sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups
     ]
-    with Timer() as reference:
-        if roles.reference is not None:
-            samples = _by_group(with_ref_logprobs([sample for group in samples for sample in group], roles.reference))
     if config.algorithm.kl_reward_coef:
         rewards = {group.id: {t.id: t.reward for t in group.trajectories} for group in batch.groups}
         samples = [
@@ -245,7 +243,6 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
     seconds = {
-        "seconds/reference": reference.seconds,
         "seconds/learn": learning.seconds,
         "seconds/sync": syncing.seconds,
     }
@@ -256,11 +253,13 @@ def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) 
     """Splits the step's wall time by phase. Waiting for groups is split by what their trajectories did meanwhile."""
     generating = sum(context.generate_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     searching = sum(context.search_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
-    alive = sum(group.seconds * len(group.trajectories) for group in batch.groups)
+    scoring = sum(group.reference_seconds * len(group.trajectories) for group in batch.groups)
+    alive = scoring + sum(group.seconds * len(group.trajectories) for group in batch.groups)
     seconds = {
         "seconds/generate": batch.wait_seconds * generating / alive,
         "seconds/retrieve": batch.wait_seconds * searching / alive,
-        "seconds/wait": batch.wait_seconds * max(0.0, 1 - (generating + searching) / alive),
+        "seconds/reference": batch.wait_seconds * scoring / alive,
+        "seconds/wait": batch.wait_seconds * max(0.0, 1 - (generating + searching + scoring) / alive),
     }
     known = sum(seconds.values()) + sum(value for name, value in metrics.items() if name.startswith("seconds/"))
     sampled = metrics["sampled_tokens"]
@@ -302,10 +301,3 @@ class Timer:
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._started
-
-
-def _by_group(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-    groups: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    return list(groups.values())

@@ -36,7 +36,7 @@ from mempipe.actors.generator import GeneratorActor, WeightStore
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
-from mempipe.actors.reference import ReferenceActor
+from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.capacity import object_store_bytes
@@ -105,7 +105,7 @@ class Roles(RolloutActors):
     """The actors of a training run."""
 
     learners: LearnerGroup
-    reference: Handle | None
+    references: ReferencePool | None
     canary: list[list[int]] = field(default_factory=list)
     """Token sequences that learner and engines score after every sync (promise 5)."""
 
@@ -334,16 +334,19 @@ class _Started:
             self.wait()
         learners = _learner_group(self.config, self.reservation)
         self.actors += learners.ranks
-        reference = None
-        if needs_reference(self.config):
-            reference = self._start(ReferenceActor, self.reservation.options("reference"), self.config)
-            self._pending["reference"] = reference.ready.remote()
         learners.start(learner_settings(self.config))
         self.wait()
         if self.plan.transfer != "mempipe_shm":
             engines = list(rollout_actors.generators.values())
             learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
-        return Roles(**vars(rollout_actors), learners=learners, reference=reference)
+        return Roles(**vars(rollout_actors), learners=learners, references=self._references())
+
+    def _references(self) -> ReferencePool | None:
+        """What the trajectory stream starts its reference models with."""
+        if not needs_reference(self.config):
+            return None
+        size = len(self.plan.seats("reference")) or self.config.reference.num_replicas
+        return ReferencePool(size=size, options=self.reservation.pool_options("reference"))
 
     def rollout_actors(self) -> RolloutActors:
         """Engines and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""

@@ -1,20 +1,34 @@
-"""The reference model in an actor: adds `ref_logprobs` to training samples."""
+"""The reference model as a stage of the trajectory stream: it scores every group as soon as that is finished."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import ray
+import pyarrow as pa
 
-from mempipe.actors.handles import Handle
 from mempipe.config import RunConfig
-from mempipe.engines.reference import ReferenceModel
-from mempipe.types import TrainingSample
+from mempipe.data.trajectories import records_to_table, table_to_groups
+from mempipe.rl.advantages import has_signal
+from mempipe.rl.samples import to_samples
+from mempipe.types import Group
 
 
-class ReferenceActor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencePool:
+    """How many actors score, and with which Ray options."""
+
+    size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class ReferenceStage:
+    """Adds `ref_logprobs` to every context. When an actor dies, another one scores its groups again."""
+
     def __init__(self, config: RunConfig) -> None:
+        from mempipe.engines.reference import ReferenceModel  # torch: only where it scores
+
         learner = config.learner
         self._model = ReferenceModel(
             config.model,
@@ -22,15 +36,19 @@ class ReferenceActor:
             max_tokens=learner.max_tokens_per_micro_batch,
             num_threads=learner.num_threads,
         )
+        self._skips_without_signal = config.algorithm.filter_zero_variance
 
-    def ready(self) -> None:
-        """Answers once the model is loaded."""
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return records_to_table([self.scored(group) for group in table_to_groups(batch)])
 
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
-        return self._model.logprobs(samples)
-
-
-def with_ref_logprobs(samples: Sequence[TrainingSample], reference: Handle) -> list[TrainingSample]:
-    """The samples with the reference model's log-probs of their tokens."""
-    rows = ray.get(reference.logprobs.remote(samples))
-    return [replace(sample, ref_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
+    def scored(self, group: Group) -> Group:
+        """The group with the reference's log-probs; one that is going to be dropped stays as it is."""
+        if self._skips_without_signal and not has_signal(group):
+            return group
+        started = time.perf_counter()
+        rows = iter(self._model.logprobs([s for trajectory in group.trajectories for s in to_samples(trajectory)]))
+        trajectories = [
+            replace(t, contexts=[replace(context, ref_logprobs=next(rows)) for context in t.contexts])
+            for t in group.trajectories
+        ]
+        return replace(group, trajectories=trajectories, reference_seconds=time.perf_counter() - started)

@@ -84,6 +84,17 @@ class Reservation:
             options["runtime_env"] = {"env_vars": GROWING_SEGMENTS}
         return options
 
+    def pool_options(self, role: Role) -> dict[str, Any]:
+        """Ray's options for all actors of a role whose pool Ray Data starts: any place that nobody else has taken.
+
+        The other roles must be started already.
+        """
+        seats = self.plan.seats(role)
+        if self._group is None or not seats:
+            return {"num_cpus": 0}
+        anywhere = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=-1)
+        return {"num_cpus": 0, "num_gpus": seats[0][1], "scheduling_strategy": anywhere}
+
     def remove(self) -> None:
         if self._group is not None:
             remove_placement_group(self._group)

@@ -114,7 +114,9 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         id=first["group_id"],
         question=from_row(Question, question),
         trajectories=[from_row(Trajectory, row) for row in rows],
-        **{name: first[f"group_{name}"] for name in _GROUP_FIELDS},
+        **{
+            name: first[f"group_{name}"] for name in _GROUP_FIELDS if f"group_{name}" in first
+        },  # older files have fewer
     )
 
 

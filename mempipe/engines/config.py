@@ -132,6 +132,13 @@ class LearnerConfig(Section):
     """Deadline of one optimiser update, and of every collective in it."""
 
 
+class ReferenceConfig(Section):
+    """The frozen model of the KL term; with LoRA the learner itself holds it."""
+
+    num_replicas: int = Field(1, ge=1)
+    """Actors that score finished groups, each with all weights, on a GPU of its own or on one of the learner's."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints of a run."""
 

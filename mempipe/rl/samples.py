@@ -26,6 +26,7 @@ def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
             advantage=trajectory.advantage if context.advantage is None else context.advantage,
             num_contexts=len(contexts),
             trajectory_tokens=trajectory_tokens,
+            ref_logprobs=context.ref_logprobs,
         )
         for context in contexts
     ]

@@ -16,6 +16,7 @@ import ray
 
 from mempipe.actors import launch as launching
 from mempipe.actors import reservation
+from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import Roles, launch, launch_learners, launch_rollout_actors
 from mempipe.capacity import GIB
 from mempipe.config import RunConfig
@@ -97,7 +98,7 @@ def gpu_cluster() -> Iterator[None]:
 def stubs(gpus: int) -> Iterator[None]:
     """Stub roles, on the first `gpus` GPUs of the cluster, of 76 GiB each."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LearnerActor", "GeneratorActor", "ReferenceActor", "RetrieverActor"):
+        for name in ("LearnerActor", "GeneratorActor", "RetrieverActor"):
             patch.setattr(launching, name, Stub)
         (node,) = reservation.cluster_gpus()
         patch.setattr(launching, "cluster_gpus", lambda: {node: gpus})
@@ -117,6 +118,18 @@ def gpus_of(actors: list[Any]) -> list[list[str]]:
     return [place["gpus"] for place in places(actors)]
 
 
+def reference_gpus(roles: Roles) -> list[list[str]]:
+    """Where Ray Data would start the reference models."""
+    pool = roles.references
+    assert pool is not None
+    actors = [start_actor(Stub, pool.options) for _ in range(pool.size)]
+    try:
+        return gpus_of(actors)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
 @contextmanager
 def launched(gpus: int, config: RunConfig) -> Iterator[Roles]:
     with stubs(gpus), launch(config, "placement") as roles:
@@ -126,7 +139,7 @@ def launched(gpus: int, config: RunConfig) -> Iterator[Roles]:
 def test_with_gpus_enough_every_role_has_its_own_and_nobody_else_sees_any(gpu_cluster):
     with launched(4, settings()) as roles:
         ranks, engines = gpus_of(roles.learners.ranks), gpus_of([*roles.generators.values()])
-        taken = [gpu for gpus in (*ranks, *engines, *gpus_of([roles.reference])) for gpu in gpus]
+        taken = [gpu for gpus in (*ranks, *engines, *reference_gpus(roles)) for gpu in gpus]
         assert [len(gpus) for gpus in (*ranks, *engines)] == [1, 1, 1]
         assert len(set(taken)) == len(taken) == 4
         assert gpus_of([*roles.retrievers.values()]) == [[]]  # not None: it would see all of them
@@ -137,7 +150,7 @@ def test_with_gpus_enough_every_role_has_its_own_and_nobody_else_sees_any(gpu_cl
 
 def test_on_three_gpus_the_reference_is_with_a_rank(gpu_cluster):
     with launched(3, settings()) as roles:
-        assert gpus_of([roles.reference])[0] in gpus_of(roles.learners.ranks)
+        assert reference_gpus(roles)[0] in gpus_of(roles.learners.ranks)
         assert gpus_of([*roles.generators.values()])[0] not in gpus_of(roles.learners.ranks)
 
 
@@ -146,7 +159,7 @@ def test_on_few_gpus_a_rank_and_an_engine_share_each_one(gpu_cluster, gpus):
     with launched(gpus, settings("quickstart", "model.path=Qwen/Qwen2.5-0.5B-Instruct")) as roles:
         ranks, engines = gpus_of(roles.learners.ranks), gpus_of([*roles.generators.values()])
         assert ranks == engines and len({gpu for (gpu,) in ranks}) == len(ranks) == gpus
-        assert gpus_of([roles.reference])[0] in ranks
+        assert reference_gpus(roles)[0] in ranks
         assert roles.config.learner.num_ranks == roles.config.generation.num_replicas == gpus
         assert places(roles.learners.ranks)[0]["events"] == [(gpus, 1, "ipc")]
         assert places(roles.learners.ranks)[0]["allocator"] == ""  # handles of such memory cannot be passed

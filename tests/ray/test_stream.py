@@ -16,14 +16,17 @@ import ray
 from mempipe.actors.admission import Admission
 from mempipe.actors.batched_calls import BatchedServer
 from mempipe.actors.handles import start_actor
+from mempipe.actors.reference import ReferencePool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedMemSearcher
 from mempipe.engines.config import SamplingConfig
+from mempipe.engines.reference import ReferenceModel
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.rl.samples import to_samples
 from mempipe.stream import Collector, DriverSpec, stream_groups
-from mempipe.types import Completion, EndReason, FinishReason
+from mempipe.types import Completion, EndReason, FinishReason, Group
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
@@ -151,6 +154,28 @@ def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, eng
             ).kill()  # those of earlier streams may still be on their way out
     assert killed
     assert seen == Counter(i for i, _ in questions)
+
+
+def test_the_reference_scores_every_finished_group_and_one_that_dies_costs_a_retry(world, engines):
+    questions = rows(world, 24)
+    seen: dict[str, Group] = {}
+    killed = False
+    for group in stream_groups(engines(), questions, references=ReferencePool(size=1, options={"num_cpus": 0})):
+        assert group.id not in seen
+        seen[group.id] = group
+        if not killed:
+            processes = psutil.Process().children(recursive=True)
+            stages = [p for p in processes if "ReferenceStage" in " ".join(p.cmdline())]
+            max(stages, key=psutil.Process.create_time).kill()
+            killed = True
+    assert seen.keys() == {i for i, _ in questions}
+    model = ReferenceModel(world.model, temperature=1.0, max_tokens=4096)
+    for group in list(seen.values())[-3:]:
+        samples = [sample for trajectory in group.trajectories for sample in to_samples(trajectory)]
+        for sample, expected in zip(samples, model.logprobs(samples), strict=True):
+            assert sample.ref_logprobs == pytest.approx(expected, abs=1e-4)
+            assert min(sample.ref_logprobs) < 0
+    assert all(group.reference_seconds > 0 for group in seen.values())
 
 
 @pytest.mark.parametrize("lag", [0, 1])

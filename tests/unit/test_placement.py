@@ -81,6 +81,18 @@ def test_the_reference_shares_with_a_rank_before_anything_else_does():
     assert found.seats("generator") == [(4, 1), (5, 1), (6, 1)]
 
 
+def test_several_references_have_a_gpu_each():
+    config = preset("reference.num_replicas=2")
+    assert planned(config, 9).seats("reference") == [(7, 1), (8, 1)]
+    assert planned(config, 8).seats("reference") == [(2, 0.2), (3, 0.2)]  # on the GPUs of two ranks
+    assert (
+        planned(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0})}), 8).seats(
+            "reference"
+        )
+        == []
+    )
+
+
 def test_separate_is_refused_where_gpus_are_few():
     words = "placement is 'separate', and the roles need 4 GPUs (learner 2, generator 1, reference 1), but the cluster"
     with pytest.raises(ConfigError, match=re.escape(words)):

@@ -28,7 +28,7 @@ def config(output: Path, **values: object) -> RunConfig:
     [
         {"generation": {"num_replicas": 5, "gpu_memory_utilization": 0.5, "canary_tolerance": 0.2, "timeout_s": 9}},
         {"learner": {"num_ranks": 4, "timeout_s": 9, "max_tokens_per_micro_batch": 40000}},
-        {"placement": "colocated", "max_restarts": 9},
+        {"placement": "colocated", "max_restarts": 9, "reference": {"num_replicas": 2}},
         {"model": {"gradient_checkpointing": True}},
         {"data": {"num_epochs": 7}},
         {"retrieval": {"num_replicas": 3, "timeout_s": 9}},
