@@ -355,7 +355,12 @@ def test_promise_2_untrusted_text_stays_text_wherever_it_comes_from(family):
     tokenizer = build_tokenizer(family)
     hostile = HOSTILE + "".join(tokenizer.special_tokens)
     renderer = build_renderer(
-        tokenizer, question_tokens=800, memory_tokens=800, observation_tokens=3000, context_tokens=16384
+        tokenizer,
+        question_tokens=800,
+        memory_tokens=800,
+        memory_message_tokens=900,
+        observation_tokens=3000,
+        context_tokens=16384,
     )
     memory = tokenizer.encode_text(HOSTILE.replace("</memory>", "").replace("</Memory>", ""))
     opened, closed = tokenizer.encode_template("<memory>"), tokenizer.encode_template("</memory>")

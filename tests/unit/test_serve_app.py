@@ -337,7 +337,7 @@ REFUSED = [
     (b'{"objectives": []}', "objectives is []"),
     (b'{"question": "x", "temperature": 1}', "temperature is not a field"),
     (b'{"question": "x", "budget": {"memory_tokens": 0}}', "budget.memory_tokens is 0"),
-    (b'{"question": "x", "budget": {"memory_tokens": 100000}}', "budget.context_tokens is 512"),
+    (b'{"question": "x", "budget": {"memory_tokens": 100000}}', "budget.memory_message_tokens is 68"),
     (b'{"question": "x", "budget": {"max_turns": 65}}', "more than the 64"),
     (b'{"question": "x", "budget": {"max_turns": true}}', "budget.max_turns is True"),
     (b'{"question": "x", "budget": {"chunk_tokens": 5}}', "budget.chunk_tokens means nothing"),
