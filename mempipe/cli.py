@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
 
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
-        required=True, metavar="world|qa|cloze|ruler"
+        required=True, metavar="world|qa|cloze|memtrain|ruler"
     )
     cloze = add("cloze", _data_cloze, "questions from any text without labels, as files of three splits", data)
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
@@ -166,6 +166,10 @@ def _parser() -> argparse.ArgumentParser:
     cloze.add_argument("settings", nargs="*", help="key=value, e.g. with_title=true (mempipe/masking/cloze.py)")
     cloze.add_argument("--show", type=int, default=3, help="questions shown")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
+    memtrain = add("memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index", data)
+    memtrain.add_argument("config", help="YAML file (mempipe/masking/documents.py)")
+    memtrain.add_argument("overrides", nargs="*", help="key=value")
+    memtrain.add_argument("--show", type=int, default=0, help="documents printed for a person to read")
     world = add("world", _data_world, "print a synthetic world: passages and questions", data)
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
@@ -441,6 +445,17 @@ def _data_cloze(arguments: argparse.Namespace) -> None:
 
     made = build_cloze(arguments.corpus, Path(arguments.output), config, ray_address=arguments.ray_address)
     print("\n".join([*describe(made), *shown(made, arguments.show)]))
+
+
+def _data_memtrain(arguments: argparse.Namespace) -> None:
+    from mempipe.loader import load_values, parse_section
+    from mempipe.masking.documents import MemtrainConfig
+
+    config = parse_section(load_values(arguments.config, arguments.overrides), MemtrainConfig)
+    from pipelines.build_memtrain import describe, main, shown
+
+    folder = main(config)
+    print("\n".join([*describe(folder), *shown(folder, arguments.show)]))
 
 
 def _data_qa(arguments: argparse.Namespace) -> None:

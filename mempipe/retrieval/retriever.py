@@ -27,7 +27,7 @@ from mempipe.retrieval.manifest import MANIFEST, Manifest, VectorFiles, read_man
 from mempipe.retrieval.passages import ArrowPassages, JsonlPassages, Passages
 from mempipe.retrieval.vectors import Scored, VectorIndex, open_shards, search_thread
 from mempipe.settings import ConfigError
-from mempipe.types import SearchResult
+from mempipe.types import Passage, SearchResult
 
 CACHED_RESULTS = 10_000
 CACHED_PASSAGES = 65_536
@@ -112,12 +112,16 @@ class Retriever:
         if query.partition and query.partition not in self._partitions:
             raise ValueError(f"partition {query.partition!r} is none of the index's {len(self._partitions)}")
 
+    def passage(self, row: int) -> Passage:
+        """Returns a passage by its row. Raises IndexError when there is no such row."""
+        return self._passages[row]
+
     def cached(self, query: Query) -> SearchResult | None:
-        """The answer, if it is known already."""
+        """Returns the answer if it is known already."""
         return self._cache.get(query)
 
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
-        """The answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
+        """Returns the answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
         A partition, or a corpus, of fewer passages than asked for is returned whole by a search by vectors; a search by
         words returns the passages that share one with the query.

@@ -1,0 +1,211 @@
+"""Index to masked documents for MemTrain: `mempipe data memtrain`, `python -m jobs.build_memtrain`.
+
+    count      entities of a sample of the corpus: which are common, which can be guessed     Ray Data, polars
+    make       documents of pivots in random order, in parts, until there are enough          Ray Data
+    finish     the first `num_documents` in one file, and a summary                           pyarrow
+
+The folder holds documents.parquet (`mempipe.masking.documents.Document`), summary.json and, while it is built, parts/.
+The same index, settings and finder give the same documents, whatever the number of workers and however often the build
+was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
+
+from mempipe.actors.documents import DOCUMENT_SCHEMA, REJECTED, stream_parts
+from mempipe.actors.launch import connected
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.files import lock, whole_file, write_text
+from mempipe.masking.documents import (
+    REJECTIONS,
+    CommonEntities,
+    MemtrainConfig,
+    check_mask,
+    common_entities,
+)
+from mempipe.masking.entities import make_finder
+from mempipe.progress import Progress
+from mempipe.retrieval.manifest import check_index, read_manifest
+from mempipe.settings import ConfigError
+
+DOCUMENTS, SUMMARY, SETTINGS, PARTS, ENTITIES = (
+    "documents.parquet",
+    "summary.json",
+    "settings.json",
+    "parts",
+    "entities",
+)
+PASSAGES_AT_ONCE = 512
+LEAST_ACCEPTED = 0.05
+"""Share of the pivots that is expected to give a document, when fewer have so far."""
+FREE = {"output", "name", "num_workers", "ray_address"}
+"""Settings that do not change what the documents are."""
+
+
+def main(config: MemtrainConfig) -> Path:
+    """Builds the documents, or goes on with a build that was interrupted; returns the folder.
+
+    Raises ConfigError before anything starts for an index, a tokenizer, a mask or a finder that cannot work, a corpus
+    with too few passages, and a folder of other settings; and when no pivot gives a document.
+    """
+    check_index(config.index)
+    tokenizer = load_tokenizer(config.tokenizer)
+    check_mask(config.mask, tokenizer.encode_text, tokenizer.decode)
+    manifest, snapshot = read_manifest(Path(config.index))
+    num_passages, least = manifest.passages.count, 1 + config.num_related + config.num_random
+    if num_passages < least:
+        raise ConfigError(
+            f"index {config.index} holds {num_passages} passages; a document of num_related {config.num_related} and "
+            f"num_random {config.num_random} needs {least}"
+        )
+    folder = Path(config.output) / config.name
+    lock(folder)
+    settings = config.model_dump(mode="json", exclude=FREE)
+    settings |= {"snapshot": snapshot, "finder": make_finder(config.entities).name}
+    _check_same(folder / SETTINGS, settings)
+    if (folder / SUMMARY).exists():
+        return folder
+    order = np.random.default_rng(config.seed).permutation(num_passages)
+    with connected(config.ray_address, name=config.name):
+        common = _count(folder / ENTITIES, order, config)
+        parts = _make(folder / PARTS, order, config, common)
+    rejected = _finish(folder, parts, config)
+    write_text(folder / SUMMARY, json.dumps(_summary(folder / DOCUMENTS, rejected), indent=1))
+    shutil.rmtree(folder / PARTS)
+    shutil.rmtree(folder / ENTITIES)
+    return folder
+
+
+def describe(folder: Path) -> list[str]:
+    """Returns what was built, for people."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    lines = [f"{folder / DOCUMENTS}: {summary['num_documents']} documents"]
+    for name, (least, middle, most) in summary["ranges"].items():
+        lines.append(f"{name}: {least:g} to {most:g}, half of them at most {middle:g}")
+    lines.append("kinds of entities: " + ", ".join(f"{count} {kind}" for kind, count in summary["kinds"].items()))
+    for rule, count in summary["rejected"].items():
+        lines.append(f"rejected as {rule} ({REJECTIONS[rule]}): {count}")
+    return lines
+
+
+def shown(folder: Path, count: int) -> list[str]:
+    """Returns the first documents as text for a person to read."""
+    lines: list[str] = []
+    for row in pl.scan_parquet(folder / DOCUMENTS).head(max(count, 0)).collect().iter_rows(named=True):
+        lines.append(
+            f"\n=== {row['id']}: {row['answer']!r} ({row['kind']}), {row['num_masks']} masks, from "
+            f"{row['pivot_title']!r}"
+        )
+        for number, (chunk, tokens) in enumerate(zip(row["chunks"], row["chunk_tokens"], strict=True), start=1):
+            lines += [f"--- chunk {number}, {tokens} tokens", chunk]
+    return lines
+
+
+def _check_same(file: Path, settings: dict[str, Any]) -> None:
+    """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
+    if not file.exists():
+        write_text(file, json.dumps(settings, indent=1))
+        return
+    kept = json.loads(file.read_text())
+    for name in sorted(settings.keys() | kept.keys()):
+        if settings.get(name) != kept.get(name):
+            raise ConfigError(
+                f"{file.parent} was begun with {name} {kept.get(name)!r}, now it is {settings.get(name)!r}; choose "
+                "another name, or remove the folder"
+            )
+
+
+def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEntities:
+    """Returns the entities that a sample of the corpus shows to be no use."""
+    sample = np.sort(order[: config.statistics_passages])
+    _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
+    return common_entities(pl.scan_parquet(folder / "*.parquet"), len(sample), config)
+
+
+def _make(folder: Path, order: np.ndarray, config: MemtrainConfig, common: CommonEntities) -> list[Path]:
+    """Makes parts until they hold enough documents or the corpus ends; returns their files in order."""
+    parts = _parts(folder, order, config.documents_per_part)
+    made = missing = 0
+    while made < len(parts):
+        found = sum(pq.read_metadata(part["file"]).num_rows for part in parts[:made])
+        missing = config.num_documents - found
+        if missing <= 0:
+            break
+        accepted = max(found / (made * config.documents_per_part), LEAST_ACCEPTED) if made else 1.0
+        wave = parts[made : made + math.ceil(missing / accepted / config.documents_per_part)]
+        _run(wave, config, common, label="pivots")
+        made += len(wave)
+    return [Path(part["file"]) for part in parts[:made]]
+
+
+def _parts(folder: Path, rows: np.ndarray, size: int) -> list[dict[str, Any]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        {"file": str((folder / f"{i:08d}.parquet").absolute()), "first": first, "rows": rows[first : first + size]}
+        for i, first in enumerate(range(0, len(rows), size))
+    ]
+
+
+def _run(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: CommonEntities | None, *, label: str) -> None:
+    missing = [part for part in parts if not Path(part["file"]).exists()]
+    total, left = (sum(len(part["rows"]) for part in listed) for listed in (parts, missing))
+    with Progress(label, total=total, done=total - left) as progress:
+        for count in stream_parts(missing, config, common) if missing else ():
+            progress.advance(count)
+
+
+def _finish(folder: Path, parts: Sequence[Path], config: MemtrainConfig) -> Counter[str]:
+    """Writes the first documents of the parts into one file; returns how often each rule rejected in these parts."""
+    rejected: Counter[str] = Counter()
+    room = config.num_documents
+    with whole_file(folder / DOCUMENTS) as partial, pq.ParquetWriter(partial, DOCUMENT_SCHEMA) as writer:
+        for part in parts:
+            table = pq.read_table(part)
+            rejected.update(json.loads(table.schema.metadata[REJECTED]))
+            writer.write_table(table.replace_schema_metadata().slice(0, room))
+            room -= min(len(table), room)
+    if room == config.num_documents:
+        listed = ", ".join(f"{count} {rule}" for rule, count in rejected.items())
+        raise ConfigError(
+            f"no document could be made of index {config.index}; rejected: {listed}; a text whose script has no "
+            "capital letters needs entities to name a spaCy pipeline"
+        )
+    return rejected
+
+
+def _summary(file: Path, rejected: Counter[str]) -> dict[str, Any]:
+    """Returns counts, kinds, and (least, median, most) of what differs from document to document."""
+    values = (
+        pl.scan_parquet(file)
+        .select(
+            "kind",
+            "num_masks",
+            pl.col("chunk_tokens").list.sum().alias("tokens"),
+            pl.col("chunks").list.len().alias("chunks"),
+            pl.col("passage_ids").list.len().alias("passages"),
+            pl.col("related_scores").list.mean().alias("mean score of the related"),
+        )
+        .collect()
+    )
+    ranges = {
+        name: np.quantile(column.to_numpy(), (0, 0.5, 1)).tolist()
+        for name in values.columns[1:]
+        if len(column := values[name].drop_nulls())
+    }
+    return {
+        "num_documents": len(values),
+        "ranges": ranges,
+        "kinds": dict(values["kind"].value_counts().sort("kind").iter_rows()),
+        "rejected": {rule: rejected[rule] for rule in REJECTIONS if rejected[rule]},
+    }

@@ -1,0 +1,133 @@
+"""The build of masked documents without Ray: the same ones however it is cut, killed and continued."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from mempipe.actors.documents import DocumentMaker
+from mempipe.cli import main as command
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.loader import parse_section
+from mempipe.masking.documents import MemtrainConfig
+from mempipe.masking.entities import can_be_read
+from mempipe.retrieval.build import build_index
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+from pipelines import build_memtrain
+
+CITIES = ["Basel", "Lima", "Oslo", "Quito", "Turin", "Vilnius"]
+PASSAGES = [
+    Passage(
+        id=f"p{i}", title=f"House {i}", text=f"the old house number {i} in {CITIES[i % 6]} was built for Ann{i} Miller."
+    )
+    for i in range(60)
+]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("memtrain")
+    build_index(PASSAGES, folder / "index")
+    build_tokenizer(folder / "model")
+    return {"index": str(folder / "index"), "tokenizer": str(folder / "model")}
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """Runs the parts in this process, last part first, and remembers which were made."""
+    done: list[str] = []
+
+    def stream_parts(parts: list[dict[str, Any]], config: MemtrainConfig, common: Any) -> Any:
+        maker = DocumentMaker(config, common)
+        for part in reversed(parts):
+            yield from maker({name: [value] for name, value in part.items()})["count"]
+            done.append(Path(part["file"]).parent.name + Path(part["file"]).name)
+
+    monkeypatch.setattr(build_memtrain, "stream_parts", stream_parts)
+    monkeypatch.setattr(build_memtrain, "connected", lambda *_, **__: contextlib.nullcontext("namespace"))
+    monkeypatch.setattr(build_memtrain, "lock", lambda folder: folder.mkdir(parents=True, exist_ok=True))
+    return done
+
+
+def config(files: dict[str, str], output: Path, **changes: Any) -> MemtrainConfig:
+    values = {"output": str(output), "entities": "rules", "num_documents": 12, "num_related": 3, "num_random": 4}
+    values |= {"chunk_tokens": 64, "min_tokens": 64, "max_tokens": 2000, "documents_per_part": 5, "mask": "____"}
+    return parse_section(files | values | changes, MemtrainConfig)
+
+
+def documents(folder: Path) -> list[dict[str, Any]]:
+    return pl.read_parquet(folder / "documents.parquet").to_dicts()
+
+
+def test_documents_are_the_same_however_the_build_is_cut(files, made, tmp_path):
+    first = documents(build_memtrain.main(config(files, tmp_path / "a")))
+    assert len(first) == 12 and len({row["id"] for row in first}) == 12
+    assert first == documents(build_memtrain.main(config(files, tmp_path / "b", documents_per_part=2)))
+    assert first != documents(build_memtrain.main(config(files, tmp_path / "c", seed=2)))
+    for row in first:
+        text = "".join(row["chunks"])
+        assert not can_be_read(text, row["answer"], row["kind"]) and text.count("____") == row["num_masks"]
+        assert len(row["passage_ids"]) >= 8 and row["pivot_id"] in row["passage_ids"]
+        assert len(set(row["passage_ids"])) == len(row["passage_ids"]) and len(row["related_scores"]) == 3
+
+
+def test_a_build_that_was_killed_goes_on(files, made, tmp_path, monkeypatch):
+    whole = documents(build_memtrain.main(config(files, tmp_path / "whole")))
+    made.clear()
+    write = DocumentMaker.write
+
+    def dies(self: DocumentMaker, file: Path, first: int, rows: list[int]) -> None:
+        if file.parent.name == "parts" and first == 0:
+            raise Killed
+        write(self, file, first, rows)
+
+    monkeypatch.setattr(DocumentMaker, "write", dies)
+    with pytest.raises(Killed):
+        build_memtrain.main(config(files, tmp_path / "killed"))
+    before = list(made)
+    monkeypatch.setattr(DocumentMaker, "write", write)
+    folder = build_memtrain.main(config(files, tmp_path / "killed"))
+    assert documents(folder) == whole
+    assert before and not set(before) & set(made[len(before) :])
+    num_made = len(made)
+    assert documents(build_memtrain.main(config(files, tmp_path / "killed"))) == whole and len(made) == num_made
+
+
+def test_rejections_are_counted_and_a_short_corpus_gives_what_it_has(files, made, tmp_path):
+    folder = build_memtrain.main(config(files, tmp_path, num_documents=1000))
+    lines = "\n".join(build_memtrain.describe(folder))
+    assert f"{len(documents(folder))} documents" in lines and "rejected as in_title" in lines
+    assert "num_masks" in lines and "=== memtrain-" in "\n".join(build_memtrain.shown(folder, 2))
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(files, made, tmp_path):
+    build_memtrain.main(config(files, tmp_path / "begun"))
+    made.clear()
+    for changes, sentence in (
+        ({"num_random": 100}, "holds 60 passages; a document .* needs 104"),
+        ({"index": str(tmp_path)}, "index .* lacks|no index|manifest"),
+        ({"tokenizer": str(tmp_path / "none")}, "expected a folder with a model"),
+        ({"output": str(tmp_path / "begun"), "seed": 7}, "was begun with seed 1, now it is 7"),
+        ({"entities": "no_such_pipeline"}, "cannot be loaded"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            build_memtrain.main(config(files, tmp_path / "other", **changes))
+    assert not made
+
+
+def test_the_command_builds_and_shows(files, made, tmp_path, capsys):
+    path = tmp_path / "memtrain.yaml"
+    values = config(files, tmp_path / "out").model_dump(mode="json")
+    path.write_text("\n".join(f"{name}: {value!r}" for name, value in values.items()))
+    assert command(["data", "memtrain", str(path), "num_documents=3", "--show", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 documents" in printed and printed.count("=== memtrain-") == 1 and "____" in printed
