@@ -90,11 +90,14 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
         BarGroup(
             label=cause.replace("_", " "),
             bars=[
-                Bar(value=counts[run][cause] / counts[run].total(), style=_style(number)) if counts[run] else None
+                Bar(value=counts[run][cause] / counts[run].total(), style=_style(number))
+                if counts[run][cause]
+                else None
                 for number, run in enumerate(runs)
             ],
         )
         for cause in Cause
+        if any(counts[run][cause] for run in runs)
     ]
     title = "First cause of wrong answers"
     keys = [

@@ -471,6 +471,8 @@ def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
     counts = dict(zip(head.split(" | "), line.split(" | "), strict=True))
     assert (counts["hops"], counts["wrong attempts"], counts["stopped early"], counts["lost"]) == ("2", "2", "1", "0")
     assert "2 wrong" in files["report.html"] and "First cause of wrong answers" in files["report.html"]
+    chart = files["report.html"].partition("First cause of wrong answers")[2].partition("</svg>")[0]
+    assert chart.count('class="bar') == 2 and "never" not in chart, "causes that nothing has are left out"
     (tmp_path / "plain").mkdir()
     assert "First cause" not in written(tmp_path / "plain", cell("a", "mine", [0]))["report.md"]
 
