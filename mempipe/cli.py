@@ -94,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
     export.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
 
+    budgets = add("budgets", _budgets, "say how much memory is enough, from an evaluation under several budgets")
+    budgets.add_argument("evaluation", help="its folder, e.g. evaluations/tiny-budgets")
+    budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+
     doctor = add("doctor", _doctor, "check what can be known of a config of any kind, without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
@@ -286,6 +290,16 @@ def _export(arguments: argparse.Namespace) -> None:
     from pipelines.export import export_run
 
     print(export_run(Path(arguments.run), Path(arguments.folder), step=arguments.step))
+
+
+def _budgets(arguments: argparse.Namespace) -> None:
+    from mempipe.evaluation.budgets import budget_curves, budget_lines
+    from mempipe.files import write_text
+
+    folder = Path(arguments.evaluation)
+    lines = budget_lines(budget_curves(folder, metric=arguments.metric))
+    write_text(folder / "budgets.md", "\n".join([*lines, ""]))
+    print("\n".join(lines))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -101,7 +101,7 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     with_targets = [replace(question, recall_targets=[["A text"]]) for question in several]
     for name in ("memtrain", "memtrain_validation"):
         write_questions(tmp_path / "data" / f"{name}.parquet", with_targets)
-    if path.stem == "tiny_table":
+    if path.stem.startswith("tiny_"):
         for name in ("quickstart", "quickstart_react", "quickstart_mem1", "quickstart_memagent"):
             finished_run(Path("runs") / name.replace("_", "-"), ROOT / f"jobs/configs/{name}.yaml", tiny)
     if path.stem.startswith("evaluate"):

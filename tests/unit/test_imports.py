@@ -59,6 +59,7 @@ ALLOWED = {
     "mempipe.evaluation.benchmarks": (),
     "mempipe.evaluation.results": (),
     "mempipe.evaluation.compare": (),
+    "mempipe.evaluation.budgets": (),
     "mempipe.evaluation.judge": (),
     "mempipe.evaluation.closed_book": (),
     "mempipe.reports.training": (),
