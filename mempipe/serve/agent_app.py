@@ -3,7 +3,7 @@
 - POST /v1/answer answers a question, as JSON or as server-sent events.
 - POST /v1/chat/completions and GET /v1/models are those of the OpenAI API; its clients work unchanged.
 - /v1/sessions keeps a memory from one question to the next, /v1/documents takes long texts in pieces.
-- /healthz and /readyz are for whoever watches.
+- / is a page to try it, /healthz and /readyz are for whoever watches.
 
 Every refusal has the error format of the OpenAI API. 429 and 503 carry Retry-After and mean "the same request later".
 """
@@ -15,11 +15,12 @@ import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Query, Request, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
@@ -47,10 +48,18 @@ from mempipe.serve.journal import Journal, Metrics, NoMetrics
 from mempipe.serve.keys import Access, KeyRecord
 from mempipe.serve.store import Store
 
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {"page.css": "text/css", "page.js": "text/javascript"}
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 _FAILED = "the service failed; its log says why"
 logger = logging.getLogger(__name__)
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 
 
 class Health(Protocol):
@@ -220,6 +229,16 @@ def make_app(
         """Whether a question would be answered: engine and retriever are there."""
         detail = await health()
         return StatusReply(status="ok", model=answering.name, model_version=answering.engine().version, detail=detail)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> FileResponse:
+        if name not in PAGE_FILES:
+            raise ApiError(404, f"there is no {name[:80]!r} here")
+        return FileResponse(PAGE / name, media_type=PAGE_FILES[name], headers=_PAGE_HEADERS)
 
     _document_400_alone(app)
     return app
