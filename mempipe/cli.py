@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mempipe.checks.findings import refuse
 from mempipe.environment import EVERY_PROCESS
@@ -123,6 +124,18 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
     trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
     trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="how far two filled sheets agree")
+
+    served = add("serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
+    served.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run's folder or YAML file, or a model")
+    served.add_argument("settings", nargs="*", default=[], help="key=value (mempipe/serve/config.py; docs/serving.md)")
+    served.add_argument("--index", default="", help="the index to search, in place of the run's own")
+    served.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines, with API keys only"
+    )
+    served.add_argument("--port", type=int, default=8000)
+
+    key = add("key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
+    key.add_argument("name", help="whose key it is")
 
     index = commands.add_parser("index", help="build, search or serve a passage index")
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
@@ -415,6 +428,27 @@ def _index_search(arguments: argparse.Namespace) -> None:
     for passage in found.passages:
         table.add_row(f"{passage.score:.3f}", passage.title, passage.text[:300], passage.id)
     Console().print(table)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from mempipe.loader import parse_overrides
+    from mempipe.serve.agent import serve_agent
+
+    is_run = arguments.source.endswith((".yaml", ".yml")) or (Path(arguments.source) / "state.json").exists()
+    settings: dict[str, Any] = {"run" if is_run else "checkpoint": arguments.source}
+    settings |= parse_overrides(arguments.settings)
+    if arguments.index:
+        of_run = settings.setdefault("settings", {})
+        of_run["retrieval"] = {**of_run.get("retrieval", {}), "index": arguments.index}
+    serve_agent(settings, host=arguments.host, port=arguments.port)
+
+
+def _key(arguments: argparse.Namespace) -> None:
+    from mempipe.serve.keys import new_key
+
+    key, record = new_key(arguments.name)
+    print(f"the key, shown this once: {key}", file=sys.stderr)
+    print(record.line())
 
 
 def _index_serve(arguments: argparse.Namespace) -> None:

@@ -80,10 +80,15 @@ class Endpoint:
                 f"{length}"
             )
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        """One completion after `token_ids`; log-probs are NaN where the server gives none. Raises ServiceFault."""
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig | None = None
+    ) -> Completion:
+        """One completion after `token_ids`; log-probs are NaN where the server gives none. Raises ServiceFault.
+
+        `sampling` is that of this completion, where it differs from the client's own.
+        """
         assert self._tokenizer is not None, "an endpoint that generates needs the model's tokenizer"
-        sampling = self._sampling
+        sampling = sampling or self._sampling
         request = {
             "model": self._config.model,
             "prompt": list(token_ids),

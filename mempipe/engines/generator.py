@@ -233,6 +233,10 @@ class Generator:
                 if not self._asleep:
                     self._open.set()
 
+    def check_alive(self) -> None:
+        """Raises EngineDead when the engine is not running."""
+        self._live()
+
     async def shutdown(self) -> None:
         """Ends the engine's processes; completions under way raise EngineDead."""
         if self._engine is None:

@@ -141,25 +141,32 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
     Raises ConfigError, which names the run.
     """
     try:
-        values = _merged(_run_values(run), run.settings)
-        for name in _NOT_EVALUATED:
-            values.pop(name, None)
-        model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
-        if model:
-            values["model"] = {**values.get("model", {}), "path": model}
-        values |= {
-            "name": run.name,
-            "output": str(suite.folder),
-            "seed": suite.seed,
-            "ray_address": suite.ray_address,
-            "ordered": False,
-        }
-        config = parse_section(values, RunConfig)
-        if not config.model.path:
-            raise ConfigError("no model is named; set checkpoint, endpoint or model.path")
-        return config
+        return run_config(
+            run,
+            name=run.name,
+            output=str(suite.folder),
+            seed=suite.seed,
+            ray_address=suite.ray_address,
+            ordered=False,
+        )
     except ConfigError as error:
         raise ConfigError(f"runs: {run.name}: {error}") from error
+
+
+def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
+    """The config of an agent under certain weights: its file, its settings over it, its weights, and `changes`.
+    Raises ConfigError.
+    """
+    values = _merged(_run_values(run), run.settings)
+    for name in _NOT_EVALUATED:
+        values.pop(name, None)
+    model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
+    if model:
+        values["model"] = {**values.get("model", {}), "path": model}
+    config = parse_section({**values, **changes}, RunConfig)
+    if not config.model.path:
+        raise ConfigError("no model is named; set checkpoint, endpoint or model.path")
+    return config
 
 
 def _run_values(run: EvaluatedRun) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.memagent import MemAgentRenderer
 from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
 from mempipe.agents.registry import BUILT_IN
@@ -206,6 +207,9 @@ class Answering:
             kind = config.agent_spec.budget
             if unknown := limits.keys() - kind.model_fields.keys():
                 raise ConfigError(f"budget.{min(unknown)} means nothing to agent {agent!r}")
+            if isinstance(budget, MemoryBudget) and "memory_tokens" in limits:  # room for its tags stays as it is
+                tags = budget.memory_message_limit - budget.memory_tokens
+                limits["memory_message_tokens"] = limits["memory_tokens"] + tags
             budget = parse_section(budget.model_dump(exclude_unset=True) | limits, kind)
         return config.agent_spec.renderer(config.agent, budget, limits=config.retrieval, tokenizer=self._tokenizer)
 

@@ -30,13 +30,11 @@ class AgentServiceConfig(Section):
     """Settings of a run that replace those of `run`, nested as in its file."""
     endpoint: EndpointConfig | None = None
     """An OpenAI-compatible server that samples in place of our own engine."""
-    generator: str = ""
-    """A generator application that runs already (mempipe.serve.agent:generator); empty: one of this application's own.
-    """
     name: str = Field("", pattern=r"^[\w.:/@-]{0,100}$")
     """What clients call the model; empty: the run's name."""
-    agents: dict[str, dict[str, Any]] = {}
-    """Further agents that a request may name, and the settings of each that differ from the run's."""
+    agents: dict[str, str] = {}
+    """Further agents that a request may name, and the YAML file or the run's folder that describes each; weights and
+    index are the service's own."""
     sampling: SamplingConfig | None = None
     """How requests are sampled that say nothing; null: as the run is validated (evaluation.temperature)."""
     state: str = ""
@@ -60,5 +58,5 @@ class AgentServiceConfig(Section):
     session_hours: float = Field(24.0, gt=0)
     """How long a session or a document lives after its last use."""
     agent_replicas: Replicas = Replicas()
-    generator_replicas: Replicas = Replicas()
     retriever_replicas: Replicas = Replicas()
+    generator_replicas: Replicas = Replicas()

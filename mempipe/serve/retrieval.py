@@ -6,7 +6,6 @@ Replicas on one machine share the index through the page cache, since its files 
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,13 +16,14 @@ from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp
 
-from mempipe.actors.launch import EVERY_PROCESS, connected
 from mempipe.checks.findings import refuse
 from mempipe.checks.retrieval import check_service
+from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
+from mempipe.serve.local import local_serve
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 
 NAME = "retrieval"
@@ -72,14 +72,9 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
     """
     refuse(check_service(parse_section(settings, ServiceConfig), host=host, port=port))
     application = app(settings)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with connected("", name=NAME):
-        try:
-            serve.start(http_options={"host": host, "port": port})
-            serve.run(application, name=NAME, route_prefix="/")
-            yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        finally:
-            serve.shutdown()
+    with local_serve(NAME, host=host, port=port) as url:
+        serve.run(application, name=NAME, route_prefix="/")
+        yield url
 
 
 def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:

@@ -10,9 +10,10 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from mempipe.cli import main
 from mempipe.serve import keys as module
 from mempipe.serve.errors import ApiError
-from mempipe.serve.keys import Access, Allowance, load_keys, new_key
+from mempipe.serve.keys import Access, Allowance, KeyRecord, load_keys, new_key
 from mempipe.settings import ConfigError
 
 
@@ -59,6 +60,14 @@ def test_a_file_that_holds_no_keys_is_refused_without_showing_it(tmp_path, text,
     assert "secret" not in str(caught.value)
     with pytest.raises(ConfigError, match="name of a key"):
         new_key("a:b")
+
+
+def test_the_command_shows_the_key_once_and_gives_the_line(capsys):
+    assert main(["key", "ann"]) == 0
+    line, shown = capsys.readouterr()
+    record = KeyRecord.read(line)
+    assert record.name == "ann" and record.is_of(shown.strip()[-43:])
+    assert main(["key", "a:b"]) == 2
 
 
 async def test_a_good_key_gets_in_as_its_owner_and_others_do_not():

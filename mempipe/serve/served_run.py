@@ -1,0 +1,125 @@
+"""What a service serves: the agents, weights and index that its settings name, checked before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mempipe.checks.findings import Finding, refuse
+from mempipe.checks.models import check_model
+from mempipe.checks.run import check_retrieval
+from mempipe.config import RunConfig
+from mempipe.engines.config import SamplingConfig
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.suite import EvaluatedRun, run_config
+from mempipe.rollout import make_renderer
+from mempipe.serve.config import AgentServiceConfig
+from mempipe.settings import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRun:
+    """A resolved service. `agents` are by the name that requests call them by, the service's own first."""
+
+    name: str
+    agents: dict[str, RunConfig]
+    sampling: SamplingConfig
+    state: Path
+
+    @property
+    def main(self) -> RunConfig:
+        """The config of the service's own agent, which also says what engine and retriever are like."""
+        return next(iter(self.agents.values()))
+
+    @property
+    def searches(self) -> bool:
+        return any(config.agent_spec.searches for config in self.agents.values())
+
+
+def resolve(config: AgentServiceConfig) -> ServedRun:
+    """What `config` describes. Reads what the service will read; raises ConfigError."""
+    main = _run(config)
+    agents = {main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()}
+    served = ServedRun(
+        name=config.name or _name(config),
+        agents=agents,
+        sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
+        state=Path(config.state or _state(config)).absolute(),
+    )
+    _check(served, config)
+    return served
+
+
+def weights_version(path: str) -> str:
+    """What tells weights from others: a hash of the files of a local folder (names, sizes, times), or a model's name.
+
+    The bytes are not read, which would take as long as loading them.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    states = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))
+    ]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
+
+
+def _run(config: AgentServiceConfig) -> RunConfig:
+    """The run of the service's own agent."""
+    source = EvaluatedRun(
+        name="serve",
+        config=config.run,
+        settings=config.settings,
+        checkpoint=config.checkpoint,
+        endpoint=config.endpoint,
+    )
+    run = run_config(source, name="serve", ordered=False)
+    model = run.model.model_copy(update={"path": _absolute(run.model.path)})
+    retrieval = run.retrieval.model_copy(update={"index": _absolute(run.retrieval.index)})
+    return run.model_copy(update={"model": model, "retrieval": retrieval})
+
+
+def _further(source: str, main: RunConfig) -> RunConfig:
+    """Another agent under the weights and the index of the first."""
+    run = run_config(EvaluatedRun(name="serve", config=source, checkpoint=main.model.path), name="serve", ordered=False)
+    return run.model_copy(update={"model": main.model, "retrieval": main.retrieval, "generation": main.generation})
+
+
+def _absolute(path: str) -> str:
+    """Replicas work in folders of their own."""
+    return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+
+def _name(config: AgentServiceConfig) -> str:
+    source = Path(config.run or config.checkpoint)
+    return source.absolute().name if source.is_dir() else source.stem if config.run else str(source)
+
+
+def _state(config: AgentServiceConfig) -> str:
+    folder = Path(config.run or config.checkpoint)
+    return str(folder / "service") if folder.is_dir() else "service"
+
+
+def _check(served: ServedRun, config: AgentServiceConfig) -> None:
+    main = served.main
+    findings: list[Finding] = []
+    if served.searches:
+        findings += check_retrieval(main)
+    if config.endpoint is None:
+        findings += check_model(main.model.path, setting="model.path", context_tokens=main.budget.context_tokens)
+    refuse(findings)
+    tokenizer = load_tokenizer(main.model.path)
+    for name, agent in served.agents.items():
+        if agent.agent_spec.stop_texts != main.agent_spec.stop_texts:
+            raise ConfigError(
+                f"agents: {name} and {main.agent.name} end their messages with different texts, which one engine "
+                "cannot do; serve them apart"
+            )
+        if agent.budget.context_tokens > main.budget.context_tokens:
+            raise ConfigError(
+                f"agents: {name} has budget.context_tokens {agent.budget.context_tokens}, more than the "
+                f"{main.budget.context_tokens} of {main.agent.name}, which the engine is made for"
+            )
+        make_renderer(agent, tokenizer=tokenizer)

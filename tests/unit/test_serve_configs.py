@@ -1,0 +1,72 @@
+"""The example configs of the services name what exists, and say what their settings take."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from mempipe.loader import parse_section
+from mempipe.serve import front
+from mempipe.serve.config import AgentServiceConfig
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+def serve_config(name: str) -> dict[str, Any]:
+    values = yaml.safe_load((JOBS / name).read_text())
+    return yaml.safe_load(values["spec"]["serveConfigV2"]) if "spec" in values else values
+
+
+@pytest.mark.parametrize("name", ["configs/agent_service.yaml", "kubernetes/agent_service.yaml"])
+def test_the_applications_are_there_and_take_their_settings(name):
+    values = serve_config(name)
+    engines, agent = ServeDeploySchema.model_validate(values).applications
+    for application in (engines, agent):
+        module, _, builder = application.import_path.partition(":")
+        assert callable(getattr(importlib.import_module(module), builder))
+        assert parse_section(dict(application.args), AgentServiceConfig).run
+    assert (engines.route_prefix, agent.route_prefix) == (None, "/")
+    (deployment,) = agent.deployments
+    assert deployment.name == "agent" and deployment.user_config == {"generator": engines.name}
+
+
+def test_nobody_else_is_served_unless_keys_are_asked_for():
+    assert serve_config("configs/agent_service.yaml")["http_options"]["host"] == "127.0.0.1"
+    manifest = yaml.safe_load((JOBS / "kubernetes/agent_service.yaml").read_text())
+    for group in groups(manifest):
+        (container,) = group["template"]["spec"]["containers"]
+        environment = {variable["name"]: variable for variable in container["env"]}
+        assert environment[front.VARIABLE]["value"] == front.PATH
+        assert "secretKeyRef" in environment["MEMPIPE_API_KEYS"]["valueFrom"]
+
+
+def test_the_manifest_has_the_shape_of_a_ray_service():
+    """The fields of ray.io/v1 that KubeRay needs, and the volume that every pod mounts."""
+    manifest = yaml.safe_load((JOBS / "kubernetes/agent_service.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    assert set(manifest["spec"]) == {"serveConfigV2", "rayClusterConfig"}
+    cluster = manifest["spec"]["rayClusterConfig"]
+    assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    head, worker = groups(manifest)
+    assert set(head) == {"rayStartParams", "template"}
+    assert set(worker) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    assert worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
+    state = serve_config("kubernetes/agent_service.yaml")["applications"][0]["args"]["state"]
+    for group in (head, worker):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (mount,) = container["volumeMounts"]
+        assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
+        assert state.startswith(mount["mountPath"])
+        assert set(container["resources"]) == {"limits", "requests"}
+    assert head["template"]["spec"]["containers"][0]["ports"][0] == {"containerPort": 8000, "name": "serve"}
+
+
+def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = manifest["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]

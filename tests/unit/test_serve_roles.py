@@ -1,0 +1,126 @@
+"""How the agent reaches its engines and retrievers, and what stands before it: faults, deadlines, cancelled calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from mempipe.engines.generator import EngineDead
+from mempipe.serve.front import Front, middlewares
+from mempipe.serve.roles import RoleUnavailable, call
+
+
+class Response:
+    """What a Serve handle gives back: awaitable, and cancelled on its own."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+        self.cancelled = False
+
+    def __await__(self):
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        result = self._answer()
+        return await result if asyncio.iscoroutine(result) else result
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Method:
+    """A handle's method that does one thing after the other."""
+
+    def __init__(self, *answers: Callable[[], Any]) -> None:
+        self._answers = list(answers)
+        self.responses: list[Response] = []
+
+    def remote(self, *arguments: Any) -> Response:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        self.responses.append(Response(answer))
+        return self.responses[-1]
+
+
+def raises(error: Exception) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+async def hangs() -> None:
+    await asyncio.sleep(60)
+
+
+async def test_a_call_whose_replica_died_is_made_again():
+    method = Method(raises(ActorDiedError()), raises(EngineDead("gone")), lambda: "answer")
+    assert await call(method, 1, role="generator", timeout_s=10) == "answer"
+    assert len(method.responses) == 3
+
+
+async def test_after_the_deadline_the_role_is_unavailable():
+    method = Method(raises(ActorDiedError()))
+    with pytest.raises(RoleUnavailable, match=r"no generator answered within 0.3 s"):
+        await call(method, role="generator", timeout_s=0.3)
+    stuck = Method(hangs)
+    with pytest.raises(RoleUnavailable, match="no retriever"):
+        await call(stuck, role="retriever", timeout_s=0.1)
+    assert stuck.responses[0].cancelled
+
+
+async def test_an_error_of_the_request_passes_at_once():
+    method = Method(raises(ValueError("no such partition")))
+    with pytest.raises(ValueError, match="no such partition"):
+        await call(method, role="retriever", timeout_s=10)
+    assert len(method.responses) == 1
+
+
+async def test_a_cancelled_call_is_cancelled_at_its_replica():
+    method = Method(hangs)
+    task = asyncio.create_task(call(method, role="generator", timeout_s=60))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert method.responses[0].cancelled
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front")
+
+
+async def test_a_request_whose_replica_died_is_503_with_retry_after():
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    async with client_of(Front(nothing)) as client:
+        answer = await client.post("/v1/answer")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "ask again" in answer.json()["error"]["message"]
+
+
+async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay():
+    for status, headers, expected in (
+        (503, {}, "1"),
+        (503, {"retry-after": "7"}, "7"),
+        (500, {}, None),
+        (200, {}, None),
+    ):
+        app = PlainTextResponse("x", status, headers)
+        async with client_of(Front(app)) as client:
+            answer = await client.get("/")
+        assert (answer.status_code, answer.headers.get("retry-after"), answer.text) == (status, expected, "x")
+
+
+async def test_serve_finds_the_middleware_by_its_path():
+    (middleware,) = middlewares()
+    app = middleware.cls(JSONResponse("ok"), *middleware.args, **middleware.kwargs)
+    async with client_of(app) as client:
+        assert (await client.get("/")).json() == "ok"

@@ -1,0 +1,112 @@
+"""What a service serves, as its settings and a run's folder say; and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mempipe.cli import main
+from mempipe.engines.config import SamplingConfig
+from mempipe.engines.tiny import build_model, build_tokenizer
+from mempipe.loader import load_config, parse_section
+from mempipe.retrieval.build import build_index
+from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.served_run import ServedRun, resolve, weights_version
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of the embedded default."""
+    folder = tmp_path_factory.mktemp("runs") / "quick"
+    weights = folder / "huggingface"
+    weights.mkdir(parents=True)
+    build_tokenizer(weights)
+    build_model(weights, seed=1)
+    build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], folder / "index")
+    config = load_config(CONFIGS / "quickstart.yaml", ["name=quick", f"output={folder.parent}"])
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+def served(**settings) -> ServedRun:
+    return resolve(parse_section(settings, AgentServiceConfig))
+
+
+def test_the_folder_of_a_run_knows_all(run):
+    found = served(run=str(run))
+    assert (found.name, list(found.agents), found.sampling) == ("quick", ["memsearcher"], SamplingConfig(temperature=0))
+    main_config = found.main
+    assert main_config.model.path == str(run / "huggingface") and main_config.retrieval.index == str(run / "index")
+    assert (main_config.budget.context_tokens, main_config.agent.prompts) == (512, "tiny")
+    assert found.state == run / "service"
+
+
+def test_settings_replace_those_of_the_run(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    settings = {"budget": {"max_turns": 3}, "evaluation": {"temperature": 0.5}, "retrieval": {"index": "quick/index"}}
+    found = served(run="quick", settings=settings, name="mine", state="kept")
+    assert (found.main.budget.turn_limit, found.sampling.temperature, found.name) == (3, 0.5, "mine")
+    assert found.main.retrieval.index == str(run / "index") and found.state == run.parent / "kept"
+
+
+def test_further_agents_share_weights_and_index(run, tmp_path):
+    (tmp_path / "short.yaml").write_text(
+        "agent: {prompts: tiny}\nbudget: {question_tokens: 32, memory_tokens: 16, action_tokens: 32, "
+        "observation_tokens: 96, context_tokens: 512}\n"
+    )
+    found = served(run=str(run), agents={"short": str(tmp_path / "short.yaml")})
+    short = found.agents["short"]
+    assert short.budget.memory_limit == 16 and found.main.budget.memory_limit == 64
+    assert (short.model, short.retrieval) == (found.main.model, found.main.retrieval)
+    with pytest.raises(ConfigError, match="end their messages with different texts"):
+        served(run=str(run), agents={"react": str(CONFIGS / "quickstart_react.yaml")})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "no model is named"),
+        ({"run": "nowhere"}, "cannot read config nowhere"),
+        ({"settings": {"retrieval": {"index": "none"}}}, "none"),
+        ({"settings": {"budget": {"context_tokens": 2000}}}, "budget.context_tokens is 2000"),
+        ({"settings": {"budget": {"observation_tokens": 480}}}, "budget.context_tokens is 512"),
+        ({"max_turn": 5}, "max_turn is not a setting; did you mean max_turns"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(run, settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        served(**({"run": str(run)} if settings else {}) | settings)
+
+
+def test_the_command_says_what_is_wrong_before_it_starts_anything(run, capsys, monkeypatch):
+    monkeypatch.delenv("MEMPIPE_API_KEYS", raising=False)
+    assert main(["serve", str(run), "max_turns=0"]) == 2
+    assert "max_turns is 0" in capsys.readouterr().err
+    assert main(["serve", str(run), "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "there are no API keys" in capsys.readouterr().err
+    assert main(["serve", str(run), "--index", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert main(["serve", str(run)]) == 2
+    assert "agent_service.yaml" in capsys.readouterr().err
+
+
+def test_other_weights_have_another_version(run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(run / "huggingface", folder)
+    before = weights_version(str(folder))
+    assert before == weights_version(str(folder)) and len(before) == 12
+    (file,) = folder.glob("*.safetensors")
+    os.utime(file, ns=(1, 1))
+    assert weights_version(str(folder)) != before
+    assert weights_version("owner/model") == "owner/model"
