@@ -14,7 +14,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart real test test-fast lint clean
+.PHONY: setup quickstart real test test-fast test-gpu lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume-if-exists
@@ -27,6 +27,9 @@ test: setup lint  ## all tests that this machine can run
 
 test-fast: setup  ## the tests that need no cluster, no engine and no training
 	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/conformance
+
+test-gpu: setup  ## what needs a GPU, one after another, and a table of seconds and memory
+	$(BIN)/python -m pytest tests/gpu
 
 lint: setup
 	$(BIN)/ruff check .

@@ -82,12 +82,19 @@ class GeneratorActor:
             ray.actor.exit_actor()
         return answers
 
+    async def _awake(self) -> None:
+        """Loads the engine, if Ray has just started the actor again; until then nobody has asked for that."""
+        if not self._ready:
+            await self.ready()
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
+        await self._awake()
         return await self._engine.score(token_ids)
 
     async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
         """What shows which weights this engine samples from."""
+        await self._awake()
         held = await self._engine.held_weights()
         return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])
 
@@ -105,6 +112,7 @@ class GeneratorActor:
 
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> float:
         """Takes version `policy_version` between two completions; returns the seconds it took."""
+        await self._awake()
         started = time.perf_counter()
         await self._engine.load_weights(weights, policy_version=policy_version)
         return time.perf_counter() - started
@@ -112,8 +120,7 @@ class GeneratorActor:
     async def _generate(
         self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
     ) -> Completion:
-        if not self._ready:
-            await self.ready()
+        await self._awake()
         return await self._engine.generate(
             token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
         )

@@ -1,0 +1,61 @@
+"""An engine's actor that Ray has started again: whoever asks first has the engine loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mempipe.actors import generator
+from mempipe.engines.config import GenerationConfig, ModelConfig
+
+
+class Engine:
+    """Refuses to work before it is started, as the real one does."""
+
+    policy_version = 0
+    started = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.loaded: list[int] = []
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def load_weights(self, weights: Any, policy_version: int) -> None:
+        assert self.started, "not started"
+        self.loaded.append(policy_version)
+
+    async def score(self, token_ids: Any) -> list[float]:
+        assert self.started, "not started"
+        return [0.0]
+
+
+class Store:
+    """Has no weights yet."""
+
+    def __init__(self) -> None:
+        self.newest = self
+
+    async def remote(self) -> None:
+        return None
+
+
+@pytest.fixture
+def actor(monkeypatch) -> generator.GeneratorActor:
+    monkeypatch.setattr(generator, "Generator", Engine)
+    monkeypatch.setattr(generator.ray, "get_actor", lambda name: Store())
+    return generator.GeneratorActor(
+        model=ModelConfig(), config=GenerationConfig(), context_tokens=8, seed=0, store="s", transfer="mempipe_shm"
+    )
+
+
+async def test_a_sync_starts_an_engine_that_nobody_has_asked_for_completions_yet(actor):
+    await actor.load_weights(np.zeros(1, np.uint8), 3)
+    engine: Any = actor._engine
+    assert engine.loaded == [3]
+
+
+async def test_so_does_a_score(actor):
+    assert await actor.score([1, 2]) == [0.0]
