@@ -182,7 +182,10 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, 
         cases = [
             (["train", config, "algorithm.group_sise=4"], "did you mean algorithm.group_size?"),
             (["train", config, "name=begun"], "holds a run already"),
-            (["train", config, "name=begun", "--resume", "seed=7"], "other settings (seed)"),
+            (
+                ["train", config, "name=begun", "--resume", "seed=7"],
+                "other settings, which change what is learnt: seed 7 (was 1)",
+            ),
             (["train", config, "--resume"], "holds no run"),
             (["train", config, "name=../x"], "name is '../x'"),
             (["train", config, "model.path=nobody/nothing"], "the Hugging Face hub cannot be reached"),
