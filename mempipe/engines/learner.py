@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mempipe.engines.checkpoint import CheckpointWriter, Position, TrainingState, load_tensors, read_state
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.gauges import TrainingFlops, peak_memory_gib, peak_teraflops
 from mempipe.engines.model import (
     accumulate_locally,
     adapter_state_dict,
@@ -95,6 +96,7 @@ class Learner:
         torch.manual_seed(settings.seed + rank)
 
         self.policy = load_policy(model, seed=settings.seed)
+        self._flops, self._peak_teraflops = TrainingFlops(self.policy), peak_teraflops(self._device)
         self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
         if world_size > 1 or self.dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
@@ -307,6 +309,9 @@ class Learner:
             "counts": counts,
             "shared": {"lr": lr, "grad_norm": norm},
             "seconds": time.perf_counter() - start,
+            "flops": sum(self._flops.of(batch.sequence_lengths.tolist()) for batch in real),
+            "peak_memory_gib": peak_memory_gib(self._device),
+            "peak_teraflops": self._peak_teraflops,
         }
 
     def _logprobs(self, micro_batch: MicroBatch) -> Tensor:
@@ -412,6 +417,13 @@ def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     counts = merge_metrics(report["counts"] for report in ranks)
     seconds = max(report["seconds"] for report in ranks)
     means = mean_metrics(merge_metrics(report["sums"] for report in ranks))
-    return (
-        means | counts | ranks[0]["shared"] | {"seconds": seconds, "tokens_per_second": counts["num_tokens"] / seconds}
-    )
+    teraflops = sum(report["flops"] for report in ranks) / len(ranks) / seconds / 1e12
+    gauges = {
+        "seconds": seconds,
+        "tokens_per_second": counts["num_tokens"] / seconds,
+        "teraflops_per_rank": teraflops,
+        "peak_memory_gib": max(report["peak_memory_gib"] for report in ranks),
+    }
+    if peak := ranks[0]["peak_teraflops"]:
+        gauges["model_flops_utilization"] = teraflops / peak
+    return means | counts | ranks[0]["shared"] | gauges

@@ -1,0 +1,49 @@
+"""What a rank's work costs: floating-point operations by formula, and memory as the system counts it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+
+import torch
+
+from mempipe.engines.model import PolicyModel
+
+GIB = 2**30
+PEAK_TERAFLOPS = {"A100": 312.0, "L40S": 362.0, "H20": 148.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+"""Dense bfloat16 operations per second of a GPU, by a word of its name, in 1e12; from its maker's data sheet."""
+
+
+class TrainingFlops:
+    """Counts the operations that a model needs for a forward and a backward pass (arXiv 2204.02311, appendix B).
+
+    Recomputed activations do not count: they are a choice, not a need. Six operations per token and weight that
+    multiplies it, and for attention 12 per token, pair of positions, layer and hidden dimension, half of them since
+    attention looks back only.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        config = policy.lm.config.get_text_config()
+        # A table that is only looked up multiplies nothing; a tied one is the head as well.
+        looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        self._weights = sum(parameter.numel() for parameter in policy.lm.parameters()) - looked_up
+        self._attention = config.num_hidden_layers * config.hidden_size
+
+    def of(self, lengths: Sequence[int]) -> int:
+        """The operations of contexts of these lengths."""
+        return 6 * self._weights * sum(lengths) + 6 * self._attention * sum(length**2 for length in lengths)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held so far: of its GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def peak_teraflops(device: torch.device) -> float | None:
+    """What the device can do in bfloat16; None for a CPU, and for a GPU that is not known here."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    return next((value for name, value in PEAK_TERAFLOPS.items() if name in words), None)

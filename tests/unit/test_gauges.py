@@ -1,0 +1,57 @@
+"""Operations by hand, memory against what was allocated, and the gauges of an update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learner_setup import VOCAB, load_plain, make_learner, pack, samples, save_model
+
+from mempipe.engines import gauges
+from mempipe.engines.gauges import TrainingFlops, peak_teraflops
+from mempipe.engines.learner import _metrics
+from mempipe.engines.model import PolicyModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("architecture", "looked_up"), [("qwen2", 0), ("qwen2_untied", VOCAB * 64)])
+def test_training_takes_six_operations_a_weight_and_token_and_those_of_attention(tmp_path, architecture, looked_up):
+    model = load_plain(save_model(tmp_path, architecture))
+    weights = sum(parameter.numel() for parameter in model.parameters()) - looked_up
+    attention = 6 * 2 * 64 * (5**2 + 9**2)  # two layers of 64 dimensions
+    assert TrainingFlops(PolicyModel(model)).of([5, 9]) == 6 * weights * 14 + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA T1", None)]
+)
+def test_a_gpu_is_known_by_a_word_of_its_name(monkeypatch, name, expected):
+    monkeypatch.setattr(gauges.torch.cuda, "get_device_name", lambda device: name)
+    assert peak_teraflops(torch.device("cuda", 0)) == expected
+    assert peak_teraflops(CPU) is None
+
+
+def report(flops: float, seconds: float, peak: float | None) -> dict[str, object]:
+    return {
+        "sums": {"loss": 1.0, "tokens": 1.0},
+        "counts": {"num_tokens": 10},
+        "shared": {"lr": 1.0},
+        "seconds": seconds,
+        "flops": flops,
+        "peak_memory_gib": seconds,
+        "peak_teraflops": peak,
+    }
+
+
+def test_utilization_is_of_all_ranks_and_the_slowest_ones_time():
+    found = _metrics([report(4e14, 1.0, 1000.0), report(12e14, 2.0, 1000.0)])
+    assert found["teraflops_per_rank"] == pytest.approx(400.0)
+    assert found["model_flops_utilization"] == pytest.approx(0.4)
+    assert found["peak_memory_gib"] == 2.0
+    assert "model_flops_utilization" not in _metrics([report(4e14, 1.0, None)])
+
+
+def test_every_update_reports_its_gauges(tmp_path):
+    (update,) = pack(samples(1))
+    (metrics,) = make_learner(save_model(tmp_path)).step([update])
+    assert metrics["teraflops_per_rank"] > 0 and 0.1 < metrics["peak_memory_gib"] < 100
