@@ -27,8 +27,9 @@ Answer: TypeAlias = tuple[int, Any]
 
 
 class BatchedClient:
-    """One caller's requests to one actor, which has a `BatchedServer` behind its method `exchange`.
-    To be used from one event loop.
+    """Sends one caller's requests to one actor, whose method `exchange` hands them to a `BatchedServer`.
+
+    It is used from one event loop.
     """
 
     def __init__(self, actor: Handle) -> None:
@@ -40,7 +41,8 @@ class BatchedClient:
         self._exchanges: set[asyncio.Task[None]] = set()
 
     async def ask(self, *arguments: Any) -> Any:
-        """The answer to one request.
+        """Returns the answer to one request.
+
         Raises what the actor's function raised, and Ray's errors when the actor died meanwhile.
         """
         number, loop = next(self._numbers), asyncio.get_running_loop()

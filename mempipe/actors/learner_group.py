@@ -1,6 +1,4 @@
-"""The learner: FSDP rank actors behind one typed front that hands every rank its micro-batches and waits for all of
-them.
-"""
+"""The learner: actors of FSDP ranks, and one typed front that hands every rank its micro-batches and waits for all."""
 
 from __future__ import annotations
 
@@ -140,8 +138,8 @@ class LearnerGroup:
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
     def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
-        """One optimiser update after another; `updates[u][rank]` are that rank's micro-batches.
-        Returns the metrics of each update.
+        """Makes one optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the
+        metrics of each update.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates]) for i, rank in enumerate(self.ranks)]
         self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))  # it may score all of them

@@ -22,11 +22,11 @@ def quiet_loggers() -> None:
 
 
 def take_note_of_pool_arguments() -> None:
-    """Lets Ray say unheard, once and for all of this process, that restartable actors have arguments in the object
-    store.
+    """Makes Ray give its note that restartable actors have arguments in the object store, while nobody listens; it does
+    so once per process.
 
-    It is said as an error of every Ray Data actor pool (ray-project/ray issue 57733), and no setting silences it. The
-    actor that draws it asks for a resource that no node has, so it never starts.
+    Otherwise every Ray Data actor pool prints it as an error (ray-project/ray issue 57733), and no setting silences it.
+    The actor that causes the note asks for a resource that no node has, so it never starts.
     """
     with _without_stderr():
         ray.kill(start_actor(_NeverPlaced, {"num_cpus": 0, "resources": {"none": 1}, "max_restarts": 1}, ray.put(None)))

@@ -38,8 +38,8 @@ class ContextLayout:
 
     @functools.cached_property
     def buckets(self) -> list[tuple[int, int]]:
-        """(number of contexts, padded length), longest first.
-        A bucket takes contexts at most an eighth shorter than its longest.
+        """Pairs of (number of contexts, padded length), longest first. A bucket takes contexts that are at most an
+        eighth shorter than its longest.
         """
         buckets: list[tuple[int, int]] = []
         for length in sorted(self.lengths, reverse=True):

@@ -334,8 +334,9 @@ class Generator:
             )
 
     async def _call(self, phase: str, call: Awaitable[T]) -> T:
-        """The result of one control call.
-        vLLM leaves such calls waiting for ever when the engine dies, so death is watched for.
+        """Returns the result of one control call.
+
+        vLLM leaves such calls waiting for ever when the engine dies, so its death is waited for beside them.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -360,8 +361,8 @@ class Generator:
 async def _final_output(
     engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
 ) -> RequestOutput:
-    """`AsyncLLM.generate` for a request with one output: no async generator, half the event-loop turns. Aborts when
-    cancelled.
+    """Does what `AsyncLLM.generate` does, for a request with one output: without an async generator it takes half the
+    turns of the event loop. Aborts the request when it is cancelled.
     """
     from vllm.inputs.engine import tokens_input
     from vllm.outputs import PoolingRequestOutput
@@ -494,8 +495,8 @@ def _engine_environment(config: GenerationConfig, *, device: str, transfer: str)
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """The process environment with `variables`, for children that inherit it; afterwards as before, without what
-    vLLM set as well.
+    """Sets `variables` in the environment of this process, for children that inherit it. Afterwards the environment is
+    as it was before, also where vLLM changed it.
     """
     before = dict(os.environ)
     os.environ.update(variables)

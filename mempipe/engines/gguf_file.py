@@ -11,8 +11,8 @@ SUFFIX = ".gguf"
 
 
 def find_gguf(source: str) -> Path:
-    """The GGUF file that `source` names:
-    its path, or an installed package that carries exactly one. Raises ConfigError.
+    """Returns the GGUF file that `source` names: its path, or an installed package that carries exactly one. Raises
+    ConfigError.
     """
     path = Path(source)
     if path.is_file():

@@ -34,9 +34,8 @@ from mempipe.settings import ConfigError
 
 ATTENTION_NAME = "mempipe_packed"
 MAX_LOGITS = 2**26
-"""Logits that may exist at once (256 MiB in float32); more are computed chunk by chunk and once more in the backward
-pass.
-"""
+"""Logits that may exist at once (256 MiB in float32). More than that are computed chunk by chunk, and once more in the
+backward pass."""
 
 _ADAPTER = "default"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -145,8 +144,8 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """FSDP2 in place: each decoder layer is a unit, and the root holds what is left (embedding, norm, head, so that
-    tied ones stay tied).
+    """Applies FSDP2 in place: each decoder layer is a unit, and the root holds the rest (embedding, norm and head, so
+    that tied ones stay tied).
 
     Gradients are summed over the ranks, not averaged: the loss weights already count the whole step.
     """
@@ -206,16 +205,16 @@ def score(
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on `device`. Arrays out of the object store are read-only,
-    so it is copied on the CPU too."""
+    """Returns a copy of the array as a tensor on `device`; on the CPU too, since arrays of the object store are
+    read-only."""
     return torch.tensor(values, device=device)
 
 
 def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
-    """While on, backward passes neither reduce gradients nor free gathered weights; the first one after it reduces the
-    sum of all.
+    """Switches the reduction of gradients off, or on again. While it is off, backward passes add up gradients on their
+    rank and keep gathered weights; the first pass after that reduces the sum of all.
 
-    It saves communication at the cost of a whole copy of the gradients on every rank.
+    This saves communication, and costs a whole copy of the gradients on every rank.
     """
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(not enabled)

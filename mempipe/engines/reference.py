@@ -1,5 +1,4 @@
-"""The frozen reference policy of the KL term. With LoRA none is needed:
-the learner's own base model is the reference."""
+"""The frozen reference policy of the KL term. With LoRA the learner's own base model is the reference instead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tiny model of the synthetic world:
-a tokenizer of whole words and a freshly initialised Qwen2, saved as Hugging Face folders.
+"""The tiny model of the synthetic world: a tokenizer of whole words and a freshly initialised Qwen2, both saved as
+Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SLOW_ANGLE = 0.02  # radians per position
 
 
 def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
-    """The tokenizer, saved to `folder`.
+    """Saves the tokenizer to `folder`, and returns it.
 
     Byte-level, so it encodes any text and gives it back (in NFC, as Qwen2 does). Every word of the world is one token
     with a space before it and one without. The words are reached through merges: whoever loads the folder by its model
@@ -86,8 +86,8 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
 
 
 def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
-    """The untrained model, saved to `folder`, where `build_tokenizer` has been.
-    All weights but those of `_plant_copying` are random.
+    """Saves the untrained model to `folder`, where `build_tokenizer` has saved the tokenizer, and returns it. All
+    weights but those of `_plant_copying` are random.
     """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     config = Qwen2Config(
@@ -141,8 +141,8 @@ def _plant_copying(model: Qwen2ForCausalLM) -> None:
 
     previous, match = model.model.layers[0].self_attn, model.model.layers[1].self_attn
     queries, keys = slice(0, group * dim), slice(0, dim)
-    # The same constant key everywhere, and a query turned back by one position: they fit where the key is one position
-    # behind.
+    # All keys are the same constant, and queries are turned back by one position: a query fits the key one position
+    # before it.
     previous.k_proj.weight[keys] = 0.0
     previous.q_proj.weight[queries] = 0.0
     previous.k_proj.bias[keys] = PREVIOUS_BIAS * torch.cat([torch.ones_like(angles), torch.zeros_like(angles)])

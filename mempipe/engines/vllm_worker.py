@@ -1,8 +1,8 @@
-"""What mempipe adds inside a vLLM worker process: a weight-transfer backend, CPU weights that can be written, an end
-with its owner.
+"""What mempipe adds to a vLLM worker process: a weight-transfer backend, checksums of the weights it holds, CPU weights
+that can be written, and an end together with its owner.
 
-vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all three: import
-it nowhere else.
+vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all of them. It
+is imported nowhere else.
 """
 
 from __future__ import annotations
@@ -165,14 +165,14 @@ def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
 
 
 def end_with(frontend: psutil.Process) -> None:
-    """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down, but one whose front-end
-    was killed would stay, with its memory."""
+    """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down; an engine whose front-end was
+    killed would stay, with its memory."""
     frontend.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def install() -> None:
-    """Makes the worker process ours."""
+    """Registers and starts all that this module adds to a worker."""
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable

@@ -1,4 +1,4 @@
-"""How trained weights reach the engines, and the canary that proves they did (promise 5).
+"""How trained weights reach the engines, and how it is known that they did (promise 5).
 
 Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through
 `Generator.load_weights`: `mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to
@@ -197,8 +197,8 @@ def check_engines(
 
 
 class EngineControl(Protocol):
-    """The engines as a GPU sender needs them: blocking calls that reach every engine and return
-    when all have finished."""
+    """What a GPU sender needs of the engines: blocking calls that reach every engine and return when all have
+    finished."""
 
     def connect(self, init_info: dict[str, Any]) -> None:
         """`Generator.connect` on every engine, with the `rank_offset` of `replica_init_info`."""
@@ -210,9 +210,8 @@ class EngineControl(Protocol):
 
 
 def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_parallel: int) -> dict[str, Any]:
-    """What engine number `replica` gets of a sender's `init_info`:
-    with nccl each engine's workers follow the previous engine's.
-    """
+    """Returns what engine number `replica` gets of a sender's `init_info`: with nccl the ranks of its workers follow
+    those of the engine before."""
     info = dict(init_info)
     if "rank_offset" in info:
         info["rank_offset"] += replica * tensor_parallel
@@ -315,8 +314,8 @@ def _trainer_init_info(backend: str, *, rank: int, address: tuple[str, int], num
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """CUDA IPC handles hold Python types that the engine's message format lacks; they travel pickled, as vLLM's HTTP
-    client sends them.
+    """Returns the update's description in plain data. CUDA IPC handles hold Python types that the engine's message
+    format lacks, so they travel pickled, as vLLM's HTTP client sends them.
     """
     handles = update_info.get("ipc_handles")
     if handles is None:
