@@ -110,17 +110,17 @@ def test_rejections_are_counted_and_a_short_corpus_gives_what_it_has(files, made
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(files, made, tmp_path):
-    build_memtrain.main(config(files, tmp_path / "begun"))
+    build_memtrain.main(config(files, tmp_path, name="begun"))
     made.clear()
     for changes, sentence in (
         ({"num_random": 100}, "holds 60 passages; a document .* needs 104"),
         ({"index": str(tmp_path)}, "index .* lacks|no index|manifest"),
         ({"tokenizer": str(tmp_path / "none")}, "expected a folder with a model"),
-        ({"output": str(tmp_path / "begun"), "seed": 7}, "was begun with seed 1, now it is 7"),
+        ({"name": "begun", "seed": 7}, "was begun with seed 1, now it is 7"),
         ({"entities": "no_such_pipeline"}, "cannot be loaded"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            build_memtrain.main(config(files, tmp_path / "other", **changes))
+            build_memtrain.main(config(files, tmp_path, **changes))
     assert not made
 
 
