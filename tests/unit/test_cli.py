@@ -42,7 +42,8 @@ def test_every_setting_stands_below_its_meaning(kind, capsys):
 
 def test_config_of_no_kind_is_refused(capsys):
     assert main(["config", "evaluations"]) == 2
-    assert "choose from memsearcher, memagent, mem1, react, evaluation, index, service" in capsys.readouterr().err
+    kinds = "choose from memsearcher, memagent, memtrain, mem1, react, evaluation, index, service"
+    assert kinds in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume-if-exists"])
