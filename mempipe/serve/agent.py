@@ -7,6 +7,7 @@ what is under way ends on the weights that it began with.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -54,6 +55,7 @@ class AgentReplica:
     """The routes, and the agents behind them. Holds neither weights nor index."""
 
     def __init__(self, config: AgentServiceConfig, retriever: DeploymentHandle | None) -> None:
+        _log_as_serve_does()
         self._config = config
         self._served = served = resolve(config)
         self._retriever = retriever
@@ -122,6 +124,14 @@ class AgentReplica:
         except Exception as error:
             raise ApiError(503, f"not ready: {error}") from error
         return detail
+
+
+def _log_as_serve_does() -> None:
+    """Sends the service's records where Serve's own go: JSON lines, with the id of the request."""
+    logger = logging.getLogger("mempipe.serve")
+    logger.handlers = logging.getLogger("ray.serve").handlers
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 class ServeMetrics:

@@ -13,6 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mempipe.serve.api import AnswerReply
 
 REQUEST_ID = "x-request-id"
+ROUTES = frozenset(
+    {"/", "/v1/answer", "/v1/chat", "/v1/models", "/v1/sessions", "/v1/documents", "/healthz", "/readyz"}
+)
 logger = logging.getLogger(__name__)
 
 
@@ -68,5 +71,10 @@ class Journal:
             seconds = time.perf_counter() - started
             fields = {"request_id": request_id, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
             logger.info("%(path)s %(status)s in %(seconds)s s", fields, extra=fields)
-            if (route := scope.get("route")) is not None or status != 404:
-                self._metrics.requested(getattr(route, "path", "/v1"), status, seconds)
+            self._metrics.requested(route_of(scope["path"]), status, seconds)
+
+
+def route_of(path: str) -> str:
+    """The part of the service that a path belongs to: few names, whatever is asked for."""
+    head = "/".join(path.split("/")[:3])
+    return head if head in ROUTES else "other"

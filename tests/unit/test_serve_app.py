@@ -22,6 +22,7 @@ from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.rollout import make_agent
 from mempipe.serve.answering import changes, fitted, joined, noted
+from mempipe.serve.api import AnswerReply
 from mempipe.serve.keys import new_key
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
@@ -337,7 +338,7 @@ REFUSED = [
     (b'{"objectives": []}', "objectives is []"),
     (b'{"question": "x", "temperature": 1}', "temperature is not a field"),
     (b'{"question": "x", "budget": {"memory_tokens": 0}}', "budget.memory_tokens is 0"),
-    (b'{"question": "x", "budget": {"memory_tokens": 100000}}', "budget.memory_message_tokens is 68"),
+    (b'{"question": "x", "budget": {"memory_tokens": 100000}}', "budget.context_tokens is 512"),
     (b'{"question": "x", "budget": {"max_turns": 65}}', "more than the 64"),
     (b'{"question": "x", "budget": {"max_turns": true}}', "budget.max_turns is True"),
     (b'{"question": "x", "budget": {"chunk_tokens": 5}}', "budget.chunk_tokens means nothing"),
@@ -449,6 +450,42 @@ def test_every_request_is_logged_with_its_id_and_without_its_question(service, c
     assert (records["abc"].path, records["abc"].status) == ("/v1/answer", 200) and records["abc"].seconds > 0
     assert records[made.headers["x-request-id"]].status == 400
     assert TWO_HOPS.text not in caplog.text
+
+
+class Counted:
+    """Metrics that are kept in lists."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, int]] = []
+        self.answers: list[AnswerReply] = []
+
+    def requested(self, path: str, status: int, seconds: float) -> None:
+        assert seconds > 0
+        self.requests.append((path, status))
+
+    def answered(self, reply: AnswerReply) -> None:
+        self.answers.append(reply)
+
+
+def test_requests_are_counted_by_few_names_and_answers_as_they_are(tokenizer, tmp_path):
+    metrics = Counted()
+    service = build_service(tokenizer, tmp_path, metrics=metrics)
+    with running(service):
+        ask(service)
+        post(service, question=5)
+        for path in ("/v1/sessions/some", "/v1/models/some/thing", "/etc/passwd", "/"):
+            httpx.get(f"{service.url}{path}")
+        until(lambda: len(metrics.requests) == 6)
+    assert metrics.requests == [
+        ("/v1/answer", 200),
+        ("/v1/answer", 400),
+        ("/v1/sessions", 404),
+        ("/v1/models", 404),
+        ("other", 404),
+        ("/", 200),
+    ]
+    (answer,) = metrics.answers
+    assert (answer.agent, len(answer.turns)) == ("memsearcher", 3)
 
 
 def test_health_and_readiness(service):
