@@ -1,0 +1,139 @@
+"""The agent service on Ray Serve, under a real engine and index: one start for all."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+
+from mempipe.actors.driver import Driver
+from mempipe.actors.launch import launch_rollout_actors
+from mempipe.config import RunConfig
+from mempipe.data.qa import read_questions
+from mempipe.engines.config import SamplingConfig
+from mempipe.loader import parse_section
+from mempipe.serve.agent import LocalService, served_agent
+from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.served_run import resolve, weights_version
+from mempipe.types import Question, Trajectory
+
+NUM_QUESTIONS = 12
+TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return bound.getsockname()[1]
+
+
+@dataclass
+class Running:
+    """The service, the questions that it is asked, and how an evaluation plays them."""
+
+    url: str
+    local: LocalService
+    run: Path
+    settings: dict[str, Any]
+    questions: list[Question]
+    evaluated: dict[str, Trajectory] = field(default_factory=dict)
+
+    def ask(self, question: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/answer", json={"question": question, **body}, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def running(world: RunConfig, tmp_path_factory) -> Iterator[Running]:
+    shutil.copytree(world.model.path, world.folder / "huggingface")  # what a finished run leaves
+    settings = {"run": str(world.folder), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
+    settings |= {"retriever_replicas": {"min": 2, "max": 2}, "settings": {"generation": {"timeout_s": 60.0}}}
+    questions = read_questions(world.data.validation)[:NUM_QUESTIONS]
+    with served_agent(settings, host="127.0.0.1", port=free_port()) as (url, local):
+        service = Running(url, local, world.folder, settings, questions)
+        service.evaluated = evaluated(service)
+        yield service
+    assert not ray.is_initialized()
+
+
+def evaluated(service: Running) -> dict[str, Trajectory]:
+    """What `mempipe evaluate` would play: its driver, on engines of its own, greedily."""
+    config = resolve(parse_section(service.settings, AgentServiceConfig)).main
+    with launch_rollout_actors(config, ray.get_runtime_context().namespace) as engines:
+
+        async def play() -> list[Any]:
+            driver = Driver(engines.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=1))
+            return await asyncio.gather(*(driver.play(question.id, question) for question in service.questions))
+
+        groups = asyncio.run(play())
+    return {group.question.text: group.trajectories[0] for group in groups}
+
+
+def is_right(service: Running, question: Question, reply: dict[str, Any]) -> bool:
+    """Whether the answer is what the evaluation found, message by message."""
+    expected = service.evaluated[question.text]
+    actions = [context.action for context in expected.contexts]
+    memories = [context.memory_after for context in expected.contexts]
+    tokens = [len(context.token_ids) for context in expected.contexts]
+    return (
+        (reply["answer"], reply["end_reason"]) == (expected.answer, expected.end_reason)
+        and [turn["action"] for turn in reply["turns"]] == actions
+        and [turn["memory_after"] for turn in reply["turns"]] == memories
+        and [turn["context_tokens"] for turn in reply["turns"]] == tokens
+    )
+
+
+def partition_of(question: Question) -> dict[str, str]:
+    return {"partition": question.partition}
+
+
+def test_the_answers_are_those_of_an_evaluation_token_for_token(running):
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda q: running.ask(q.text, **partition_of(q)), running.questions))
+    assert [reply.status_code for reply in replies] == [200] * NUM_QUESTIONS
+    assert all(is_right(running, q, reply.json()) for q, reply in zip(running.questions, replies, strict=True))
+    version = weights_version(str(running.run / "huggingface"))
+    assert {reply.json()["model_version"] for reply in replies} == {version}
+
+
+def test_it_is_ready_and_says_what_it_serves(running):
+    ready = httpx.get(f"{running.url}/readyz", timeout=30).json()
+    version = weights_version(str(running.run / "huggingface"))
+    assert (ready["status"], ready["detail"]["generator"]) == ("ok", version) and ready["detail"]["index"]
+    assert "<title>mempipe</title>" in httpx.get(running.url).text
+
+
+def test_one_request_id_comes_back(running):
+    answer = httpx.get(f"{running.url}/healthz")
+    assert len(answer.headers.get_list("x-request-id")) == 1
+
+
+def test_the_official_client_works_unchanged(running):
+    question = running.questions[0]
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list()
+    body: Any = {"model": model.id, "messages": [{"role": "user", "content": question.text}]}
+    extra = {"mempipe": partition_of(question)}
+    plain = client.chat.completions.create(**body, extra_body=extra)
+    chunks = list(client.chat.completions.create(**body, extra_body=extra, stream=True))
+    expected = running.evaluated[question.text].answer or ""
+    assert plain.choices[0].message.content == expected
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+
+
+def test_streams_that_are_cut_off_keep_nobody_waiting(running):
+    body = {"question": running.questions[0].text, "stream": True, "num_samples": 16, "sampling": {"temperature": 1.0}}
+    for _ in range(8):
+        with httpx.stream("POST", f"{running.url}/v1/answer", json=body, timeout=TIMEOUT_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+    question = running.questions[1]
+    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
