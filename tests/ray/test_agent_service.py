@@ -1,10 +1,13 @@
-"""The agent service on Ray Serve, under a real engine and index: one start for all."""
+"""The agent service on Ray Serve, under a real engine and index: one start for all, replicas killed at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -136,4 +139,66 @@ def test_streams_that_are_cut_off_keep_nobody_waiting(running):
             lines = response.iter_lines()
             next(lines)
     question = running.questions[1]
+    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
+
+
+def test_a_session_outlives_its_replica(running):
+    session = httpx.post(f"{running.url}/v1/sessions", timeout=30).json()["id"]
+    assert running.ask(running.questions[0].text, session=session).status_code == 200
+    before = httpx.get(f"{running.url}/v1/sessions/{session}").json()
+    kill("agent")
+    until_ready(running)
+    assert httpx.get(f"{running.url}/v1/sessions/{session}").json() == before
+    assert before["num_questions"] == 1 and running.questions[0].text in before["memory"]
+
+
+def kill(deployment: str) -> None:
+    """Ends one replica of the deployment, as a lost node would."""
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    replica = next(
+        actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::") and f"#{deployment}#" in actor["name"]
+    )
+    ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+
+
+def until_ready(running: Running) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            if httpx.get(f"{running.url}/readyz", timeout=30).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
+    stop = threading.Event()
+    seen: Counter[Any] = Counter()
+
+    def client(number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            question = running.questions[(number + turn) % NUM_QUESTIONS]
+            answer = running.ask(question.text, **partition_of(question))
+            if answer.status_code == 200:
+                seen[200, is_right(running, question, answer.json())] += 1
+            else:
+                seen[answer.status_code, int(answer.headers.get("retry-after", 0)) >= 1] += 1
+                time.sleep(0.2)
+            turn += 1
+
+    with ThreadPoolExecutor(32) as pool:
+        clients = [pool.submit(client, number) for number in range(32)]
+        for deployment in ("retriever", "generator", "agent"):
+            time.sleep(2)
+            kill(deployment)
+        time.sleep(2)
+        stop.set()
+        for each in clients:
+            each.result(timeout=TIMEOUT_S)
+    assert set(seen) <= {(200, True), (503, True)} and seen[200, True] >= 32
+    until_ready(running)
+    question = running.questions[0]
     assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
