@@ -202,3 +202,34 @@ def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(runni
     until_ready(running)
     question = running.questions[0]
     assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
+
+
+def test_new_weights_take_over_without_a_failed_request(running):
+    """Last: afterwards other weights are served."""
+    from mempipe.engines.tiny import build_model
+
+    until_ready(running)
+    old = weights_version(str(running.run / "huggingface"))
+    build_model(running.run / "huggingface", seed=99)
+    new = weights_version(str(running.run / "huggingface"))
+    assert old != new
+    stop = threading.Event()
+    seen: Counter[Any] = Counter()
+
+    def client() -> None:
+        while not stop.is_set():
+            question = running.questions[0]
+            answer = running.ask(question.text, **partition_of(question))
+            version = answer.json().get("model_version")
+            seen[answer.status_code, version, version == new or is_right(running, question, answer.json())] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
+        assert running.local.deploy() == new
+        time.sleep(1)
+        stop.set()
+        for each in clients:
+            each.result(timeout=TIMEOUT_S)
+    assert set(seen) == {(200, old, True), (200, new, True)}
+    assert running.ask("who ?").json()["model_version"] == new
+    assert running.local.deploy() == new  # nothing to do
