@@ -496,10 +496,9 @@ def _data_cloze(arguments: argparse.Namespace) -> None:
 
 
 def _data_memtrain(arguments: argparse.Namespace) -> None:
-    from mempipe.loader import load_values, parse_section
-    from mempipe.masking.documents import MemtrainConfig
+    from mempipe.loader import load_documents_config
 
-    config = parse_section(load_values(arguments.config, arguments.overrides), MemtrainConfig)
+    config = load_documents_config(arguments.config, arguments.overrides)
     from pipelines.build_memtrain import describe, main, shown
 
     folder = main(config)

@@ -13,31 +13,39 @@ from pydantic import ValidationError
 
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
+from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
-Kind = Literal["service", "evaluation", "index", "run"]
+Kind = Literal["agent service", "service", "evaluation", "index", "documents", "run"]
 MARKS: dict[Kind, set[str]] = {
+    "agent service": set(),  # told from a retrieval service by what it imports
     "service": {"applications"},
+    "documents": {"tokenizer"},
     "evaluation": {"benchmarks", "runs"},
     "index": {"corpus", "faiss"},
     "run": {"agent", "algorithm", "budget", "learner", "num_steps", "world"},
 }
 DESCRIBED: dict[Kind, str] = {
+    "agent service": "an agent service",
     "service": "a retrieval service",
+    "documents": "MemTrain's documents",
     "evaluation": "an evaluation",
     "index": "an index to be built",
     "run": "a training run",
 }
 COMMANDS: dict[Kind, str] = {
+    "agent service": "`serve deploy`",
     "service": "`serve deploy`",
+    "documents": "`mempipe data memtrain`",
     "evaluation": "`mempipe evaluate`",
     "index": "`mempipe index build`",
     "run": "`mempipe train`",
 }
 SERVICE_APP = "mempipe.serve.retrieval:app"
+AGENT_SERVICE = "mempipe.serve.agent:"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,6 +56,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
     """Returns the index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
     return parse_section(load_values(path, overrides, kind="index"), IndexConfig)
+
+
+def load_documents_config(path: str | Path, overrides: Sequence[str] = ()) -> MemtrainConfig:
+    """Returns the MemTrain documents that a YAML file describes, with overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides, kind="documents"), MemtrainConfig)
 
 
 def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> ServiceConfig:
@@ -68,7 +81,14 @@ def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> Serv
 
 def kind_of(values: dict[str, Any]) -> Kind | None:
     """Returns what settings describe, by keys that no other kind has; None when there is no such key."""
+    if _is_agent_service(values.get("applications")):
+        return "agent service"
     return next((kind for kind, marks in MARKS.items() if values.keys() & marks), None)
+
+
+def _is_agent_service(applications: Any) -> bool:
+    listed = [each for each in applications if isinstance(each, dict)] if isinstance(applications, list) else []
+    return any(str(each.get("import_path")).startswith(AGENT_SERVICE) for each in listed)
 
 
 def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind | None = None) -> dict[str, Any]:

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from mempipe.checks.evaluation import check_suite
 from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.checks.machine import Devices
-from mempipe.checks.retrieval import check_build, check_service
+from mempipe.checks.retrieval import check_build, check_documents, check_service
 from mempipe.checks.run import check_run
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import load_suite
-from mempipe.loader import kind_of, load_config, load_index_config, load_service_config, load_values
+from mempipe.loader import (
+    kind_of,
+    load_config,
+    load_documents_config,
+    load_index_config,
+    load_service_config,
+    load_values,
+)
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
 
@@ -31,6 +38,10 @@ def examine(
         return check_build(load_index_config(path, overrides))
     if kind == "service":
         return check_service(load_service_config(path, overrides))
+    if kind == "documents":
+        return check_documents(load_documents_config(path, overrides))
+    if kind == "agent service":
+        raise ConfigError(f"{path} describes an agent service; it is checked when it starts (docs/serving.md)")
     config = load_config(path, overrides)
     findings = check_run(config, resume=resume, devices=devices)
     made_by_the_run = config.world is not None or config.cloze is not None or config.model.source

@@ -10,9 +10,10 @@ from typing import Any
 
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
 from mempipe.checks.machine import check_cluster, check_port, check_writable
-from mempipe.checks.models import check_encoder, check_hub
+from mempipe.checks.models import check_encoder, check_hub, check_model
 from mempipe.data.corpus import corpus_files
 from mempipe.data.rows import is_remote
+from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.retrieval.encoders import ENCODERS
 from mempipe.retrieval.manifest import check_index, read_manifest
@@ -46,6 +47,17 @@ def check_service(config: ServiceConfig, *, host: str = "", port: int = 0) -> li
             text = "RAY_ADDRESS is set, but this service runs on this machine alone; unset it, or deploy "
             findings.append(fatal(f"{text}jobs/configs/retrieval_service.yaml to the cluster with `serve deploy`"))
     return findings
+
+
+def check_documents(config: MemtrainConfig) -> list[Finding]:
+    """Returns all findings about MemTrain documents that are to be made of an index."""
+    folder = Path(config.output) / config.name
+    return [
+        attempt(lambda: check_index(config.index, mode="auto", num_gpus=0), f"index: {config.index}"),
+        *check_model(config.tokenizer, setting="tokenizer"),
+        ok(f"{folder} is gone on with") if folder.exists() else check_writable(folder, setting="output"),
+        *check_hub(config.tokenizer, setting="tokenizer"),
+    ]
 
 
 def _output(folder: Path) -> Finding:

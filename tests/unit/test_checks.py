@@ -37,7 +37,7 @@ from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+CONFIGS = sorted(path for path in (ROOT / "jobs" / "configs").glob("*.yaml") if path.stem != "agent_service")
 HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "mlflow")
 PLENTY = Devices(num_gpus=64)
 ENCODER = "encoder={kind: hashing, dimensions: 8}"
@@ -111,7 +111,9 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
             longer = json.dumps(values | {"max_position_embeddings": 32768})
             (tmp_path / "runs" / name / "config.json").write_text(longer)
     values = yaml.safe_load(path.read_text())
-    if path.stem == "mem1_qwen2.5-7b":  # the words of the template are more tokens of the small vocabulary
+    if path.stem == "memtrain_wiki18":
+        overrides = [f"index={tiny / 'index'}", f"output={tmp_path / 'runs'}"]
+    elif path.stem == "mem1_qwen2.5-7b":  # the words of the template are more tokens of the small vocabulary
         overrides = [f"budget.context_tokens={values['budget']['context_tokens'] + 500}"]
     else:
         overrides = []

