@@ -207,7 +207,9 @@ def cluster_with_one_gpu() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_more_gpus_than_the_cluster_has(world, cluster_with_one_gpu):
+def test_more_gpus_than_the_cluster_has(world, cluster_with_one_gpu, monkeypatch):
+    monkeypatch.setattr("mempipe.actors.launch.smallest_gpu", lambda nodes: 80 * 2**30)  # it is only declared
+    world = world.model_copy(update={"placement": "separate"})
     with (
         pytest.raises(ConfigError, match=r"need 4 GPUs .* but the cluster has 1; lower learner.num_ranks"),
         launch(world, "none"),
