@@ -432,6 +432,11 @@ def _index_search(arguments: argparse.Namespace) -> None:
 
 def _serve(arguments: argparse.Namespace) -> None:
     from mempipe.loader import parse_overrides
+
+    if not (Path(arguments.source).exists() or arguments.index or arguments.settings):
+        raise ConfigError(
+            f"{arguments.source} does not exist; give a run's folder or its config, or a model with --index"
+        )
     from mempipe.serve.agent import serve_agent
 
     is_run = arguments.source.endswith((".yaml", ".yml")) or (Path(arguments.source) / "state.json").exists()
@@ -474,6 +479,9 @@ def _data_world(arguments: argparse.Namespace) -> None:
 
 
 def _model_import(arguments: argparse.Namespace) -> None:
+    from mempipe.engines.gguf_file import find_gguf
+
+    find_gguf(arguments.source)  # a source that is not there is said before torch is imported
     from mempipe.engines.model_import import import_model
 
     made = import_model(arguments.source, arguments.folder, dtype=arguments.dtype)
@@ -485,10 +493,14 @@ def _model_import(arguments: argparse.Namespace) -> None:
 
 
 def _data_cloze(arguments: argparse.Namespace) -> None:
+    from mempipe.data.corpus import corpus_files
+    from mempipe.data.plain_text import is_plain_text
     from mempipe.loader import parse_overrides, parse_section
     from mempipe.masking.cloze import ClozeConfig
 
     config = parse_section(parse_overrides(arguments.settings), ClozeConfig)
+    if not is_plain_text(arguments.corpus):
+        corpus_files(arguments.corpus)  # refuses what is not there before Ray is imported
     from pipelines.build_cloze import build_cloze, describe, shown
 
     made = build_cloze(arguments.corpus, Path(arguments.output), config, ray_address=arguments.ray_address)

