@@ -249,7 +249,7 @@ def trl_update(folder: Path, samples: list[TrainingSample], rows: int) -> Callab
 
 
 def trl_inputs(chunk: list[TrainingSample], num_loss_tokens: Tensor) -> Mapping[str, Tensor]:
-    """What GRPOTrainer's rollout hands to its loss."""
+    """Returns what GRPOTrainer's rollout hands to its loss."""
     starts = [s.loss_mask.index(1) for s in chunk]
     prompts = [s.token_ids[:start] for s, start in zip(chunk, starts, strict=True)]
     return {

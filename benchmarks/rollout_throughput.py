@@ -315,7 +315,8 @@ def _cpu_seconds() -> float:
 
 
 def recorded_calls(groups: Sequence[Group]) -> list[Call]:
-    """What the agents asked the engine for: the first calls of all trajectories, then their second ones, and so on."""
+    """Returns what the agents asked the engine for: the first calls of all trajectories, then their second ones,
+    and so on."""
     numbered: list[tuple[int, Call]] = []
     for group in groups:
         for trajectory in group.trajectories:

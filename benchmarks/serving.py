@@ -42,7 +42,7 @@ Ask = Callable[[Question], Awaitable[list[float]]]
 
 @dataclass
 class Measured:
-    """What a number of clients saw."""
+    """Holds what a number of clients saw."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)

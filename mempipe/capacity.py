@@ -26,7 +26,7 @@ FULL_CONTEXTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What memory depends on in a decoder-only transformer."""
+    """Holds what memory depends on in a decoder-only transformer."""
 
     hidden: int
     layers: int

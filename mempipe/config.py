@@ -60,7 +60,7 @@ class EvaluationConfig(Section):
 
 
 class NoiseConfig(Section):
-    """How often a script of noisy demonstrations errs, as probabilities per decision."""
+    """Says how often a script of noisy demonstrations errs, as probabilities per decision."""
 
     answer_early: float = Field(0.2, ge=0, le=1)
     """Answer although something is missing."""

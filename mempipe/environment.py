@@ -46,7 +46,7 @@ FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 
 
 def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
-    """What a vLLM engine and its workers run with, on any device."""
+    """Returns what a vLLM engine and its workers run with, on any device."""
     return {
         **NO_TELEMETRY,
         FRONTEND_PID: str(frontend_pid),
@@ -57,7 +57,7 @@ def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
 
 
 def cpu_engine(*, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
-    """What an engine without a GPU needs on top of `engine`."""
+    """Returns what an engine without a GPU needs on top of `engine`."""
     return {
         **SLEEPING_THREADS,
         "OMP_NUM_THREADS": str(num_threads),

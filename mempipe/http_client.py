@@ -26,7 +26,7 @@ _MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long and how often a call is tried."""
+    """Says how long and how often a call is tried."""
 
     timeout_s: float
     """Deadline of one call: all attempts, the pauses between them, and the wait for a free connection."""

@@ -33,7 +33,7 @@ UNKNOWN_UTILIZATION = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a job asks for; a role that is not part of it counts 0."""
+    """Holds what a job asks for; a role that is not part of it counts 0."""
 
     learners: int = 0
     engines: int = 0
@@ -77,13 +77,13 @@ def _holders(config: RunConfig) -> dict[str, int]:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
+    """Tells whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
     return config.algorithm.uses_reference and not config.model.lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where every role goes. Without GPUs there are no bundles, and every role goes anywhere."""
+    """Says where every role goes. Without GPUs there are no bundles, and every role goes anywhere."""
 
     kind: Literal["cpu", "separate", "colocated"]
     num_ranks: int
@@ -218,7 +218,7 @@ def bundle_gpus(bundle: Bundle) -> int:
 
 
 def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
-    """Whether every bundle finds one node; the largest choose first."""
+    """Tells whether every bundle finds one node; the largest choose first."""
     free = list(gpus_per_node)
     for size in sorted(map(bundle_gpus, bundles), reverse=True):
         node = next((i for i, gpus in enumerate(free) if gpus >= size), None)

@@ -33,7 +33,7 @@ MANIFEST = "cloze.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ClozeFiles:
-    """What was made: the corpus to search in, the question files, and the counts."""
+    """Holds what was made: the corpus to search in, the question files, and the counts."""
 
     folder: Path
     corpus: str

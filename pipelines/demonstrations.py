@@ -36,7 +36,7 @@ MakeGenerate = Callable[[Question, str], GenerateFn]
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """What a warm start imitates. Clean ones come first, noisy ones last; those held out are not trained on."""
+    """Holds what a warm start imitates. Clean ones come first, noisy ones last; those held out are not trained on."""
 
     clean: list[Group]
     noisy: list[Group]
@@ -96,7 +96,8 @@ def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Gr
 
 
 def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question]:
-    """What a script is asked: `count` questions of the synthetic world, or all training questions with evidence."""
+    """Returns what a script is asked: `count` questions of the synthetic world,
+    or all training questions with evidence."""
     if config.world is not None:
         train_worlds, _ = worlds(config)
         return make_questions(train_worlds, count, seed=seed, hops=config.world.hops)

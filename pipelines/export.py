@@ -27,6 +27,7 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
 
 
 def _trained_model(run: Path, config: RunConfig) -> ModelConfig:
-    """What the learner started from: the supervised start or the model that the run made, else that of the config."""
+    """Returns what the learner started from: the supervised start or the model that the run made,
+    else that of the config."""
     made = [run / name for name in ("warm_start", "model") if (run / name / "config.json").is_file()]
     return config.model.model_copy(update={"path": str(made[0])}) if made else config.model

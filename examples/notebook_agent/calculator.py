@@ -24,7 +24,7 @@ class Calculator:
     name = "calculate"
 
     def schema(self) -> dict[str, Any]:
-        """What the policy reads about the tool, in OpenAI's form."""
+        """Returns what the policy reads about the tool, in OpenAI's form."""
         expression = {
             "type": "string",
             "description": "Numbers, + - * / and parentheses.",

@@ -23,7 +23,7 @@ def right_and_brief(trajectory: Trajectory, question: Question) -> dict[str, flo
 
 
 def is_number(answer: str | None, golden: str) -> bool:
-    """Whether the answer states the number, in whatever form: 12, 12.0 or 1,200."""
+    """Tells whether the answer states the number, in whatever form: 12, 12.0 or 1,200."""
     try:
         return answer is not None and float(answer.replace(",", "")) == float(golden)
     except ValueError:

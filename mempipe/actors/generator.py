@@ -93,7 +93,7 @@ class GeneratorActor:
         return await self._engine.score(token_ids)
 
     async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
-        """What shows which weights this engine samples from."""
+        """Returns what shows which weights this engine samples from."""
         await self._awake()
         held = await self._engine.held_weights()
         return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])

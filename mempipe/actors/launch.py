@@ -77,7 +77,7 @@ LOST = (
 
 @dataclass(kw_only=True)
 class RolloutActors:
-    """What runs trajectories: engines and retrievers."""
+    """Holds what runs trajectories: engines and retrievers."""
 
     config: RunConfig
     """As the plan runs it."""
@@ -88,7 +88,7 @@ class RolloutActors:
     store: Handle
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
-        """What a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
+        """Returns what a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
         return DriverSpec(
             config=self.config,
             sampling=sampling,
@@ -173,7 +173,7 @@ class Roles(RolloutActors):
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
-    """What every reference holds, by name. Raises LaunchError naming the phase and who failed, RoleLost when
+    """Returns what every reference holds, by name. Raises LaunchError naming the phase and who failed, RoleLost when
     it died or was late."""
     deadline = time.monotonic() + timeout_s
     results = {}
@@ -284,7 +284,7 @@ def reserve(config: RunConfig, demand: Demand) -> Reservation:
 
 
 def learner_settings(config: RunConfig) -> LearnerSettings:
-    """What the learner of the run is made from."""
+    """Returns what the learner of the run is made from."""
     return LearnerSettings(
         model=config.model,
         optimizer=config.optimizer,
@@ -342,7 +342,7 @@ class _Started:
         return Roles(**vars(rollout_actors), learners=learners, references=self._references())
 
     def _references(self) -> ReferencePool | None:
-        """What the trajectory stream starts its reference models with."""
+        """Returns what the trajectory stream starts its reference models with."""
         if not needs_reference(self.config):
             return None
         size = len(self.plan.seats("reference")) or self.config.reference.num_replicas

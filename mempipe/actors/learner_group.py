@@ -62,7 +62,7 @@ class LearnerActor:
         return self._learner.checksums()
 
     def weights(self) -> np.ndarray | None:
-        """What engines serve, as bytes, on rank 0; None elsewhere."""
+        """Returns what engines serve, as bytes, on rank 0; None elsewhere."""
         state_dict = self._learner.served_state_dict()
         return pack_weights(state_dict) if state_dict else None
 
@@ -218,7 +218,7 @@ class LearnerGroup:
     def _get(
         self, phase: str, references: Sequence[Any], *, timeout_s: float | None = None, beside: Sequence[Handle] = ()
     ) -> list[Any]:
-        """What the references hold. The ranks wait for the actors `beside`, whose death is noticed at once."""
+        """Returns what the references hold. The ranks wait for the actors `beside`, whose death is noticed at once."""
         timeout_s = timeout_s or self._timeout_s
         deadline, pending = time.monotonic() + timeout_s, list(references)
         try:

@@ -17,7 +17,7 @@ from mempipe.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePool:
-    """How many actors score, and with which Ray options."""
+    """Says how many actors score, and with which Ray options."""
 
     size: int
     options: dict[str, Any] = field(default_factory=dict)

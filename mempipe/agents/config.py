@@ -44,7 +44,7 @@ class SearchCompat(CompatConfig):
 
 
 class AgentConfig(Section):
-    """Which agent, and the text it reads. Further settings are the agent's own."""
+    """Names the agent, and the text that it reads. Further settings are the agent's own."""
 
     name: str = "memsearcher"
     """memsearcher (arXiv 2511.02805), memagent (2507.02259), memtrain (2606.03197), mem1 (2506.15841), react (full

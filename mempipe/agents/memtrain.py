@@ -66,7 +66,7 @@ class MemTrainPrompts(MemAgentPrompts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the memory of one attempt is asked for."""
+    """Holds what the memory of one attempt is asked for."""
 
     step: int  # chunks that have been read, from 1
     chunk: int  # of them the one that is asked about, from 0

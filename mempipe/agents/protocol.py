@@ -81,7 +81,8 @@ class SearchFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What an assistant message asks for: calls of tools (then `end_reason` is None), or the end of the trajectory."""
+    """Holds what an assistant message asks for: calls of tools (then `end_reason` is None),
+    or the end of the trajectory."""
 
     calls: list[ToolCall] = field(default_factory=list)
     answer: str | None = None

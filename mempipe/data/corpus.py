@@ -46,7 +46,7 @@ _NO_JSON = (re.compile(rb"NaN\s*[,}\]]"), re.compile(rb"Inf(?:inity)?\s*[,}\]]")
 
 @dataclass(frozen=True, slots=True)
 class CorpusPosition:
-    """Where to go on reading:
+    """Says where to go on reading:
     in `file`, behind its first `row` lines or rows, good or bad; `counts` are the bad rows so far, by kind.
     """
 
@@ -56,7 +56,7 @@ class CorpusPosition:
 
 
 class SeenIds:
-    """Which ids came before, in 16 bytes an id:
+    """Remembers which ids came before, in 16 bytes an id:
     two 64-bit hashes in sorted runs, each at least twice as long as the next.
     """
 
@@ -270,7 +270,7 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
 
 
 def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
-    """Whether fields that Arrow passes over are for certain what JSON allows:
+    """Tells whether fields that Arrow passes over are for certain what JSON allows:
     it does not look for text that is no UTF-8, nor the rest.
     """
     try:

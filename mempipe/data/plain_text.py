@@ -28,7 +28,7 @@ _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
 
 
 def is_plain_text(source: str | Path) -> bool:
-    """Whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere."""
+    """Tells whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere."""
     path = Path(source)
     if str(source) == PYTHON_REFERENCE or path.suffix in SUFFIXES:
         return True

@@ -28,7 +28,8 @@ from mempipe.types import Question, from_row, to_row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionFile:
-    """What was understood of a question file: its questions, how many were of each format, and the rows passed over."""
+    """Holds what was understood of a question file: its questions, how many were of each format,
+    and the rows passed over."""
 
     questions: list[Question]
     formats: dict[str, int]
@@ -126,7 +127,7 @@ def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
 
 
 def describe_questions(file: QuestionFile) -> list[str]:
-    """What is in a question file, for people:
+    """Describes a question file, for people:
     formats, sources, what the questions come with, lengths in characters, bad rows.
     """
     questions = file.questions
@@ -298,7 +299,7 @@ _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
 
 def _asked_in(prompt: str, num_objectives: int) -> str:
-    """What follows "Question:" in a MEM1 prompt, up to the end of the line:
+    """Returns what follows "Question:" in a MEM1 prompt, up to the end of the line:
     as many questions as objectives, joined by "; ".
     """
     for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):

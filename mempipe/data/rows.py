@@ -88,7 +88,7 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        """What stands behind the last slash."""
+        """Returns what stands after the last slash."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     @property
@@ -211,7 +211,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iterator[dict[str, Any] | BadRow | None]:
-    """What each line holds: its object, what is wrong with it, or None for a blank line."""
+    """Returns what each line holds: its object, what is wrong with it, or None for a blank line."""
     for line in lines:
         if line is None:
             yield BadRow("too_long", f"longer than {max_line_bytes} bytes")
@@ -285,7 +285,7 @@ class _Blocks:
 
 
 def is_remote(source: Source) -> bool:
-    """Whether a source is read over the network."""
+    """Tells whether a source is read over the network."""
     return _is_url(_url(source))
 
 

@@ -29,7 +29,7 @@ Fact = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How often a script errs, as probabilities per decision. Reinforcement learning has to undo exactly this."""
+    """Says how often a script errs, as probabilities per decision. Reinforcement learning has to undo exactly this."""
 
     answer_early: float = 0.2
     """Answer with the last value known although hops are missing (where the agent decides when to answer)."""
@@ -88,7 +88,7 @@ class ScriptedAgent(ABC):
         return [(entity, missing[0], found[1])] if found else []
 
     def _searched(self, facts: Sequence[Fact], query: str) -> bool:
-        """Whether the query is the one for the next missing fact; what else is found teaches nothing."""
+        """Tells whether the query is the one for the next missing fact; what else is found teaches nothing."""
         entity, missing = self._progress(facts)
         return bool(missing) and query == search_query(missing[0], entity)
 
@@ -130,7 +130,7 @@ class ScriptedMem1(ScriptedAgent):
         return self._message([*facts, *new], noted=self._noted([*facts, *new]))
 
     def _facts(self, prompt: str) -> tuple[list[Fact], list[Fact]]:
-        """What the thoughts in the prompt say, and what was found since."""
+        """Returns what the thoughts in the prompt say, and what was found since."""
         facts = parse_facts(" ".join(re.findall("<think>(.*?)</think>", prompt)))
         searched = self._searched(facts, _last_between(prompt, "<search>", "</search>"))
         return facts, self._read(facts, _last_between(prompt, "<information>", "</information>")) if searched else []
@@ -199,6 +199,6 @@ def boxed(entity: str) -> str:
 
 
 def _last_between(text: str, start: str, end: str) -> str:
-    """What stands between the last `end` and the `start` before it, stripped; "" when there is none."""
+    """Returns what stands between the last `end` and the `start` before it, stripped; "" when there is none."""
     head, found, _ = text.rpartition(end)
     return head.rpartition(start)[2].strip() if found and start in head else ""

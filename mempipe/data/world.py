@@ -136,7 +136,7 @@ class World:
 
     @property
     def passages(self) -> list[Passage]:
-        """What there is to be found, one passage per entity."""
+        """Returns what there is to be found, one passage per entity."""
         return list(self._passages.values())
 
     def facts_about(self, entity: str) -> list[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class ContextLayout:
-    """Where the contexts of a packed row lie; made once per micro-batch, used by every layer.
+    """Says where the contexts of a packed row lie; made once per micro-batch, used by every layer.
 
     `lengths` are the S context lengths; they sum to T.
     """

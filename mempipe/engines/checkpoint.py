@@ -54,7 +54,7 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a run has come in its stream of groups."""
+    """Says how far a run has come in its stream of groups."""
 
     step: int = 0
     """Learner steps done."""
@@ -66,7 +66,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What a checkpoint holds beside tensors (`state.json`)."""
+    """Holds what a checkpoint keeps beside tensors (`state.json`)."""
 
     num_updates_done: int
     """Optimiser updates, which the schedule of the learning rate counts."""
@@ -287,7 +287,7 @@ def _on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None)
 
 
 def _on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `action` returns here; an OSError of it on any rank is raised on all of them."""
+    """Returns what `action` returns here; an OSError of it on any rank is raised on all of them."""
     outcome, failure = None, None
     try:
         outcome = action()
@@ -309,7 +309,7 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Returns what went wrong, in one line."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:

@@ -29,7 +29,7 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeights:
-    """What an engine says about the weights it samples from."""
+    """Holds what an engine says about the weights it samples from."""
 
     version: int
     checksums: dict[str, int]

@@ -34,7 +34,7 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How the policy is sampled.
+    """Says how the policy is sampled.
 
     Training needs the full distribution (top_p 1, top_k -1), since the learner's log-probs are of it.
     """

@@ -42,7 +42,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def peak_teraflops(device: torch.device) -> float | None:
-    """What the device can do in bfloat16; None for a CPU, and for a GPU that is not known here."""
+    """Returns what the device can do in bfloat16; None for a CPU, and for a GPU that is not known here."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

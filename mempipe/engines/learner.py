@@ -48,7 +48,7 @@ Objective = Literal["policy", "sft"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """What all ranks of a learner are made from."""
+    """Holds what all ranks of a learner are made from."""
 
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -328,7 +328,7 @@ class Learner:
         ]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What training changes, sharded as it is held: trained parameters and AdamW's state, by name."""
+        """Returns what training changes, sharded as it is held: trained parameters and AdamW's state, by name."""
         reshard(self.policy)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.policy.lm.named_parameters():
@@ -413,7 +413,7 @@ def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[st
 
 
 def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What is logged of one update, from every rank's report."""
+    """Returns what is logged of one update, from every rank's report."""
     counts = merge_metrics(report["counts"] for report in ranks)
     seconds = max(report["seconds"] for report in ranks)
     means = mean_metrics(merge_metrics(report["sums"] for report in ranks))

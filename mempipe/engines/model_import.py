@@ -42,7 +42,7 @@ _NUM_NEW_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedModel:
-    """What was imported. `reply` is the greedy answer to a question that is always the same."""
+    """Holds what was imported. `reply` is the greedy answer to a question that is always the same."""
 
     folder: Path
     source: Path
@@ -119,7 +119,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What the file says about itself."""
+    """Holds what the file says about itself."""
 
     architecture: str
     quantization: str

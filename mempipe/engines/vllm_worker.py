@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the new weights lie (`WeightHandle`'s fields)."""
+    """Says where the new weights lie (`WeightHandle`'s fields)."""
 
     path: str
     checksum: str
@@ -95,7 +95,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker (`worker_extension_cls`); `collective_rpc` reaches it by name."""
+    """Extends vLLM's worker (`worker_extension_cls`); `collective_rpc` reaches it by name."""
 
     model_runner: Any
 
@@ -123,7 +123,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor | int:
 
 
 def _own_adapter(layer: BaseLinearLayerWithLoRA) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """What this tensor-parallel rank counts of a layer's adapter, per joined module: its first and its second matrices.
+    """Returns what this tensor-parallel rank counts of a layer's adapter, per joined module: first and second matrices.
 
     A layer that is cut by columns has its second matrices cut, one that is cut by rows its first ones.
     """
@@ -140,7 +140,7 @@ def _own_adapter(layer: BaseLinearLayerWithLoRA) -> tuple[Sequence[torch.Tensor]
 
 
 def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-    """What this tensor-parallel rank counts of a parameter, so that every value of the model counts once.
+    """Returns what this tensor-parallel rank counts of a parameter, so that every value of the model counts once.
 
     Shards count on their rank, what all ranks hold on the first; heads that several ranks hold on the first of them.
     """

@@ -42,7 +42,7 @@ class CanaryFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightHandle:
-    """What an engine needs to fetch weights of `version`: small, and made of numbers, strings, lists and dicts.
+    """Holds what an engine needs to fetch weights of `version`: small, and made of numbers, strings, lists and dicts.
 
     `update_info` is the backend's own (for `mempipe_shm`: path, checksum, version)."""
 
@@ -101,7 +101,8 @@ def write_adapter(folder: Path, packed: np.ndarray, model: ModelConfig) -> None:
 
 
 def newest_weights(folder: str | Path) -> WeightHandle | None:
-    """What `publish` wrote last to `folder`, for engines that start late or again; None when there is nothing."""
+    """Returns what `publish` wrote last to `folder`, for engines that start late or again;
+    None when there is nothing."""
     try:
         info = json.loads((Path(folder) / NEWEST).read_bytes())
     except FileNotFoundError:
@@ -164,7 +165,7 @@ def check_canary(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What an engine shows of the weights that it samples from."""
+    """Holds what an engine shows of the weights that it samples from."""
 
     held: HeldWeights
     scores: list[list[float]]
@@ -197,7 +198,7 @@ def check_engines(
 
 
 class EngineControl(Protocol):
-    """What a GPU sender needs of the engines: blocking calls that reach every engine and return when all have
+    """Describes what a GPU sender needs of the engines: blocking calls that reach every engine and return when all have
     finished."""
 
     def connect(self, init_info: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
 
 
 class FactState(StrEnum):
-    """What a turn did with a needed fact."""
+    """Says what a turn did with a needed fact."""
 
     MISSING = "missing"  # neither in memory nor in the passages of the turn
     FOUND = "found"  # a search returned its passage, and the memory of the turn does not know it

@@ -59,8 +59,8 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Whether gold stands in prediction or prediction in gold: the number that MemAgent (arXiv 2507.02259) reports on
-    RULER-HQA.
+    """Tells whether gold stands in prediction or prediction in gold, as 0 or 1: the number that MemAgent (arXiv
+    2507.02259) reports on RULER-HQA.
 
     Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction
     for anything.

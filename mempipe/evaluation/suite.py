@@ -188,7 +188,7 @@ def _run_values(run: EvaluatedRun) -> dict[str, Any]:
 
 
 def _weights(checkpoint: str) -> str:
-    """Where the weights lie: a trained run's export, or what `checkpoint` names itself.
+    """Returns where the weights lie: a trained run's export, or what `checkpoint` names itself.
     Raises ConfigError for a run that has no export yet."""
     if checkpoint and not _is_run(checkpoint) and (problem := unfinished(Path(checkpoint))):
         raise ConfigError(f"{checkpoint} is {problem}")

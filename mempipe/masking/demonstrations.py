@@ -116,6 +116,6 @@ class Demonstration:
 
 
 def _last_between(text: str, start: str, end: str) -> str:
-    """What stands between the last `end` and the `start` before it, stripped; "" when there is none."""
+    """Returns what stands between the last `end` and the `start` before it, stripped; "" when there is none."""
     head, found, _ = text.rpartition(end)
     return head.rpartition(start)[2].strip() if found and start in head else ""

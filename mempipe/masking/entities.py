@@ -258,7 +258,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _is_abbreviation(before: str) -> bool:
-    """Whether the full stop after `before` belongs to an abbreviation or an initial."""
+    """Tells whether the full stop after `before` belongs to an abbreviation or an initial."""
     word = re.split(r"[\s(\"“‘]", before[-16:])[-1].lower()
     return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha())
 
@@ -372,7 +372,7 @@ def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
 
 
 def can_be_read(text: str, entity: str, kind: Kind) -> bool:
-    """Whether some form of the entity stands in the text, accents aside."""
+    """Tells whether some form of the entity stands in the text, accents aside."""
     pattern = forms_pattern(entity, kind)
     plain = _plain(text)
     return bool(pattern.search(text) or (plain != text and pattern.search(plain)))
@@ -432,7 +432,7 @@ def _name(text: str, tokens: Sequence[tuple[str, int, int]], sentence_starts: se
 
 
 def _is_name_elsewhere(text: str, word: str, start: int) -> bool:
-    """Whether a word that begins a sentence is capitalised inside another one, and never written small."""
+    """Tells whether a word that begins a sentence is capitalised inside another one, and never written small."""
     inside = re.search(rf"[a-z0-9,;] {re.escape(word)}\b", text[:start] + " " * len(word) + text[start + len(word) :])
     return bool(inside) and not re.search(rf"\b{re.escape(word.lower())}\b", text)
 

@@ -125,7 +125,7 @@ def shown_turns(
 
 
 def _same(first: Context, second: Context) -> bool:
-    """Whether a turn repeats another one: the same message, passages and memories."""
+    """Tells whether a turn repeats another one: the same message, passages and memories."""
     return all(
         getattr(first, name) == getattr(second, name)
         for name in ("action", "searches", "memory_before", "memory_after", "memory_truncated")

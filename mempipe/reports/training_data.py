@@ -34,7 +34,7 @@ _NOT_PARTS = ("step",)  # the whole step, not a part of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """What a report is made from. Anything may be empty; the report leaves out what it cannot know then."""
+    """Holds what a report is made from. Anything may be empty; the report leaves out what it cannot know then."""
 
     settings: Mapping[str, Any]
     """The run's config as nested plain values."""

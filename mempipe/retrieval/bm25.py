@@ -66,7 +66,7 @@ class LexicalIndex:
         return cls(settings, vocabulary, starts, rows, weights)
 
     def spec(self) -> dict[str, Any]:
-        """What an index's manifest keeps of it."""
+        """Returns what an index's manifest keeps of it."""
         return dict(self._settings)
 
     def search(self, queries: Sequence[str], depth: int, rows: tuple[int, int] | None = None) -> list[Scored]:
@@ -88,7 +88,7 @@ class LexicalIndex:
         return scores
 
     def _postings(self, word: str) -> tuple[int, int]:
-        """Where the word's postings start and end; nothing for an unknown word."""
+        """Returns where the word's postings start and end; nothing for an unknown word."""
         place = bisect.bisect_left(range(len(self._vocabulary)), word, key=lambda i: self._vocabulary[i].as_py())
         if place == len(self._vocabulary) or self._vocabulary[place].as_py() != word:
             return 0, 0

@@ -164,7 +164,7 @@ class IndexBuild:
         return segment
 
     def needs_vectors(self, segment: Segment) -> bool:
-        """Whether the segment is to be encoded yet."""
+        """Tells whether the segment is to be encoded yet."""
         if self._config.encoder is None or (self.folder / MANIFEST).exists():
             return False
         shard = self._shard_file(segment.number // self._shard_segments)
@@ -269,7 +269,8 @@ class IndexBuild:
         return faiss.read_index(str(file))
 
     def _recall(self, segments: Sequence[Segment], note: Callable[[str], None]) -> dict[str, Any]:
-        """How many of the 10 nearest neighbours of passages drawn at random the index finds, themselves left out."""
+        """Returns how many of the 10 nearest neighbours of passages drawn at random the index finds,
+        themselves left out."""
         file = self._unfinished / "recall.json"
         if not file.exists():
             note(f"measuring recall@{RECALL_AT} against an exact search")

@@ -11,7 +11,7 @@ from mempipe.settings import Section
 
 
 class RetrievalConfig(Section):
-    """Where agents search, and how much a search returns."""
+    """Says where agents search, and how much a search returns."""
 
     index: str = ""
     """Folder made by `mempipe index build`: passages, faiss index, manifest."""
@@ -92,7 +92,7 @@ class ServiceConfig(RetrievalConfig):
 
 
 class FaissConfig(Section):
-    """How vectors are kept and searched."""
+    """Says how vectors are kept and searched."""
 
     factory: str = "Flat"
     """faiss factory string: Flat, SQfp16 (half the memory), IVF4096,Flat, IVF65536_HNSW32,PQ64, HNSW32, ..."""

@@ -41,7 +41,7 @@ class Encoder(Protocol):
     dimension: int
 
     def spec(self) -> dict[str, Any]:
-        """What an index's manifest keeps: `make_encoder` makes the same encoder of it."""
+        """Returns what an index's manifest keeps: `make_encoder` makes the same encoder of it."""
         ...
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors: ...

@@ -97,7 +97,7 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
 
 
 def line_offsets(file: Path) -> npt.NDArray[np.int64]:
-    """Where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
+    """Returns where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
 
     Blank lines are skipped over only at the end of the file; elsewhere rows of the vectors and lines of the text would
     part ways.

@@ -189,7 +189,8 @@ def _fused(rankings: Sequence[Scored], count: int) -> Scored:
 
 
 class Searcher(Protocol):
-    """What a batching front needs: an index (`Retriever`) or a service (`mempipe.retrieval.remote.RemoteRetriever`)."""
+    """Describes what a batching front needs: an index (`Retriever`) or a service
+    (`mempipe.retrieval.remote.RemoteRetriever`)."""
 
     snapshot: str
 

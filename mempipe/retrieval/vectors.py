@@ -59,7 +59,7 @@ def _set_num_threads(count: int) -> None:
 
 
 class VectorIndex(Protocol):
-    """What a retriever needs of vectors, wherever they are."""
+    """Describes what a retriever needs of vectors, wherever they are."""
 
     num_vectors: int
     dimension: int

@@ -60,12 +60,12 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether log-probs of the reference model are needed."""
+        """Tells whether log-probs of the reference model are needed."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
 
 class RewardConfig(Section):
-    """What a trajectory earns."""
+    """Says what a trajectory earns."""
 
     answer: Literal["f1", "em", "math", "objectives_em"] = "f1"
     """What a right answer earns: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or

@@ -63,7 +63,7 @@ _PAGE_HEADERS = {
 
 
 class Health(Protocol):
-    """What the service knows about itself."""
+    """Holds what the service knows about itself."""
 
     async def __call__(self) -> dict[str, Any]:
         """The state of each part, ready to answer. Raises ApiError 503 when one is not."""
@@ -265,7 +265,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterator[Event | None]:
-    """What `work` tells while it works, then its answer or its error; None after a silence of PING_S.
+    """Yields what `work` tells while it works, then its answer or its error; None after a silence of PING_S.
 
     The work ends with whoever listens.
     """
@@ -358,7 +358,7 @@ def _asked_in(chat: ChatRequest) -> AnswerRequest:
 
 
 def _history(chat: ChatRequest) -> str | None:
-    """What was said before, as a memory; None where nothing was."""
+    """Returns what was said before, as a memory; None where nothing was."""
     memory, question = "", ""
     for message in chat.messages[:-1]:
         if message.role == "user":

@@ -338,7 +338,7 @@ def _usage(trajectories: Sequence[Trajectory]) -> Usage:
 
 
 def _next_memory(question: Question, trajectory: Trajectory) -> str:
-    """What a session keeps: the agent's last memory, and the question with its answer."""
+    """Returns what a session keeps: the agent's last memory, and the question with its answer."""
     last = trajectory.contexts[-1]
     answer = trajectory.answer if trajectory.end_reason is EndReason.ANSWERED else None
     return noted(last.memory_after or last.memory_before, question.text, answer)

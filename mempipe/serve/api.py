@@ -32,7 +32,7 @@ class BudgetChanges(_Request):
 
 
 class Sampling(_Request):
-    """How the policy is sampled, where that differs from the service's own way."""
+    """Says how the policy is sampled, where that differs from the service's own way."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -40,7 +40,7 @@ class Sampling(_Request):
 
 
 class Options(_Request):
-    """What both ways of asking share; in chat completions it is the field `mempipe`."""
+    """Holds what both ways of asking share; in chat completions it is the field `mempipe`."""
 
     agent: _Id | None = None
     """One of the served agents; null: the service's own."""

@@ -51,7 +51,7 @@ def refuse(status: int, message: str) -> JSONResponse:
 
 
 def sentence(where: Sequence[int | str], error: Any) -> str:
-    """What is wrong with a request, and where; `error` is one of pydantic's.
+    """Returns what is wrong with a request, and where; `error` is one of pydantic's.
 
     Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
     """

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Metrics(Protocol):
-    """Where numbers go. `mempipe.serve.agent` sends them to Prometheus through Ray Serve."""
+    """Says where numbers go. `mempipe.serve.agent` sends them to Prometheus through Ray Serve."""
 
     def requested(self, path: str, status: int, seconds: float) -> None:
         """A request to `path` was answered."""

@@ -33,7 +33,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """What is kept of a key."""
+    """Holds what is kept of a key."""
 
     name: str
     id: str
@@ -53,7 +53,7 @@ class KeyRecord:
         return f"{self.name}:{self.id}:{self.salt}:{self.hash}"
 
     def is_of(self, secret: str) -> bool:
-        """Whether the secret is this key's (tens of milliseconds, on purpose)."""
+        """Tells whether the secret is this key's (tens of milliseconds, on purpose)."""
         return hmac.compare_digest(self.hash, _hash(secret, self.salt))
 
 
@@ -83,7 +83,7 @@ def load_keys(file: str = "") -> list[KeyRecord]:
 
 @dataclass(slots=True)
 class Allowance:
-    """What one key may still ask of this replica: a bucket that fills at `per_minute` and holds a tenth of it."""
+    """Holds what one key may still ask of this replica: a bucket that fills at `per_minute` and holds a tenth of it."""
 
     per_minute: int
     at_once: int

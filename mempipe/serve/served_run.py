@@ -39,7 +39,7 @@ class ServedRun:
 
 
 def resolve(config: AgentServiceConfig) -> ServedRun:
-    """What `config` describes. Reads what the service will read; raises ConfigError."""
+    """Returns what `config` describes. Reads what the service will read; raises ConfigError."""
     main = _run(config)
     agents = {main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()}
     served = ServedRun(
@@ -53,7 +53,8 @@ def resolve(config: AgentServiceConfig) -> ServedRun:
 
 
 def weights_version(path: str) -> str:
-    """What tells weights from others: a hash of the files of a local folder (names, sizes, times), or a model's name.
+    """Returns a short name that tells weights from others: a hash of a local folder's files (names, sizes, times), or
+    the model's own name.
 
     The bytes are not read, which would take as long as loading them.
     """

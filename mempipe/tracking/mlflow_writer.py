@@ -31,7 +31,7 @@ MetricEntry = tuple[str, float, int, int]  # key, value, unix milliseconds, step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSummary:
-    """What became of a run's MLflow record. All counts are 0 when nothing went wrong."""
+    """Holds what became of a run's MLflow record. All counts are 0 when nothing went wrong."""
 
     run_id: str | None
     num_failed_calls: int  # calls that failed and were tried again

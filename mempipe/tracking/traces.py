@@ -24,7 +24,7 @@ _ROOT_ID = 1  # span ids count from here; they need to be unique within their tr
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """How a trace puts a run's tokens and messages into words."""
+    """Says how a trace puts a run's tokens and messages into words."""
 
     decode: Callable[[Sequence[int]], str] | None = None
     """Token ids to text, so that turns show their exact prompt; None: they do not."""
