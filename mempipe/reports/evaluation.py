@@ -73,14 +73,14 @@ def write_evaluation_report(
     `configs` are the runs' configs by name; `settings` what their result folders say of each "RUN/LABEL".
     """
     tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
-    evidence = _evidence(cells, suite)
     plot = context_by_turn(cells)
-    differences = _differences(cells, suite)
     causes = cause_lines(cells, {run: config.budget.memory_limit for run, config in configs.items()})
     facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
+    sections = _sections(suite, cells, tables, causes=causes, facts=facts)
+    figures = [*_score_figures(cells, tables, suite), plot]
     texts = {
-        "report.md": _markdown(suite, cells, tables, differences, causes, evidence, facts, has_plot=plot is not None),
-        "report.html": _page(suite, cells, tables, differences, causes, evidence, facts, plot),
+        "report.md": _markdown(suite, sections, has_plot=plot is not None),
+        "report.html": _page(suite, sections, [figure for figure in figures if figure is not None]),
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
@@ -235,37 +235,41 @@ def _cost_text(values: Sequence[float], suite: EvaluationSuite) -> str:
     return f"{interval.value:.2f} ({interval.low:.2f}–{interval.high:.2f})"
 
 
-def _markdown(
+def _sections(
     suite: EvaluationSuite,
     cells: Sequence[Cell],
     tables: Sequence[ScoreTable],
-    differences: Sequence[list[str]],
-    causes: list[list[str]],
-    evidence: Sequence[list[str]],
-    facts: Mapping[str, Mapping[str, Any]],
     *,
-    has_plot: bool,
-) -> str:
-    parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
-    for table in tables:
-        parts += [
-            f"## {table.heading}",
-            _markdown_table(_grid(table)),
-            *filter(None, [_sources(table)]),
-        ]
-    if differences:
-        parts += [f"## {_DIFFERENCE_TITLE}", _markdown_table([_DIFFERENCE_HEAD, *differences])]
+    causes: list[list[str]],
+    facts: Mapping[str, Mapping[str, Any]],
+) -> list[TableSection]:
+    """Returns the report's tables in their order; those without a line are left out."""
+    sections = [
+        TableSection(
+            title=table.heading,
+            lines=_grid(table),
+            published=[_line_name(row) for row in table.rows if row.published],
+            note=_sources(table),
+        )
+        for table in tables
+    ]
+    if differences := _differences(cells, suite):
+        sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
     if causes:
-        parts += [f"## {_CAUSE_TITLE}", _markdown_table(causes)]
-    if evidence:
-        parts += [
-            f"## {_EVIDENCE_TITLE}",
-            _markdown_table([_evidence_head(), *evidence]),
-        ]
-    parts += ["## Questions and tokens", _markdown_table(_counts(cells, suite))]
+        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE))
+    if evidence := _evidence(cells, suite):
+        sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
+    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))
+    sections.append(TableSection(title="Runs", lines=_fact_lines(facts)))
+    return sections
+
+
+def _markdown(suite: EvaluationSuite, sections: Sequence[TableSection], *, has_plot: bool) -> str:
+    parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
+    for section in sections:
+        parts += [f"## {section.title}", _markdown_table(section.lines), *filter(None, [section.note])]
     if has_plot:
         parts.append(f"![Context tokens by turn]({PLOT_FILE})")
-    parts += ["## Runs", _markdown_table(_fact_lines(facts))]
     parts += ["## Metrics", "\n".join(f"- **{name}**: {text}" for name, text in definitions().items())]
     return "\n\n".join(parts) + "\n"
 
@@ -288,39 +292,13 @@ def _cell(text: str) -> str:
     return " ".join(text.split())
 
 
-def _page(
-    suite: EvaluationSuite,
-    cells: Sequence[Cell],
-    tables: Sequence[ScoreTable],
-    differences: Sequence[list[str]],
-    causes: list[list[str]],
-    evidence: Sequence[list[str]],
-    facts: Mapping[str, Mapping[str, Any]],
-    plot: Figure | None,
-) -> str:
-    sections = [
-        TableSection(
-            title=table.heading,
-            lines=_grid(table),
-            published=[_line_name(row) for row in table.rows if row.published],
-            note=_sources(table),
-        )
-        for table in tables
-    ]
-    if differences:
-        sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
-    if causes:
-        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE))
-    if evidence:
-        sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
-    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))
-    sections.append(TableSection(title="Runs", lines=_fact_lines(facts)))
+def _page(suite: EvaluationSuite, sections: Sequence[TableSection], figures: Sequence[Figure]) -> str:
     return render(
         "evaluation.html",
         name=suite.name,
         facts=[*_head(suite), "a question that failed counts with 0"],
         sections=sections,
-        figures=[figure for figure in (*_score_figures(cells, tables, suite), plot) if figure is not None],
+        figures=figures,
         metrics=definitions(),
     )
 
