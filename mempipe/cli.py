@@ -17,7 +17,6 @@ from typing import Any
 
 from mempipe.checks.findings import refuse
 from mempipe.environment import EVERY_PROCESS
-from mempipe.loader import load_config
 from mempipe.progress import say
 from mempipe.settings import ConfigError
 
@@ -288,6 +287,7 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     from mempipe.checks.run import check_run
+    from mempipe.loader import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     refuse(check_run(config, resume=arguments.resume))

@@ -6,13 +6,15 @@ import json
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from mempipe.runs import Run
+if TYPE_CHECKING:  # a run's settings take half a second to load, and `--help` would wait for them
+    from mempipe.runs import Run
 
 LINE_EVERY_S = 15.0
 
