@@ -203,6 +203,11 @@ class Trajectory:
     recalls: list[Recall] = field(default_factory=list)
     advantage: float = 0.0
 
+    @property
+    def all_contexts(self) -> list[Context]:
+        """Returns the contexts of the attempt itself, then those of its recall samples."""
+        return [*self.contexts, *(recall.context for recall in self.recalls)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

@@ -116,8 +116,12 @@ def _samples(shown: Demonstrations, *, seed: int) -> list[TrainingSample]:
 
 
 def _samples_of(groups: Sequence[Group]) -> list[TrainingSample]:
+    """Returns every context once, and all of them alike: a recall's own advantage is that of learning by reward."""
     return [
-        sample for group in groups for each in group.trajectories for sample in to_samples(replace(each, advantage=1.0))
+        replace(sample, advantage=1.0)
+        for group in groups
+        for trajectory in group.trajectories
+        for sample in to_samples(trajectory)
     ]
 
 

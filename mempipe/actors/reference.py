@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from mempipe.config import RunConfig
 from mempipe.data.trajectories import records_to_table, table_to_groups
 from mempipe.rl.advantages import has_signal
 from mempipe.rl.samples import to_samples
-from mempipe.types import Group
+from mempipe.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,14 @@ class ReferenceStage:
             return group
         started = time.perf_counter()
         rows = iter(self._model.logprobs([s for trajectory in group.trajectories for s in to_samples(trajectory)]))
-        trajectories = [
-            replace(t, contexts=[replace(context, ref_logprobs=next(rows)) for context in t.contexts])
-            for t in group.trajectories
-        ]
+        trajectories = [_with_logprobs(trajectory, rows) for trajectory in group.trajectories]
         return replace(group, trajectories=trajectories, reference_seconds=time.perf_counter() - started)
+
+
+def _with_logprobs(trajectory: Trajectory, rows: Iterator[list[float]]) -> Trajectory:
+    """Returns the trajectory with the next rows as its reference log-probs, in the order of `to_samples`."""
+    contexts = [replace(context, ref_logprobs=next(rows)) for context in trajectory.contexts]
+    recalls = [
+        replace(recall, context=replace(recall.context, ref_logprobs=next(rows))) for recall in trajectory.recalls
+    ]
+    return replace(trajectory, contexts=contexts, recalls=recalls)

@@ -21,11 +21,11 @@ def rollout_metrics(
     """Returns the numbers that describe the trajectories of one step, or of one evaluation.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
-    (shares), `measure/…` (of a reward of the user's own), advantage_mean. Spread over trajectories: reward_std,
-    advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over
-    groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens: sampled_tokens
-    (sum); with `policy_version` (the learner's current one) staleness_mean and staleness_max in versions. And the rates
-    of `memory_quality`.
+    (shares), `measure/…` (MemTrain's recall, and what a reward of the user's own measures), advantage_mean. Spread over
+    trajectories: reward_std, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn
+    (prompt tokens). Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled
+    tokens, those of recall samples among them: sampled_tokens (sum); with `policy_version` (the learner's current one)
+    staleness_mean and staleness_max in versions. And the rates of `memory_quality`.
 
     With `growing` every message in a context is a turn (`prompt_tokens_by_turn`). Such an agent has no memory, and its
     history is the full one.
@@ -34,6 +34,7 @@ def rollout_metrics(
     if not trajectories:
         return {}
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
+    trained = [context for trajectory in trajectories for context in trajectory.all_contexts]
     advantages = [trajectory.advantage for trajectory in trajectories]
     ends = Counter(trajectory.end_reason for trajectory in trajectories)
     tokens = [prompt_tokens_by_turn(trajectory, growing=growing) for trajectory in trajectories]
@@ -49,7 +50,7 @@ def rollout_metrics(
         "advantage_std": pstdev(advantages),
         "zero_variance_groups": fmean(len({t.reward for t in group.trajectories}) <= 1 for group in groups),
         "retries": float(sum(group.num_retries for group in groups)),
-        "sampled_tokens": float(sum(sum(context.loss_mask) for context in contexts)),
+        "sampled_tokens": float(sum(sum(context.loss_mask) for context in trained)),
     }
     named: dict[str, list[float]] = defaultdict(list)
     for measure in chain.from_iterable(t.measures for t in trajectories):
@@ -59,7 +60,7 @@ def rollout_metrics(
     if contexts:
         metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
     if policy_version is not None:
-        metrics |= _staleness(contexts, policy_version)
+        metrics |= _staleness(trained, policy_version)
     if growing:
         return metrics
     if contexts:

@@ -74,6 +74,9 @@ def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
         if is_memory_turn(trajectory, index) and context.memory_after != context.action:  # not already shown as action
             cut = " (cut to its budget)" if context.memory_truncated else ""
             lines.append(f"    wrote    {context.memory_after or '(nothing)'}{cut}")
+    for recall in trajectory.recalls:
+        asked = f"memory {recall.step} for {recall.target[0]!r} of chunk {recall.chunk + 1}"
+        lines.append(f"  recall    {asked}: {recall.answer!r}, {'right' if recall.score else 'wrong'}")
     answer = f"answer {trajectory.answer!r}" if trajectory.answer is not None else "no answer"
     lines.append(
         f"  {answer}, ended by {trajectory.end_reason}, reward {trajectory.reward:.3f}, em {trajectory.em:.0f}"

@@ -12,7 +12,7 @@ def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
     The advantage is not divided by the number of contexts (multi-context GRPO, arXiv 2511.02805): every sampled token
     of the trajectory gets the same one.
     """
-    contexts = [*trajectory.contexts, *(recall.context for recall in trajectory.recalls)]
+    contexts = trajectory.all_contexts
     trajectory_tokens = sum(sum(context.loss_mask) for context in contexts)
     return [
         TrainingSample(

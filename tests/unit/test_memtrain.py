@@ -13,17 +13,22 @@ from agent_builders import Library, build_question, build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.actors.reference import ReferenceStage
 from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, mask
 from mempipe.agents.protocol import UnfitQuestion
+from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_config
+from mempipe.reports.trace import trajectory_lines
 from mempipe.rl.advantages import has_signal
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
-from mempipe.types import Completion, FinishReason, Group, Question, Trajectory, from_row, to_row
+from mempipe.types import Completion, FinishReason, Group, Question, TrainingSample, Trajectory, from_row, to_row
+from pipelines import warm_start
 
 TOKENIZER = build_tokenizer()
 SENTENCES = ["Osvin was born in [MASK]. ", "Adela wrote Odyssey. ", "Nobody wrote a thing."]
@@ -290,6 +295,37 @@ async def test_recalls_of_all_attempts_may_be_compared_with_each_other():
 async def test_how_a_recall_is_compared_is_a_setting(match, right):
     played = (await group(recall_match=match)).trajectories
     assert [recall.score for recall in played[0].recalls] == [right, 0.0]
+
+
+async def test_a_question_gives_a_context_per_chunk_answer_and_recall_and_the_reference_scores_each(monkeypatch):
+    """Sum of T_i + G1 * G2 contexts; the reference's log-probs stand beside the tokens that they are of."""
+
+    class TokenIds:
+        """Says of every token its id, so that a row shows whose it is."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
+            return [list(map(float, sample.token_ids)) for sample in samples]
+
+    monkeypatch.setattr("mempipe.engines.reference.ReferenceModel", TokenIds)
+    scored = ReferenceStage(parse_config({})).scored(await group())
+    samples = [sample for trajectory in scored.trajectories for sample in to_samples(trajectory)]
+    assert len(samples) == 2 * (len(SENTENCES) + 1) + 2 * 2
+    assert all(sample.ref_logprobs == sample.token_ids for sample in samples)
+    assert [sample.advantage for sample in samples] == [0.625] * 4 + [0.5, -0.5] + [-0.625] * 4 + [0.0, 0.0]
+    assert rollout_metrics([scored])["sampled_tokens"] == sum(sum(sample.loss_mask) for sample in samples)
+    assert table_to_groups(group_to_table(scored)) == [scored]
+    lines = trajectory_lines(scored.question, scored.trajectories[0])
+    assert [line.rpartition(" for ")[2] for line in lines if line.startswith("  recall")] == [
+        "'Osvin' of chunk 1: 'osvin', right",
+        "'Osvin' of chunk 1: 'nobody', wrong",
+    ]
+
+
+async def test_a_warm_start_imitates_recalls_like_any_other_context():
+    assert {sample.advantage for sample in warm_start._samples_of([await group()])} == {1.0}
 
 
 async def test_the_filter_looks_at_the_answer_and_not_at_the_recall():
