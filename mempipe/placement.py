@@ -230,10 +230,10 @@ def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
 
 def _shortage(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int]) -> ConfigError:
     wanted = ", ".join(f"{role} {count}" for role, count in demand.by_role.items())
-    nodes = " + ".join(map(str, gpus_per_node))
+    nodes = f" on nodes of {' + '.join(map(str, gpus_per_node))}" if len(gpus_per_node) > 1 else ""
     return ConfigError(
         f"placement is {config.placement!r}, and the roles need {sum(demand.by_role.values())} GPUs ({wanted}), but "
-        f"the cluster has {sum(gpus_per_node)} ({nodes}); lower learner.num_ranks, generation.num_replicas, "
+        f"the cluster has {sum(gpus_per_node)}{nodes}; lower learner.num_ranks, generation.num_replicas, "
         "generation.tensor_parallel or retrieval.num_gpus, or set placement to auto"
     )
 

@@ -105,7 +105,7 @@ def test_an_engine_of_several_gpus_needs_them_on_one_node():
     assert planned(config, 4, 4).kind == "separate"
     scattered = planned(config, 2, 2, 2, 2)
     assert scattered.kind == "colocated" and scattered.tensor_parallel == 1
-    with pytest.raises(ConfigError, match=re.escape("(2 + 2 + 2 + 2)")):
+    with pytest.raises(ConfigError, match=re.escape("has 8 on nodes of 2 + 2 + 2 + 2; lower")):
         planned(config.model_copy(update={"placement": "separate"}), 2, 2, 2, 2)
 
 
