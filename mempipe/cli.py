@@ -345,13 +345,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _budgets(arguments: argparse.Namespace) -> None:
-    from mempipe.evaluation.budgets import budget_curves, budget_lines
-    from mempipe.files import write_text
+    from mempipe.evaluation.budgets import study_evaluation
+    from mempipe.reports.budgets import budget_lines, write_budget_report
 
     folder = Path(arguments.evaluation)
-    lines = budget_lines(budget_curves(folder, metric=arguments.metric))
-    write_text(folder / "budgets.md", "\n".join([*lines, ""]))
-    print("\n".join(lines))
+    study = study_evaluation(folder, metric=arguments.metric)
+    paths = write_budget_report(folder, study, name=folder.resolve().name)
+    print("\n".join([*budget_lines(study), f"Written: {', '.join(map(str, paths))}"]))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,17 +1,22 @@
-"""Says how much memory is enough: the runs of an evaluation that differ in their memory budget are compared with the
-largest budget on the same questions.
+"""Says how much memory is enough: runs that differ in their memory budget are compared with the largest budget on the
+same questions.
 
 A budget is sufficient when it and every budget above it is not significantly worse than the largest one. "Worse" is
 tested for all budgets at once: each paired-bootstrap interval of (budget - largest) has the confidence 1 - alpha / k
 for k budgets (Bonferroni), and one that ends below 0 is worse. A test overlooks differences that are too small for its
 number of questions, so every budget says which difference would have been found in 8 of 10 evaluations.
+
+Runs of the same agent and budget under several seeds are put together: a question's score is its mean over them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,18 +32,51 @@ from mempipe.settings import ConfigError
 ALPHA = 0.05
 POWER = 0.8
 NUM_RESAMPLES = 2000
+_PER_ATTEMPT = (
+    "answers",
+    "end_reasons",
+    "context_tokens_by_turn",
+    "sampled_tokens",
+    "total_tokens",
+    "full_history_tokens_by_turn",
+    "first_causes",
+)
+
+Sets = Mapping[str, Sequence[ResultRow]]
+"""The rows of a run, by set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """A run of an evaluation or of a sweep. `memory_tokens` is None where the agent carries its whole history."""
+
+    name: str
+    agent: str
+    memory_tokens: int | None
+    sets: Sets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What an agent reached under one budget, over all its seeds."""
+
+    sets: Sets
+    score: Interval
+    """The unweighted mean over sets, with its own 95 % interval over questions."""
+    by_seed: list[float]
+    """The same mean of every run."""
+    tokens_per_question: float
+    """Tokens read and written in all contexts of an attempt."""
+    seconds_per_question: float
+    """From the first call to the last, while other questions were at work too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
-    """One memory budget: the score of its run, and its distance to the largest budget."""
+    """One memory budget, and its distance to the largest one."""
 
-    run: str
     memory_tokens: int
-    score: Interval
-    """The unweighted mean over sets, with its own 95 % interval."""
-    tokens_per_question: float
-    """Tokens read and written in all contexts of an attempt."""
+    measured: Measured
     against_largest: SetComparison | None
     """None for the largest budget itself. The difference is this budget's score minus the largest one's."""
     detectable: float | None
@@ -54,7 +92,6 @@ class BudgetCurve:
     """The budgets of one agent, the smallest first."""
 
     agent: str
-    metric: str
     points: list[BudgetPoint]
 
     @property
@@ -68,119 +105,181 @@ class BudgetCurve:
         return sufficient
 
 
-Sets = Mapping[str, Sequence[ResultRow]]
-"""The rows of a run, by set."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """An agent without a memory budget, and per curve (agent) the smallest sufficient budget minus this agent."""
+
+    agent: str
+    measured: Measured
+    differences: dict[str, SetComparison]
 
 
-def budget_curves(folder: Path, *, metric: str = "em", seed: int = 1) -> list[BudgetCurve]:
-    """Returns a curve for every agent of an evaluation with runs under two memory budgets or more.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetStudy:
+    """All agents that were measured together."""
 
-    Raises ConfigError when there is none, when one is unfinished, and when two of an agent have the same budget.
+    metric: str
+    curves: list[BudgetCurve]
+    references: list[Reference]
+
+
+def study_evaluation(folder: Path, *, metric: str = "em", seed: int = 1) -> BudgetStudy:
+    """Returns the study of an evaluation that has an agent with runs under two memory budgets or more.
+
+    Raises ConfigError when there is none, when a run is unfinished, and when two of an agent have the same budget.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; give the folder of an evaluation")
+    runs = list(_runs(folder))
+    seen: dict[tuple[str, int | None], str] = {}
+    for run in runs:
+        other = seen.setdefault((run.agent, run.memory_tokens), run.name)
+        if other != run.name and run.memory_tokens is not None:
+            raise ConfigError(
+                f"{other} and {run.name} are both {run.agent} with budget.memory_tokens {run.memory_tokens}; a curve "
+                "has one run for each budget"
+            )
+    # Without a budget, runs are told apart by their names: the same agent at two model sizes is two references.
+    named = [replace(run, agent=run.name) if run.memory_tokens is None else run for run in runs]
+    study = study_runs(named, metric=metric, seed=seed)
+    if not study.curves:
+        raise ConfigError(f"{folder} has no agent that was evaluated under two values of budget.memory_tokens")
+    return study
+
+
+def study_runs(runs: Sequence[MeasuredRun], *, metric: str = "em", seed: int = 1) -> BudgetStudy:
+    """Returns a curve for every agent with two memory budgets or more, and the agents without one as references.
+
+    Raises ConfigError for an unknown metric and for runs that share no question.
+    """
     if metric not in METRICS:
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
-    runs: dict[str, dict[int, Path]] = {}
-    for run, agent, tokens in _budgets(folder):
-        if (other := runs.setdefault(agent, {}).setdefault(tokens, run)) != run:
-            raise ConfigError(
-                f"{other.name} and {run.name} are both {agent} with budget.memory_tokens {tokens}; a curve has one "
-                "run for each budget"
-            )
+    by_agent: dict[str, dict[int, list[Sets]]] = defaultdict(lambda: defaultdict(list))
+    unbounded: dict[str, list[Sets]] = defaultdict(list)
+    for run in runs:
+        own = unbounded[run.agent] if run.memory_tokens is None else by_agent[run.agent][run.memory_tokens]
+        own.append(run.sets)
     curves = [
-        budget_curve(agent, {tokens: (run.name, _rows(run)) for tokens, run in found.items()}, metric=metric, seed=seed)
-        for agent, found in runs.items()
-        if len(found) > 1
+        budget_curve(agent, budgets, metric=metric, seed=seed)
+        for agent, budgets in by_agent.items()
+        if len(budgets) > 1
     ]
-    if not curves:
-        raise ConfigError(f"{folder} has no agent that was evaluated under two values of budget.memory_tokens")
-    return curves
+    references = []
+    for agent, repeats in unbounded.items():
+        measured = _measured(repeats, metric=metric, seed=seed)
+        options = {"seed": seed, "num_resamples": NUM_RESAMPLES, "confidence": 1 - ALPHA}
+        compared = {
+            curve.agent: compare_rows(
+                measured.sets, curve.smallest_sufficient.measured.sets, metric=metric, options=options
+            )
+            for curve in curves
+        }
+        differences = {name: each[-1] for name, each in compared.items() if each}
+        references.append(Reference(agent=agent, measured=measured, differences=differences))
+    return BudgetStudy(metric=metric, curves=curves, references=references)
 
 
-def budget_curve(agent: str, runs: Mapping[int, tuple[str, Sets]], *, metric: str = "em", seed: int = 1) -> BudgetCurve:
-    """Returns the curve of `runs`: memory tokens to a run's name and its rows by set. There are at least two.
+def budget_curve(
+    agent: str, budgets: Mapping[int, Sequence[Sets]], *, metric: str = "em", seed: int = 1
+) -> BudgetCurve:
+    """Returns the curve of `budgets`: memory tokens to the rows of every run under them. There are at least two.
 
-    Raises ConfigError when a run shares no question with that of the largest budget.
+    Raises ConfigError when a budget shares no question with the largest one.
     """
-    largest = max(runs)
-    confidence = 1 - ALPHA / (len(runs) - 1)
+    measured = {tokens: _measured(budgets[tokens], metric=metric, seed=seed) for tokens in sorted(budgets)}
+    largest = max(measured)
+    confidence = 1 - ALPHA / (len(measured) - 1)
     options = {"seed": seed, "num_resamples": NUM_RESAMPLES, "confidence": confidence}
     points = []
-    for tokens in sorted(runs):
-        run, sets = runs[tokens]
+    for tokens, own in measured.items():
         comparison = detectable = None
         if tokens != largest:
-            compared = compare_rows(runs[largest][1], sets, metric=metric, options=options)
+            compared = compare_rows(measured[largest].sets, own.sets, metric=metric, options=options)
             if not compared:
-                raise ConfigError(f"{run} and {runs[largest][0]} share no question")
+                raise ConfigError(f"{agent}: the runs with {tokens} and {largest} memory tokens share no question")
             comparison = compared[-1]
             detectable = _detectable(comparison.difference, confidence)
-        scores = [{row.question_id: row.score(metric) for row in rows} for rows in sets.values()]
-        spent = [fmean(row.total_tokens) for rows in sets.values() for row in rows if row.total_tokens]
         points.append(
-            BudgetPoint(
-                run=run,
-                memory_tokens=tokens,
-                score=bootstrap_average(scores, seed=seed, num_resamples=NUM_RESAMPLES),
-                tokens_per_question=fmean(spent) if spent else 0.0,
-                against_largest=comparison,
-                detectable=detectable,
-            )
+            BudgetPoint(memory_tokens=tokens, measured=own, against_largest=comparison, detectable=detectable)
         )
-    return BudgetCurve(agent=agent, metric=metric, points=points)
+    return BudgetCurve(agent=agent, points=points)
 
 
-def budget_lines(curves: Sequence[BudgetCurve]) -> list[str]:
-    """Returns the report of all curves in Markdown."""
-    lines = ["# How much memory is enough?", ""]
-    for curve in curves:
-        answer, largest = curve.smallest_sufficient, curve.points[-1]
-        if answer is largest:
-            verdict = (
-                f"No smaller budget is enough: {curve.points[-2].memory_tokens} tokens are significantly worse than "
-                f"{largest.memory_tokens}, so a larger one may be better still."
-            )
-        else:
-            verdict = (
-                f"**{answer.memory_tokens} tokens** are enough: no budget from there on is significantly worse than "
-                f"{largest.memory_tokens} tokens."
-            )
-        lines += [
-            f"## {curve.agent}",
-            "",
-            verdict,
-            "",
-            f"| memory tokens | {curve.metric}, percent | tokens per question | minus the largest budget | McNemar on "
-            "em | would have been found | |",
-            "|---|---|---|---|---|---|---|",
-            *(_row(point) for point in curve.points),
-            "",
-        ]
-    compared = max(len(curve.points) - 1 for curve in curves)
-    return [
-        *lines,
-        "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
-        f"question; their intervals together have an error rate of {ALPHA:.0%} (Bonferroni over up to {compared} "
-        f'budgets). "Would have been found" is the difference that this test finds with a probability of {POWER:.0%}.',
-    ]
+def pooled(repeats: Sequence[Sets]) -> Sets:
+    """Returns the rows of several runs as those of one: attempts at the same question stand in one row.
+
+    The same question has the same id, text and golden answers. Synthetic worlds of two seeds share ids only.
+    """
+    if len(repeats) == 1:
+        return repeats[0]
+    sets: dict[str, list[ResultRow]] = {}
+    for label in dict.fromkeys(chain.from_iterable(repeats)):
+        asked: dict[str, list[ResultRow]] = defaultdict(list)
+        for rows in repeats:
+            for row in rows.get(label, ()):
+                asked[_identity(row)].append(row)
+        sets[label] = [_merged(identity, rows) for identity, rows in asked.items()]
+    return sets
 
 
-def _budgets(folder: Path) -> Iterator[tuple[Path, str, int]]:
-    """Yields (folder, agent, memory tokens) of every evaluated run whose agent has a memory."""
-    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
-        for file in sorted(run.glob("*/settings.json")):
-            state: dict[str, Any] = json.loads(file.read_text())
-            config = state["settings"].get("run", {})
-            tokens = config.get("budget", {}).get("memory_tokens")
-            if tokens is not None and not state["finished"]:
-                raise ConfigError(f"{file.parent} is unfinished; run the evaluation to its end first")
-            if tokens is not None:
-                yield run, config["agent"]["name"], tokens
-
-
-def _rows(run: Path) -> dict[str, Sequence[ResultRow]]:
+def read_sets(run: Path) -> Sets:
+    """Reads the rows of an evaluated run's folder, by set."""
     return {file.parent.name: read_results(file.parent) for file in sorted(run.glob("*/settings.json"))}
+
+
+def mean_score(sets: Sets, metric: str) -> float:
+    """Returns the unweighted mean over sets of their mean scores."""
+    return fmean(fmean(row.score(metric) for row in rows) for rows in sets.values())
+
+
+def _runs(folder: Path) -> Iterator[MeasuredRun]:
+    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
+        states: dict[str, Any] = {
+            str(file.parent): json.loads(file.read_text()) for file in run.glob("*/settings.json")
+        }
+        for path, state in states.items():
+            if not state["finished"]:
+                raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
+        if states:
+            config = next(iter(states.values()))["settings"]["run"]
+            tokens = config["budget"].get("memory_tokens")
+            yield MeasuredRun(name=run.name, agent=config["agent"]["name"], memory_tokens=tokens, sets=read_sets(run))
+
+
+def _measured(repeats: Sequence[Sets], *, metric: str, seed: int) -> Measured:
+    sets = pooled(repeats)
+    rows = [row for rows in sets.values() for row in rows if row.answers]
+    scores = [{row.question_id: row.score(metric) for row in rows} for rows in sets.values()]
+    return Measured(
+        sets=sets,
+        score=bootstrap_average(scores, seed=seed, num_resamples=NUM_RESAMPLES),
+        by_seed=[mean_score(own, metric) for own in repeats],
+        tokens_per_question=fmean([fmean(row.total_tokens) for row in rows] or [0.0]),
+        seconds_per_question=fmean([row.seconds for row in rows] or [0.0]),
+    )
+
+
+def _identity(row: ResultRow) -> str:
+    asked = json.dumps([row.question, row.golden_answers])
+    return f"{row.question_id}/{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+
+
+def _merged(identity: str, rows: Sequence[ResultRow]) -> ResultRow:
+    """Returns one row with the attempts of all; its scores are means over the rows."""
+    together: dict[str, Any] = {name: [*chain.from_iterable(getattr(r, name) for r in rows)] for name in _PER_ATTEMPT}
+    means: dict[str, Any] = {name: fmean(row.score(name) for row in rows) for name in METRICS}
+    objectives = [fmean(ems) for ems in zip(*(row.em_by_objective for row in rows), strict=True)]
+    return replace(
+        rows[0],
+        question_id=identity,
+        failed="; ".join(dict.fromkeys(row.failed for row in rows if row.failed)),
+        seconds=fmean(row.seconds for row in rows),
+        num_retries=sum(row.num_retries for row in rows),
+        em_by_objective=objectives,
+        snapshots=sorted({*chain.from_iterable(row.snapshots for row in rows)}),
+        **means,
+        **together,
+    )
 
 
 def _detectable(difference: Interval, confidence: float) -> float:
@@ -189,18 +288,3 @@ def _detectable(difference: Interval, confidence: float) -> float:
     quantile = float(stats.norm.ppf(0.5 + confidence / 2))
     error = (difference.high - difference.low) / (2 * quantile)
     return (quantile + float(stats.norm.ppf(POWER))) * error
-
-
-def _row(point: BudgetPoint) -> str:
-    cells = [str(point.memory_tokens), _percent(point.score), f"{point.tokens_per_question:,.0f}"]
-    if point.against_largest is None or point.detectable is None:
-        cells += ["–", "–", "–", "largest"]
-    else:
-        verdict = "worse" if point.is_worse else "not significantly worse"
-        difference = _percent(point.against_largest.difference)
-        cells += [difference, point.against_largest.verdict, f"{100 * point.detectable:.1f}", verdict]
-    return f"| {' | '.join(cells)} |"
-
-
-def _percent(interval: Interval) -> str:
-    return f"{100 * interval.value:.1f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"

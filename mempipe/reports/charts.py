@@ -62,12 +62,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line. `style` is a class of the style sheet; points that are not finite leave a gap."""
+    """A line. `style` is a class of the style sheet; points that are not finite leave a gap.
+
+    An interval is drawn as a whisker: x and its two ends.
+    """
 
     label: str
     style: str
     points: Sequence[tuple[float, float]]
     markers: bool = False
+    intervals: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,8 @@ def line_chart(
     size: tuple[int, int] = WIDE,
 ) -> Chart:
     """Draws lines over a common x axis. The y axis starts at 0 unless a value is below it."""
-    finite = [(x, y) for line in series for x, y in line.points if math.isfinite(y)]
+    ends = [(x, end) for line in series for x, *both in line.intervals for end in both]
+    finite = [(x, y) for line in series for x, y in line.points if math.isfinite(y)] + ends
     assert finite, f"chart {title!r} has no finite point"
     lowest, highest = min(0.0, *(y for _, y in finite)), max(y for _, y in finite)
     y_ticks = _ticks(lowest, y_max or (highest if highest > lowest else lowest + 1), size[1] // 60)
@@ -221,7 +226,7 @@ def _line(plot: _Plot, line: Series) -> list[Shape]:
             runs[-1].append((plot.px(x), plot.py(y)))
         elif runs[-1]:
             runs.append([])
-    parts = []
+    parts = [_rule(plot.px(x), plot.py(low), plot.px(x), plot.py(high), "interval") for x, low, high in line.intervals]
     for run in runs:
         if len(run) > 1:
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)

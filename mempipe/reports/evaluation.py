@@ -267,7 +267,7 @@ def _sections(
 def _markdown(suite: EvaluationSuite, sections: Sequence[TableSection], *, has_plot: bool) -> str:
     parts = [f"# {_cell(suite.name)}", " · ".join(_head(suite)), "A question that failed counts with 0."]
     for section in sections:
-        parts += [f"## {section.title}", _markdown_table(section.lines), *filter(None, [section.note])]
+        parts += [f"## {section.title}", markdown_table(section.lines), *filter(None, [section.note])]
     if has_plot:
         parts.append(f"![Context tokens by turn]({PLOT_FILE})")
     parts += ["## Metrics", "\n".join(f"- **{name}**: {text}" for name, text in definitions().items())]
@@ -279,7 +279,8 @@ def _fact_lines(facts: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return [["run", *names], *([run, *(str(values[name]) for name in names)] for run, values in facts.items())]
 
 
-def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Returns head and lines as a table; what they hold stays text."""
     head, *body = lines
     rows = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mempipe.cli import main
-from mempipe.evaluation.budgets import budget_curve, budget_curves
+from mempipe.evaluation.budgets import MeasuredRun, budget_curve, pooled, study_evaluation, study_runs
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group, Question, Trajectory
@@ -39,9 +40,16 @@ def rows(rights: list[bool]) -> list[ResultRow]:
 
 
 def evaluated(
-    evaluation: Path, run: str, tokens: int, rights: list[bool], *, agent: str = "memsearcher", finished: bool = True
+    evaluation: Path,
+    run: str,
+    tokens: int | None,
+    rights: list[bool],
+    *,
+    agent: str = "memsearcher",
+    finished: bool = True,
 ) -> None:
-    settings = {"run": {"agent": {"name": agent}, "budget": {"memory_tokens": tokens}}, "num_samples": 1}
+    budget = {"memory_tokens": tokens} if tokens else {}
+    settings = {"run": {"agent": {"name": agent}, "budget": budget}, "num_samples": 1}
     folder = ResultFolder(evaluation / run / "nq", settings)
     folder.open()
     folder.append(answered(rights), rows(rights))
@@ -55,7 +63,7 @@ def share(of: float, number: int) -> list[bool]:
 
 def test_the_smallest_budget_is_where_the_curve_bends():
     scores = {4: 0.1, 8: 0.5, 16: 0.9, 32: 0.9}
-    curve = budget_curve("a", {tokens: (f"m{tokens}", {"nq": rows(share(p, 200))}) for tokens, p in scores.items()})
+    curve = budget_curve("a", {tokens: [{"nq": rows(share(p, 200))}] for tokens, p in scores.items()})
     assert [point.memory_tokens for point in curve.points] == [4, 8, 16, 32]
     assert [point.is_worse for point in curve.points] == [True, True, False, False]
     assert curve.smallest_sufficient.memory_tokens == 16
@@ -64,7 +72,7 @@ def test_the_smallest_budget_is_where_the_curve_bends():
 
 def test_a_budget_below_one_that_is_worse_does_not_count():
     scores = {4: 0.9, 8: 0.5, 16: 0.9}
-    curve = budget_curve("a", {tokens: (f"m{tokens}", {"nq": rows(share(p, 200))}) for tokens, p in scores.items()})
+    curve = budget_curve("a", {tokens: [{"nq": rows(share(p, 200))}] for tokens, p in scores.items()})
     assert curve.smallest_sufficient.memory_tokens == 16
 
 
@@ -72,7 +80,7 @@ def test_ties_give_a_false_winner_no_more_often_than_the_test_allows():
     generator, worse = random.Random(1), 0
     for _ in range(40):
         drawn = {n: [generator.random() < 0.6 for _ in range(100)] for n in (4, 8, 16, 32)}
-        curve = budget_curve("a", {n: (f"m{n}", {"nq": rows(rights)}) for n, rights in drawn.items()})
+        curve = budget_curve("a", {n: [{"nq": rows(rights)}] for n, rights in drawn.items()})
         worse += any(point.is_worse for point in curve.points)
     assert worse <= 6  # 2.5 % are expected, since only one side counts as worse
 
@@ -80,11 +88,11 @@ def test_ties_give_a_false_winner_no_more_often_than_the_test_allows():
 def test_a_difference_of_the_stated_size_is_found_about_as_often_as_stated():
     generator, found, number = random.Random(2), 0, 200
     equal = [rows([generator.random() < p for _ in range(number)]) for p in (0.5, 0.5)]
-    size = budget_curve("a", {8: ("s", {"nq": equal[0]}), 16: ("l", {"nq": equal[1]})}).points[0].detectable
+    size = budget_curve("a", {8: [{"nq": equal[0]}], 16: [{"nq": equal[1]}]}).points[0].detectable
     assert size is not None and 0.1 < size < 0.2
     for _ in range(40):
         drawn = [rows([generator.random() < p for _ in range(number)]) for p in (0.5 - size / 2, 0.5 + size / 2)]
-        curve = budget_curve("a", {8: ("s", {"nq": drawn[0]}), 16: ("l", {"nq": drawn[1]})})
+        curve = budget_curve("a", {8: [{"nq": drawn[0]}], 16: [{"nq": drawn[1]}]})
         found += curve.points[0].is_worse
     assert 0.65 <= found / 40 <= 0.95
 
@@ -92,25 +100,54 @@ def test_a_difference_of_the_stated_size_is_found_about_as_often_as_stated():
 def test_the_command_writes_and_prints_the_answer(tmp_path, capsys):
     for tokens, p in {8: 0.2, 16: 0.8, 32: 0.8}.items():
         evaluated(tmp_path, f"memory-{tokens}", tokens, share(p, 100))
+    evaluated(tmp_path, "history", None, share(0.5, 100), agent="react")
     assert main(["budgets", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "**16 tokens** are enough" in out and out.strip() == (tmp_path / "budgets.md").read_text().strip()
-    assert "| 8 | 20.0 (" in out
+    out, written = capsys.readouterr().out, (tmp_path / "budgets.md").read_text()
+    page = (tmp_path / "budgets.html").read_text()
+    assert "memsearcher: 16 tokens are enough" in out and "16 tokens are enough" in written and "16 tokens are" in page
+    assert "| 8 | 20.0 (" in out and "| history | 50.0 (" in out
     assert "0 gained, 60 lost" in out and "| worse |" in out and "| largest |" in out
+    assert page.count("<figure>") == 2 and (tmp_path / "budgets.svg").stat().st_size > 500
+
+
+def test_an_agent_without_a_budget_is_compared_with_the_smallest_sufficient_one():
+    runs = [
+        MeasuredRun(name=f"m{tokens}", agent="mem", memory_tokens=tokens, sets={"nq": rows(share(p, 100))})
+        for tokens, p in {4: 0.1, 8: 0.7, 16: 0.7}.items()
+    ]
+    runs.append(MeasuredRun(name="r", agent="react", memory_tokens=None, sets={"nq": rows(share(0.5, 100))}))
+    (reference,) = study_runs(runs).references
+    difference = reference.differences["mem"].difference
+    assert difference.value == pytest.approx(0.2) and difference.low > 0.1
+
+
+def test_seeds_are_put_together_question_by_question():
+    one, two = share(0.5, 100), share(0.7, 100)
+    curve = budget_curve("a", {8: [{"nq": rows(one)}, {"nq": rows(two)}], 16: [{"nq": rows(two)}, {"nq": rows(two)}]})
+    small = curve.points[0]
+    assert small.measured.by_seed == [0.5, 0.7] and small.measured.score.value == pytest.approx(0.6)
+    assert len(small.measured.sets["nq"]) == 100 and {len(row.answers) for row in small.measured.sets["nq"]} == {2}
+    assert small.against_largest is not None and small.against_largest.num_shared == 100
+    assert small.against_largest.difference.value == pytest.approx(-0.1) and small.is_worse
+
+
+def test_questions_that_share_only_their_id_stay_apart():
+    other = [replace(row, golden_answers=["Amazon"]) for row in rows([True, True])]
+    assert len(pooled([{"nq": rows([True, False])}, {"nq": other}])["nq"]) == 4
 
 
 def test_what_is_no_curve_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        budget_curves(tmp_path / "none")
+        study_evaluation(tmp_path / "none")
     evaluated(tmp_path / "one", "a", 8, share(0.5, 10))
     with pytest.raises(ConfigError, match="no agent that was evaluated under two values"):
-        budget_curves(tmp_path / "one")
+        study_evaluation(tmp_path / "one")
     evaluated(tmp_path / "one", "b", 8, share(0.5, 10))
     with pytest.raises(ConfigError, match=r"a and b are both memsearcher with budget.memory_tokens 8"):
-        budget_curves(tmp_path / "one")
+        study_evaluation(tmp_path / "one")
     evaluated(tmp_path / "cut", "a", 8, share(0.5, 10))
     evaluated(tmp_path / "cut", "b", 16, share(0.5, 10), finished=False)
     with pytest.raises(ConfigError, match="is unfinished; run the evaluation to its end"):
-        budget_curves(tmp_path / "cut")
+        study_evaluation(tmp_path / "cut")
     with pytest.raises(ConfigError, match="--metric is 'exact'"):
-        budget_curves(tmp_path / "cut", metric="exact")
+        study_runs([], metric="exact")

@@ -64,6 +64,7 @@ ALLOWED = {
     "mempipe.evaluation.closed_book": (),
     "mempipe.reports.training": (),
     "mempipe.reports.evaluation": (),
+    "mempipe.reports.budgets": (),
     "mempipe.tracking.tracker": (),
     "mempipe.actors.admission": (),
     "mempipe.actors.pools": ("ray",),

@@ -1,0 +1,198 @@
+"""Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html` and a plot as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from mempipe.evaluation.budgets import ALPHA, POWER, BudgetCurve, BudgetPoint, BudgetStudy, Measured, Sets
+from mempipe.evaluation.metrics import definitions
+from mempipe.evaluation.statistics import Interval
+from mempipe.files import write_text
+from mempipe.reports.charts import Figure, Key, Series, line_chart, percent
+from mempipe.reports.evaluation import TableSection, markdown_table
+from mempipe.reports.pages import render
+
+PLOT_FILE = "budgets.svg"
+_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
+_REFERENCE_TITLE = "Against agents without a memory budget"
+
+
+def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[Path]:
+    """Writes the report into the folder, each file whole or not at all, and returns their paths."""
+    figures = [score_by_budget(study), score_by_tokens(study), *(score_by_hops(study, curve) for curve in study.curves)]
+    page = render(
+        "evaluation.html",
+        name=f"{name}: how much memory is enough?",
+        facts=[verdict(curve) for curve in study.curves],
+        sections=_sections(study),
+        figures=[figure for figure in figures if figure is not None],
+        metrics={study.metric: definitions()[study.metric]},
+    )
+    texts = {
+        "budgets.md": "\n".join([*budget_lines(study), f"![{study.metric} by memory budget]({PLOT_FILE})", ""]),
+        "budgets.html": page,
+        PLOT_FILE: render("chart.svg", chart=score_by_budget(study).chart),
+    }
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    return [folder / file for file in texts]
+
+
+def budget_lines(study: BudgetStudy) -> list[str]:
+    """Returns the report in Markdown, without the plot."""
+    lines = ["# How much memory is enough?", ""]
+    verdicts = {curve.agent: verdict(curve) for curve in study.curves}
+    for section in _sections(study):
+        lines += [f"## {section.title}", ""]
+        lines += [verdicts[section.title], ""] if section.title in verdicts else []
+        lines += [markdown_table(section.lines), "", *([section.note, ""] if section.note else [])]
+    return lines
+
+
+def verdict(curve: BudgetCurve) -> str:
+    """Says the smallest sufficient budget in a sentence."""
+    answer, largest = curve.smallest_sufficient, curve.points[-1]
+    if answer is largest:
+        return (
+            f"{curve.agent}: no smaller budget is enough: {curve.points[-2].memory_tokens} tokens are significantly "
+            f"worse than {largest.memory_tokens}, so a larger one may be better still."
+        )
+    return (
+        f"{curve.agent}: {answer.memory_tokens} tokens are enough: no budget from there on is significantly worse than "
+        f"{largest.memory_tokens} tokens."
+    )
+
+
+def score_by_budget(study: BudgetStudy) -> Figure:
+    """Draws the score against the memory budget, a line per agent; an agent without a budget is a dashed line."""
+    budgets = [point.memory_tokens for curve in study.curves for point in curve.points]
+    lines, keys = [], []
+    for number, curve in enumerate(study.curves):
+        places = [(float(point.memory_tokens), point.measured.score) for point in curve.points]
+        lines.append(_series(places, _style(number)))
+        keys.append(Key(style=_style(number), label=curve.agent))
+    for number, reference in enumerate(study.references, start=len(study.curves)):
+        ends = [(float(tokens), reference.measured.score.value) for tokens in (min(budgets), max(budgets))]
+        lines.append(Series(label="", style=f"{_style(number)} dashed", points=ends))
+        keys.append(Key(style=_style(number), label=reference.agent, value="no budget"))
+    title = f"{study.metric} by memory budget"
+    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
+    return Figure(title=title, chart=chart, keys=keys, caption="Whiskers are 95 % intervals over questions.")
+
+
+def score_by_tokens(study: BudgetStudy) -> Figure:
+    """Draws the score against all tokens of an attempt, a point per budget."""
+    lines, keys = [], []
+    for number, curve in enumerate(study.curves):
+        places = [(point.measured.tokens_per_question, point.measured.score) for point in curve.points]
+        lines.append(_series(sorted(places, key=lambda place: place[0]), _style(number)))
+        keys.append(Key(style=_style(number), label=curve.agent))
+    for number, reference in enumerate(study.references, start=len(study.curves)):
+        place = (reference.measured.tokens_per_question, reference.measured.score)
+        lines.append(_series([place], _style(number)))
+        keys.append(Key(style=_style(number), label=reference.agent, value="no budget"))
+    title = f"{study.metric} by tokens per question"
+    chart = line_chart(lines, title=title, x_label="tokens read and written", y_format=percent)
+    return Figure(title=title, chart=chart, keys=keys, caption="A point is a memory budget.")
+
+
+def score_by_hops(study: BudgetStudy, curve: BudgetCurve) -> Figure | None:
+    """Draws one agent's score against the budget, a line per number of hops; None where they are not known."""
+    by_hops = {point.memory_tokens: _scores_by_hops(point.measured.sets, study.metric) for point in curve.points}
+    hops = sorted({hops for scores in by_hops.values() for hops in scores})
+    if len(hops) < 2:
+        return None
+    lines, keys = [], []
+    for number, count in enumerate(hops):
+        points = [(float(tokens), scores[count]) for tokens, scores in by_hops.items() if count in scores]
+        lines.append(Series(label="", style=_style(number), points=points, markers=True))
+        keys.append(Key(style=_style(number), label="1 hop" if count == 1 else f"{count} hops"))
+    title = f"{curve.agent}: {study.metric} by memory budget and hops"
+    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
+    return Figure(title=title, chart=chart, keys=keys, caption="Questions of all sets whose hops are known.")
+
+
+def _scores_by_hops(sets: Sets, metric: str) -> Mapping[int, float]:
+    rows = [row for rows in sets.values() for row in rows if row.num_hops]
+    return {
+        hops: fmean(row.score(metric) for row in rows if row.num_hops == hops) for hops in {r.num_hops for r in rows}
+    }
+
+
+def _sections(study: BudgetStudy) -> list[TableSection]:
+    seeds = max(len(point.measured.by_seed) for curve in study.curves for point in curve.points) > 1
+    head = ["memory tokens", f"{study.metric}, percent", *["by seed"] * seeds, "tokens per question"]
+    head += ["seconds per question", "minus the largest budget", "McNemar on em", "would have been found", "verdict"]
+    sections = [
+        TableSection(
+            title=curve.agent, lines=[head, *(_line(point, seeds=seeds) for point in curve.points)], note=_note(curve)
+        )
+        for curve in study.curves
+    ]
+    if study.references:
+        sections.append(_references(study, seeds=seeds))
+    return sections
+
+
+def _line(point: BudgetPoint, *, seeds: bool) -> list[str]:
+    cells = [str(point.memory_tokens), *_measured_cells(point.measured, seeds=seeds)]
+    if point.against_largest is None or point.detectable is None:
+        return [*cells, "–", "–", "–", "largest"]
+    judgement = "worse" if point.is_worse else "not significantly worse"
+    difference = _percent(point.against_largest.difference)
+    return [*cells, difference, point.against_largest.verdict, f"{100 * point.detectable:.1f}", judgement]
+
+
+def _references(study: BudgetStudy, *, seeds: bool) -> TableSection:
+    compared = [
+        f"{curve.agent} with {curve.smallest_sufficient.memory_tokens} tokens minus it" for curve in study.curves
+    ]
+    head = ["agent", f"{study.metric}, percent", *["by seed"] * seeds, "tokens per question", "seconds per question"]
+    lines = [
+        [
+            reference.agent,
+            *_measured_cells(reference.measured, seeds=seeds),
+            *(
+                _percent(reference.differences[curve.agent].difference) if curve.agent in reference.differences else "–"
+                for curve in study.curves
+            ),
+        ]
+        for reference in study.references
+    ]
+    note = "Differences are of the smallest sufficient budget on the same questions, each with its own 95 % interval."
+    return TableSection(title=_REFERENCE_TITLE, lines=[[*head, *compared], *lines], note=note)
+
+
+def _measured_cells(measured: Measured, *, seeds: bool) -> list[str]:
+    by_seed = ", ".join(f"{100 * score:.1f}" for score in measured.by_seed)
+    cost = [f"{measured.tokens_per_question:,.0f}", f"{measured.seconds_per_question:.2f}"]
+    return [_percent(measured.score), *[by_seed] * seeds, *cost]
+
+
+def _note(curve: BudgetCurve) -> str:
+    compared = len(curve.points) - 1
+    return (
+        "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
+        f"question; their intervals together have an error rate of {ALPHA:.0%} (Bonferroni over {compared} budgets). "
+        f'"Would have been found" is the difference that this test finds with a probability of {POWER:.0%}.'
+    )
+
+
+def _series(places: Sequence[tuple[float, Interval]], style: str) -> Series:
+    return Series(
+        label="",
+        style=style,
+        points=[(x, score.value) for x, score in places],
+        intervals=[(x, score.low, score.high) for x, score in places],
+        markers=True,
+    )
+
+
+def _style(number: int) -> str:
+    return f"part-{number % _NUM_STYLES}"
+
+
+def _percent(interval: Interval) -> str:
+    return f"{100 * interval.value:.1f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
