@@ -90,7 +90,11 @@ class WarmStartConfig(Section):
     num_clean_trajectories: int = Field(4500, ge=0)
     """Trajectories without mistakes; of recorded and taught ones the most that are used."""
     num_noisy_trajectories: int = Field(1000, ge=0)
-    """Trajectories of a script with mistakes, which reinforcement learning has to undo; they come last."""
+    """Trajectories of a script with mistakes, which reinforcement learning has to undo."""
+    order: Literal["noisy_last", "mixed"] = "noisy_last"
+    """When the noisy trajectories are seen: after the clean ones, so that their mistakes become the likeliest move, or
+    among them, so that mistakes become about as frequent as they are in the whole.
+    """
     noise: NoiseConfig = NoiseConfig()
     num_held_out: int = Field(0, ge=0)
     """Further trajectories that are not trained on, for the held-out loss."""

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from mempipe.actors.launch import launch_learners, learner_settings
 from mempipe.actors.learner_group import LearnerGroup
@@ -37,7 +38,8 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
         wanted = config.warm_start
         assert wanted is not None, "a warm start needs its section in the config"
         shown = _recorded(run.folder / "demonstrations", config)
-        updates = list(_updates(_samples(shown, seed=config.seed), wanted.tokens_per_step))
+        samples = _samples(shown, order=wanted.order, seed=config.seed)
+        updates = list(_updates(samples, wanted.tokens_per_step))
         settings = replace(
             learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
         )
@@ -105,10 +107,11 @@ def _checkpoints(run: Run) -> Path:
     return run.folder / "warm_start_checkpoints"
 
 
-def _samples(shown: Demonstrations, *, seed: int) -> list[TrainingSample]:
-    """The contexts, shuffled among the clean trajectories and among the noisy ones, in that order."""
+def _samples(shown: Demonstrations, *, order: Literal["noisy_last", "mixed"], seed: int) -> list[TrainingSample]:
+    """Returns the contexts, shuffled: the clean ones before the noisy ones, or all among each other."""
     samples = []
-    for groups in (shown.clean, shown.noisy):
+    parts = [shown.clean, shown.noisy] if order == "noisy_last" else [[*shown.clean, *shown.noisy]]
+    for groups in parts:
         part = _samples_of(groups)
         random.Random(seed).shuffle(part)
         samples += part

@@ -145,7 +145,7 @@ def test_an_interrupted_start_goes_on_from_its_checkpoint(config):
     config = with_warm_start(config, tokens_per_step=1, checkpoint_every=3)
     run, learners = Run(config), InterruptedLearners(fails_at=5)
     shown = demonstrations(config)
-    updates = list(warm_start._updates(warm_start._samples(shown, seed=1), tokens_per_step=1))
+    updates = list(warm_start._updates(warm_start._samples(shown, order="noisy_last", seed=1), tokens_per_step=1))
     held_out = warm_start._samples_of(shown.held_out)
     with pytest.raises(RuntimeError, match="a rank died"):
         warm_start._train(run, learners, config, updates, held_out=held_out)
@@ -155,6 +155,21 @@ def test_an_interrupted_start_goes_on_from_its_checkpoint(config):
     assert record["losses"] == [float(i) for i in range(len(updates))]
     steps = [each["updates"] for each in record["held_out"]]
     assert steps == sorted({*range(3, len(updates), 3), len(updates)}) and record["held_out"][0]["loss"] == 1.0
+
+
+def test_noisy_trajectories_are_seen_last_or_among_the_clean_ones(config):
+    shown = demonstrations(config)
+    noisy = {tuple(sample.token_ids) for sample in warm_start._samples_of(shown.noisy)}
+
+    def ranks_of_noisy_ones(order: str) -> list[int]:
+        samples = warm_start._samples(shown, order=order, seed=1)
+        assert len(samples) == len(warm_start._samples_of([*shown.clean, *shown.noisy]))
+        return [rank - len(samples) for rank, sample in enumerate(samples) if tuple(sample.token_ids) in noisy]
+
+    last = ranks_of_noisy_ones("noisy_last")
+    assert last == list(range(-len(last), 0)) and last
+    mixed = ranks_of_noisy_ones("mixed")
+    assert len(mixed) == len(last) and mixed != last
 
 
 def test_a_warm_start_without_a_world_needs_questions_with_evidence(config, tmp_path):
