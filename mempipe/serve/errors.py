@@ -11,6 +11,9 @@ from starlette.responses import JSONResponse
 
 from mempipe.serve.gate import retry_header
 
+FAILED = "the service failed; its log says why"
+"""What a client reads of a defect of ours."""
+
 
 class ErrorBody(BaseModel):
     message: str

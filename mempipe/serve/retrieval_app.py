@@ -7,8 +7,8 @@
 - POST /search and /batch_search are MemSearcher's. An empty query is refused with 400, as there.
 - All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are
 ignored, as there.
-- The published servers have no limits; these are in the OpenAPI schema, and what is beyond them is refused with 422
-(413 for a large body, 408 for a slow one).
+- The published servers have no limits. This one has: the OpenAPI schema names them, and what is beyond them is refused
+with 422 (413 for a large body, 408 for a slow one).
 - 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one
 that failed.
 """
@@ -51,7 +51,8 @@ class RetrievalService:
         self._num_failures = 0
 
     async def search(self, queries: Sequence[str], *, num_passages: int | None, partition: str) -> list[SearchResult]:
-        """One result per query.
+        """Returns one result per query.
+
         Raises HTTPException 422 for what the index cannot answer, RetrievalTimeout and RetrievalError.
         """
         count = self.config.num_passages if num_passages is None else num_passages
@@ -126,60 +127,64 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: RetrievalService) -> FastAPI:
-    """The routes in front of `service`."""
+    """Returns the application that searches with `service`.
+
+    Its routes write their answers as they are and validate none against its model: one may hold 50,000 documents.
+    """
     config = service.config
-    Text = Annotated[str, Field(strict=True, max_length=config.max_query_chars)]
-    Texts = Annotated[list[Text], Field(max_length=config.max_queries)]
-    Count = Annotated[int, Field(strict=True, ge=1, le=config.max_passages)]
-    default = f"null: {config.num_passages}"
-
-    class Retrieve(BaseModel):
-        queries: Texts
-        topk: Count | None = Field(None, description=default)
-        return_scores: StrictBool = False
-        partition: str = ""
-
-    class Search(BaseModel):
-        query: Text
-        top_n: Count | None = Field(None, description=default)
-        return_score: StrictBool = False
-        partition: str = ""
-
-    class BatchSearch(BaseModel):
-        query: Texts
-        top_n: Count | None = Field(None, description=default)
-        return_score: StrictBool = False
-        partition: str = ""
-
     # The documentation page would be fetched from elsewhere; /openapi.json says the same.
     app = FastAPI(title="mempipe retrieval", docs_url=None, redoc_url=None)
     app.add_middleware(Gate, max_body_bytes=config.max_body_bytes, max_in_flight=config.max_in_flight)
     app.add_exception_handler(RequestValidationError, _refused)
     app.add_exception_handler(InfrastructureFault, _not_now)
-    snapshot = {SNAPSHOT_HEADER: service.retriever.snapshot}
+    _add_retrieve(app, service)
+    _add_searches(app, service)
+    _add_operations(app, service)
+    return app
 
-    # Answers are written as they are, not validated against their models: one may hold 50,000 documents.
+
+def _add_retrieve(app: FastAPI, service: RetrievalService) -> None:
+    """Adds the route of Search-R1 and MEM1."""
+    config = service.config
+    Text = Annotated[str, Field(strict=True, max_length=config.max_query_chars)]
+    Count = Annotated[int, Field(strict=True, ge=1, le=config.max_passages)]
+
+    class Retrieve(BaseModel):
+        queries: Annotated[list[Text], Field(max_length=config.max_queries)]
+        topk: Count | None = Field(None, description=f"null: {config.num_passages}")
+        return_scores: StrictBool = False
+        partition: str = ""
 
     @app.post("/retrieve", response_model=RetrieveAnswer, responses=RESPONSES)
     async def retrieve(request: Retrieve) -> JSONResponse:
         results = await service.search(request.queries, num_passages=request.topk, partition=request.partition)
-        documents: list[list[Any]] = [_documents(result) for result in results]
-        if request.return_scores:
-            documents = [
-                [
-                    {"document": document, "score": passage.score}
-                    for document, passage in zip(found, result.passages, strict=True)
-                ]
-                for found, result in zip(documents, results, strict=True)
-            ]
-        return JSONResponse({"result": documents}, headers=snapshot)
+        found = [_scored_documents(result) if request.return_scores else _documents(result) for result in results]
+        return _answer({"result": found}, service)
+
+
+def _add_searches(app: FastAPI, service: RetrievalService) -> None:
+    """Adds the routes of MemSearcher."""
+    config = service.config
+    Text = Annotated[str, Field(strict=True, max_length=config.max_query_chars)]
+    Count = Annotated[int, Field(strict=True, ge=1, le=config.max_passages)]
+
+    class Options(BaseModel):
+        top_n: Count | None = Field(None, description=f"null: {config.num_passages}")
+        return_score: StrictBool = False
+        partition: str = ""
+
+    class Search(Options):
+        query: Text
+
+    class BatchSearch(Options):
+        query: Annotated[list[Text], Field(max_length=config.max_queries)]
 
     @app.post("/search", response_model=list[Document] | list[list[Document | float]], responses=RESPONSES)
     async def search(request: Search) -> JSONResponse:
         _refuse_empty([request.query])
         (result,) = await service.search([request.query], num_passages=request.top_n, partition=request.partition)
-        answer = [_documents(result), _scores(result)] if request.return_score else _documents(result)
-        return JSONResponse(answer, headers=snapshot)
+        documents = _documents(result)
+        return _answer([documents, _scores(result)] if request.return_score else documents, service)
 
     @app.post(
         "/batch_search", response_model=list[list[Document]] | list[list[list[Document | float]]], responses=RESPONSES
@@ -187,11 +192,13 @@ def make_app(service: RetrievalService) -> FastAPI:
     async def batch_search(request: BatchSearch) -> JSONResponse:
         _refuse_empty(request.query)
         results = await service.search(request.query, num_passages=request.top_n, partition=request.partition)
-        documents = [_documents(result) for result in results]
-        return JSONResponse(
-            [documents, [_scores(result) for result in results]] if request.return_score else documents,
-            headers=snapshot,
-        )
+        documents, scores = [_documents(result) for result in results], [_scores(result) for result in results]
+        return _answer([documents, scores] if request.return_score else documents, service)
+
+
+def _add_operations(app: FastAPI, service: RetrievalService) -> None:
+    """Adds what says how the service is and what it holds."""
+    limits = service.config.model_dump(include={"max_passages", "max_query_chars", "max_queries"})
 
     @app.get("/health", responses={503: RESPONSES[503]})
     async def health() -> Health:
@@ -199,16 +206,12 @@ def make_app(service: RetrievalService) -> FastAPI:
             service.check_health()
         except RuntimeError as error:
             raise HTTPException(503, str(error), headers=retry_header(503)) from error
-        limits = config.model_dump(include={"max_passages", "max_query_chars", "max_queries"})
-        return Health(
-            status="ok", snapshot=service.retriever.snapshot, num_passages=service.retriever.num_passages, **limits
-        )
+        retriever = service.retriever
+        return Health(status="ok", snapshot=retriever.snapshot, num_passages=retriever.num_passages, **limits)
 
     @app.get("/partitions")
     async def partitions() -> list[str]:
         return service.retriever.partitions
-
-    return app
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -219,6 +222,10 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 async def _not_now(request: Request, error: Exception) -> JSONResponse:
     logger.warning("%s: %s", request.url.path, error)
     return problem(503, str(error))
+
+
+def _answer(content: Any, service: RetrievalService) -> JSONResponse:
+    return JSONResponse(content, headers={SNAPSHOT_HEADER: service.retriever.snapshot})
 
 
 def _refuse_empty(queries: Sequence[str]) -> None:
@@ -233,6 +240,10 @@ def _documents(result: SearchResult) -> list[dict[str, str]]:
 def _document(passage: Passage) -> dict[str, str]:
     document = {"id": passage.id, "contents": join_contents(passage.title, passage.text)}
     return document | {"partition": passage.partition} if passage.partition else document
+
+
+def _scored_documents(result: SearchResult) -> list[dict[str, Any]]:
+    return [{"document": _document(passage), "score": passage.score} for passage in result.passages]
 
 
 def _scores(result: SearchResult) -> list[float]:

@@ -1,0 +1,55 @@
+"""What the OpenAPI schema says of the routes beside what they take and give: refusals, streams and API keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from mempipe.serve.errors import ErrorReply
+from mempipe.serve.gate import retry_header
+
+_MEANINGS = {
+    400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",
+    401: "The API key is missing or wrong.",
+    403: "There are no API keys, and the caller is on another machine.",
+    404: "There is no such model, session or document.",
+    408: "The body did not arrive in time.",
+    409: "The session works on another question, or a piece begins at another byte.",
+    413: "The body or the document is too large.",
+    429: "The key asks too often or too much at once.",
+    503: "Too many requests are under way, or engine or retriever cannot answer now; ask again later.",
+}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Returns the documentation of refusals with these statuses."""
+    retry = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+    return {
+        status: {"model": ErrorReply, "description": _MEANINGS[status]}
+        | ({"headers": retry} if retry_header(status) else {})
+        for status in statuses
+    }
+
+
+BEARER = [Security(HTTPBearer(auto_error=False, description="An API key; `mempipe key NAME` makes one."))]
+ALWAYS = refusals(400, 401, 403, 429)
+"""Refusals of every route that wants a key."""
+OF_A_BODY = refusals(408, 413, 503)
+"""Refusals of a route that the gate counts (`mempipe.serve.gate.Gate`)."""
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, or a stream of events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+ANSWERS = refusals(404, 409) | OF_A_BODY | STREAM
+
+
+def leave_out_422(app: FastAPI) -> None:
+    """Takes 422 out of the schema, where FastAPI puts it: the service refuses with 400 in its place."""
+    schema = app.openapi()  # the application keeps it
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)

@@ -1,0 +1,41 @@
+"""/v1/documents takes long texts in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from mempipe.serve.api import DeletedReply, DocumentReply
+from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
+from mempipe.serve.routes.parts import Owner, PartsOfApp
+
+router = APIRouter(prefix="/v1/documents", tags=["documents"], dependencies=BEARER, responses=ALWAYS)
+Start = Annotated[int | None, Query(ge=0, le=2**40, description="The byte that the piece begins at.")]
+_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}}}
+
+
+@router.post("", responses=OF_A_BODY)
+async def create_document(parts: PartsOfApp, owner: Owner) -> DocumentReply:
+    """Begins a document, empty at first."""
+    return DocumentReply(**asdict(await parts.store.create_document(owner)))
+
+
+@router.post("/{document}/pieces", responses=refusals(404, 409) | OF_A_BODY, openapi_extra=_BYTES)
+async def append(
+    document: str, request: Request, parts: PartsOfApp, owner: Owner, start: Start = None
+) -> DocumentReply:
+    """Adds a piece of UTF-8 text, cut anywhere. With `start` a piece that is sent again is not added again."""
+    return DocumentReply(**asdict(await parts.store.append(document, owner, await request.body(), start=start)))
+
+
+@router.get("/{document}", responses=refusals(404))
+async def document(document: str, parts: PartsOfApp, owner: Owner) -> DocumentReply:
+    return DocumentReply(**asdict(await parts.store.document(document, owner)))
+
+
+@router.delete("/{document}", responses=refusals(404))
+async def delete_document(document: str, parts: PartsOfApp, owner: Owner) -> DeletedReply:
+    await parts.store.delete_document(document, owner)
+    return DeletedReply(id=document)

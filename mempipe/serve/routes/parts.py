@@ -1,0 +1,49 @@
+"""What the routes work with: FastAPI hands it to each of them (`Annotated[..., Depends]`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends, Request
+
+from mempipe.serve.answer_jobs import AnswerJobs
+from mempipe.serve.answering import Answering
+from mempipe.serve.store import Store
+
+
+class Health(Protocol):
+    """Holds what the service knows about itself."""
+
+    async def __call__(self) -> dict[str, Any]:
+        """Returns the state of each part, ready to answer. Raises ApiError 503 when one is not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one service. `make_app` leaves them in `app.state.parts`."""
+
+    answering: Answering
+    jobs: AnswerJobs
+    store: Store
+    health: Health
+
+
+async def _parts(request: Request) -> Parts:
+    return request.app.state.parts
+
+
+async def _owner(request: Request) -> str:
+    return request.state.owner
+
+
+async def _request_id(request: Request) -> str:
+    return request.state.request_id
+
+
+PartsOfApp = Annotated[Parts, Depends(_parts)]
+Owner = Annotated[str, Depends(_owner)]
+"""The name of the caller's key (`mempipe.serve.keys.Access`)."""
+RequestId = Annotated[str, Depends(_request_id)]
+"""The id of the request (`mempipe.serve.journal.Journal`)."""
