@@ -14,6 +14,8 @@ from mempipe.checks.findings import Finding, fatal, ok
 GIB = 2**30
 TIMEOUT_S = 5.0
 DEFAULT_GPU_GIB = 80.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that only its own processes reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,18 @@ def check_port(host: str, port: int) -> Finding:
         reason = getattr(error, "strerror", None) or error
         return fatal(f"--host {host} --port {port}: {reason}; choose another")
     return ok(f"port {port} of {host} is free")
+
+
+def check_local_service(host: str, port: int, *, deployed_by: str) -> list[Finding]:
+    """Checks that a service can open on this machine, and that no cluster is meant.
+
+    `deployed_by` is the config that deploys it to one.
+    """
+    findings = [check_port(host, port)]
+    if os.environ.get("RAY_ADDRESS"):
+        text = "RAY_ADDRESS is set, but this service runs on this machine alone; unset it, or deploy"
+        findings.append(fatal(f"{text} {deployed_by} to the cluster with `serve deploy`"))
+    return findings
 
 
 def check_cluster(address: str) -> list[Finding]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
-from mempipe.checks.machine import check_cluster, check_port, check_writable
+from mempipe.checks.machine import check_cluster, check_local_service, check_writable
 from mempipe.checks.models import check_encoder, check_hub, check_model
 from mempipe.data.corpus import corpus_files
 from mempipe.data.rows import is_remote
@@ -42,10 +41,7 @@ def check_service(config: ServiceConfig, *, host: str = "", port: int = 0) -> li
     if not findings[0].fatal:
         findings += _served_encoder(config)
     if host:
-        findings.append(check_port(host, port))
-        if os.environ.get("RAY_ADDRESS"):
-            text = "RAY_ADDRESS is set, but this service runs on this machine alone; unset it, or deploy "
-            findings.append(fatal(f"{text}jobs/configs/retrieval_service.yaml to the cluster with `serve deploy`"))
+        findings += check_local_service(host, port, deployed_by="jobs/configs/retrieval_service.yaml")
     return findings
 
 

@@ -23,8 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp
 
-from mempipe.checks.findings import Finding, fatal, refuse
-from mempipe.checks.machine import check_port
+from mempipe.checks.findings import refuse
+from mempipe.checks.service import check_agent_service
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.environment import EVERY_PROCESS
@@ -48,7 +48,6 @@ HEALTH_CHECK_PERIOD_S = 2.0
 READY_TIMEOUT_S = 5.0
 SECONDS = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Bounds of the latency histograms."""
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class AgentReplica:
@@ -289,23 +288,12 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
     """
     config = parse_section(settings, AgentServiceConfig)
     resolve(config)
-    refuse(_check_door(config, host=host, port=port))
+    refuse(check_agent_service(host=host, port=port, has_keys=bool(load_keys(config.keys))))
     os.environ[front.VARIABLE] = front.PATH  # of Serve's proxy, which Ray starts with this environment
     service = LocalService(settings)
     with local_serve(NAME, host=host, port=port) as url:
         service.deploy()
         yield url, service
-
-
-def _check_door(config: AgentServiceConfig, *, host: str, port: int) -> list[Finding]:
-    findings = [check_port(host, port)]
-    if not load_keys(config.keys) and host not in _LOOPBACK:
-        text = f"--host {host} is reached from other machines, but there are no API keys; "
-        findings.append(fatal(f"{text}`mempipe key NAME` makes one, keys=FILE reads it"))
-    if os.environ.get("RAY_ADDRESS"):
-        text = "RAY_ADDRESS is set, but `mempipe serve` runs on this machine alone; unset it, or deploy "
-        findings.append(fatal(f"{text}jobs/configs/agent_service.yaml to the cluster with `serve deploy`"))
-    return findings
 
 
 def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:

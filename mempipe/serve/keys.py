@@ -19,6 +19,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mempipe.checks.machine import LOOPBACK
 from mempipe.serve.errors import ApiError, error_reply
 from mempipe.settings import ConfigError
 
@@ -28,7 +29,6 @@ NOBODY = "local"
 _KEY = re.compile(r"mp-([0-9a-f]{12})-([0-9A-Za-z_-]{43})")
 _LINE = re.compile(r"([\w.@-]{1,64}):([0-9a-f]{12}):([0-9a-f]{32}):([0-9a-f]{64})")
 _SCRYPT = {"n": 2**13, "r": 8, "p": 1, "dklen": 32}
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Access:
         if not self._keys:
             client = (scope.get("client") or ("",))[0]
             host = headers.get("host", "").rsplit(":", 1)[0].strip("[]")
-            if client not in _LOOPBACK or host not in _LOOPBACK:
+            if client not in LOOPBACK or host not in LOOPBACK:
                 raise ApiError(403, "this service has no API keys and answers callers on its own machine only")
             return NOBODY
         kind, _, key = headers.get("authorization", "").partition(" ")

@@ -7,16 +7,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mempipe.checks.findings import Finding, refuse
-from mempipe.checks.models import check_model
-from mempipe.checks.run import check_retrieval
+from mempipe.checks.findings import refuse
+from mempipe.checks.service import check_agents
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.suite import EvaluatedRun, run_config
-from mempipe.rollout import make_renderer
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.settings import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +44,7 @@ def resolve(config: AgentServiceConfig) -> ServedRun:
         sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
         state=Path(config.state or _state(config)).absolute(),
     )
-    _check(served, config)
+    refuse(check_agents(agents, own_engine=config.endpoint is None))
     return served
 
 
@@ -101,26 +97,3 @@ def _name(config: AgentServiceConfig) -> str:
 def _state(config: AgentServiceConfig) -> str:
     folder = Path(config.run or config.checkpoint)
     return str(folder / "service") if folder.is_dir() else "service"
-
-
-def _check(served: ServedRun, config: AgentServiceConfig) -> None:
-    main = served.main
-    findings: list[Finding] = []
-    if served.searches:
-        findings += check_retrieval(main)
-    if config.endpoint is None:
-        findings += check_model(main.model.path, setting="model.path", context_tokens=main.budget.context_tokens)
-    refuse(findings)
-    tokenizer = load_tokenizer(main.model.path)
-    for name, agent in served.agents.items():
-        if agent.agent_spec.stop_texts != main.agent_spec.stop_texts:
-            raise ConfigError(
-                f"agents: {name} and {main.agent.name} end their messages with different texts, which one engine "
-                "cannot do; serve them apart"
-            )
-        if agent.budget.context_tokens > main.budget.context_tokens:
-            raise ConfigError(
-                f"agents: {name} has budget.context_tokens {agent.budget.context_tokens}, more than the "
-                f"{main.budget.context_tokens} of {main.agent.name}, which the engine is made for"
-            )
-        make_renderer(agent, tokenizer=tokenizer)

@@ -71,6 +71,14 @@ def test_further_agents_share_weights_and_index(run, tmp_path):
         served(run=str(run), agents={"react": str(CONFIGS / "quickstart_react.yaml")})
 
 
+def test_an_agent_that_searches_needs_an_index_though_the_main_one_reads(run, tmp_path):
+    reader = load_config(CONFIGS / "quickstart_memagent.yaml", [f"output={tmp_path}"])
+    (tmp_path / "reader.yaml").write_text(yaml.safe_dump(reader.model_dump(mode="json")))
+    checkpoint, searcher = str(run / "huggingface"), str(CONFIGS / "quickstart.yaml")
+    with pytest.raises(ConfigError, match=r"retrieval\.index is empty; agent\.name 'memsearcher' needs it"):
+        served(run=str(tmp_path / "reader.yaml"), checkpoint=checkpoint, agents={"memsearcher": searcher})
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
