@@ -42,7 +42,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
-from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.learner import Learner
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model import to_device
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import policy_loss

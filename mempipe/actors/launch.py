@@ -42,7 +42,7 @@ from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
-from mempipe.engines.learner import LearnerSettings
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import check_engines
 from mempipe.environment import EVERY_PROCESS
 from mempipe.placement import Demand, Plan, needs_reference, plan

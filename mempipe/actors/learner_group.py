@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe.actors.handles import Handle
 from mempipe.engines.checkpoint import Position, export_hf, latest
-from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
 
@@ -42,6 +41,8 @@ class LearnerActor:
             return address, probe.getsockname()[1]
 
     def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
+        from mempipe.engines.learner import Learner  # seconds of imports, which the driver needs not wait for
+
         host, port = address
         self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
 
@@ -53,6 +54,8 @@ class LearnerActor:
 
     def release_memory(self) -> None:
         """Gives GPU memory that no tensor uses back to those who share the GPU."""
+        import torch
+
         torch.cuda.empty_cache()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -12,9 +12,9 @@ import datetime
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mempipe.engines.checkpoint import CheckpointWriter, Position, TrainingState, load_tensors, read_state
-from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.config import OptimizerConfig
 from mempipe.engines.gauges import TrainingFlops, peak_memory_gib, peak_teraflops
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model import (
     accumulate_locally,
     adapter_state_dict,
@@ -39,28 +40,8 @@ from mempipe.engines.model import (
     to_device,
     weight_checksums,
 )
-from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
-
-Objective = Literal["policy", "sft"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSettings:
-    """Holds what all ranks of a learner are made from."""
-
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    learner: LearnerConfig
-    algorithm: AlgorithmConfig
-    temperature: float
-    """The sampler's: log-probs are of logits / temperature."""
-    num_updates: int
-    """Optimiser updates of the whole run; cosine and linear schedules end with its last step."""
-    seed: int = 1
-    objective: Objective = "policy"
-    """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
 
 
 class Learner:

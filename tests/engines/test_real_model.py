@@ -15,7 +15,8 @@ import pytest
 from mempipe.engines.checksums import StaleWeights, check_held
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.generator import Generator
-from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.learner import Learner
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.engines.weights import check_canary, pack_weights
 from mempipe.rl.config import AlgorithmConfig

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from mempipe.engines.generator import Generator
-from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.learner import Learner
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model_import import import_model
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.rl.config import AlgorithmConfig

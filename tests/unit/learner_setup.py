@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
-from mempipe.engines.learner import Learner, LearnerSettings
+from mempipe.engines.learner import Learner
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample

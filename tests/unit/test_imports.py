@@ -204,6 +204,12 @@ def test_promise_10_help_answers_in_under_a_second():
     assert min(seconds) < 1.0
 
 
+def test_a_driver_loads_nothing_that_trains_or_samples():
+    code = "import pipelines.train, sys; print(sorted({'peft', 'vllm', 'mlflow'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_promise_10_a_config_that_cannot_work_is_refused_with_exit_code_2(tmp_path):
     command = [
         sys.executable,

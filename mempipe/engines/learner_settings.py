@@ -1,0 +1,28 @@
+"""What a learner is made from. It stands apart from the learner, so that a driver need not load what trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.rl.config import AlgorithmConfig
+
+Objective = Literal["policy", "sft"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Holds what all ranks of a learner are made from."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    temperature: float
+    """The sampler's: log-probs are of logits / temperature."""
+    num_updates: int
+    """Optimiser updates of the whole run; cosine and linear schedules end with its last step."""
+    seed: int = 1
+    objective: Objective = "policy"
+    """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
