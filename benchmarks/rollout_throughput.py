@@ -171,7 +171,7 @@ class Contest:
                 for member in range(size)
             )
         )
-        num_tokens = sum(sum(context.loss_mask) for trajectory in trajectories for context in trajectory.contexts)
+        num_tokens = sum(context.num_sampled_tokens for trajectory in trajectories for context in trajectory.contexts)
         return Measured(num_tokens, time.perf_counter() - started)
 
     async def _skewed(self, *, lock_step: bool) -> Measured:

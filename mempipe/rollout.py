@@ -107,7 +107,9 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
         trajectory = await _scored_by_user(trajectory, question, config.function)
     if trajectory.recalls:
         trajectory = _with_recalls(trajectory, config)
-    longest = max((sum(context.loss_mask) + context.num_dropped_tokens for context in trajectory.contexts), default=0)
+    longest = max(
+        (context.num_sampled_tokens + context.num_dropped_tokens for context in trajectory.contexts), default=0
+    )
     return dataclasses.replace(trajectory, reward=trajectory.reward - overlong_penalty(longest, config))
 
 

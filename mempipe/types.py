@@ -14,12 +14,56 @@ import dataclasses
 import functools
 import types as python_types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+
+class Column(Sequence[N], Generic[N]):
+    """Numbers in one array that read as a list: what a record has one of for every token.
+
+    A step has tens of millions of them, for which lists of Python's numbers are too slow. `numpy.asarray` gives the
+    array without a copy; elements and slices are Python's numbers and lists, and a column equals a list of the same
+    numbers.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: npt.NDArray) -> None:
+        self._array = array
+
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray:
+        return np.array(self._array, dtype=dtype, copy=copy)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __iter__(self) -> Iterator[N]:
+        return iter(self._array.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> N: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[N]: ...
+    def __getitem__(self, index: int | slice) -> N | list[N]:
+        return self._array[index].tolist()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Column | list | tuple):
+            return NotImplemented
+        return self._array.tolist() == list(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return repr(self._array.tolist())
 
 
 class FinishReason(StrEnum):
@@ -135,15 +179,16 @@ class ToolUse:
 class Context:
     """One context of a trajectory: everything the model saw and wrote in it.
 
-    The four lists have one entry per token. `loss_mask` is 1 on sampled tokens (stop token included) and 0 on injected
-    ones, where `logprobs` is 0.0 and `policy_versions` is -1. The text fields are for people: traces, reports, metrics.
+    The four sequences have one entry per token: lists while it grows, `Column`s once it has travelled. `loss_mask` is 1
+    on sampled tokens (stop token included) and 0 on injected ones, where `logprobs` is 0.0 and `policy_versions` is -1.
+    The text fields are for people: traces, reports, metrics.
     """
 
     index: int
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    policy_versions: list[int]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    logprobs: Sequence[float]
+    policy_versions: Sequence[int]
     num_prompt_tokens: int  # injected before the first sampled token
     num_question_tokens: int
     num_memory_tokens: int  # of the memory the context started from
@@ -159,7 +204,12 @@ class Context:
     generate_seconds: float = 0.0
     search_seconds: float = 0.0
     advantage: float | None = None  # None: the trajectory's
-    ref_logprobs: list[float] = field(default_factory=list)  # one per token, once the reference model has scored it
+    ref_logprobs: Sequence[float] = field(default_factory=list)  # one per token, once the reference model has scored it
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Counts the tokens in the loss."""
+        return int(np.sum(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,21 +277,21 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One context as the learner needs it. Lists have one entry per token; `ref_logprobs` is empty until the
+    """One context as the learner needs it. Sequences have one entry per token; `ref_logprobs` is empty until the
     reference model filled it (and stays so when `kl_coef` is 0). `trajectory_tokens` is the number of loss tokens of
     the whole trajectory."""
 
     trajectory_id: str
     group_id: str
     context_index: int
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    policy_versions: list[int]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    logprobs: Sequence[float]
+    policy_versions: Sequence[int]
     advantage: float
     num_contexts: int  # of its trajectory, recall samples included
     trajectory_tokens: int
-    ref_logprobs: list[float] = field(default_factory=list)
+    ref_logprobs: Sequence[float] = field(default_factory=list)
 
 
 def to_row(record: Any) -> dict[str, Any]:
@@ -270,6 +320,8 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Column):
+        return list(value)
     if isinstance(value, list):
         # Ids and log-probs are most of a record: what is in such a list need not be looked at one by one.
         flat = not value or isinstance(value[0], (int, float, str))
@@ -279,7 +331,7 @@ def _plain(value: Any) -> Any:
 
 def _convert(hint: Any, value: Any) -> Any:
     origin = typing.get_origin(hint)
-    if origin is list:
+    if origin in (list, Sequence):
         (item,) = typing.get_args(hint)
         return list(value) if item in (int, float, str) else [_convert(item, v) for v in value]
     if origin is python_types.UnionType:  # only `X | None`

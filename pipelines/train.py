@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -226,7 +227,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
             for group in samples
             if group
         ]
-    with Timer() as learning:
+    with ThreadPoolExecutor(1) as beside, Timer() as learning:
         updates = [
             pack_step(
                 update,
@@ -236,17 +237,19 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
             )
             for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]
+        described = beside.submit(  # the ranks are at work meanwhile
+            rollout_metrics, batch.groups, policy_version=step, growing=config.agent_spec.grows
+        )
         reports = roles.learn(updates)
     with Timer() as syncing:
         synced = roles.sync(step + 1)
-    rollouts = rollout_metrics(batch.groups, policy_version=step, growing=config.agent_spec.grows)
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
     seconds = {
         "seconds/learn": learning.seconds,
         "seconds/sync": syncing.seconds,
     }
-    return rollouts | learner | synced | seconds | {"num_dropped_groups": len(batch.dropped)}
+    return described.result() | learner | synced | seconds | {"num_dropped_groups": len(batch.dropped)}
 
 
 def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:

@@ -3,7 +3,8 @@
 
 `group_to_table` and `table_to_groups` carry groups through a stream of tables: one row per group. `write_trajectories`
 and `read_trajectories` keep them in a file for people: one row per trajectory, the question repeated. Records come back
-exactly as they went in. The one exception is a lone surrogate in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
+exactly as they went in; numbers of every token come out of a table as a `Column`. The one exception is a lone surrogate
+in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.files import whole_file
-from mempipe.types import Group, Question, Trajectory, from_row, to_row
+from mempipe.types import Column, Group, Question, Trajectory, from_row, to_row
 
+T = TypeVar("T")
 _SCALARS = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _GROUPS_PER_ROW_GROUP = 64
 
@@ -47,8 +50,8 @@ def records_to_table(records: Sequence[Any]) -> pa.Table:
 
 
 def table_to_groups(table: pa.Table) -> list[Group]:
-    """The groups of a table made of `group_to_table` rows."""
-    return [from_row(Group, row) for row in table.to_pylist()]
+    """The groups of a table made of `group_to_table` rows. They hold nothing of the table's memory."""
+    return [group for batch in table.to_batches() for group in _records(Group, batch.to_struct_array())]
 
 
 @functools.cache
@@ -120,15 +123,49 @@ def _group(rows: list[dict[str, Any]]) -> Group:
     )
 
 
+def _records(cls: type[T], array: pa.StructArray) -> list[T]:
+    """Returns a record for every element. A step has tens of millions of numbers, so no row becomes a dict first."""
+    hints = _hints(cls)
+    names = [field.name for field in array.type]
+    columns = [_values(hints[name], column) for name, column in zip(names, array.flatten(), strict=True)]
+    return [cls(**dict(zip(names, values, strict=True))) for values in zip(*columns, strict=True)]
+
+
+def _values(hint: Any, array: pa.Array) -> list[Any]:
+    """Returns the element of every row, as the field of type `hint` holds it."""
+    origin = typing.get_origin(hint)
+    if origin is Sequence:
+        numbers = array.flatten().to_numpy(zero_copy_only=False)
+        # A copy of its own: a view would keep the whole block in the object store.
+        return [Column(numbers[start:end].copy()) for start, end in _bounds(array)]
+    if origin is list and dataclasses.is_dataclass(item := typing.get_args(hint)[0]):
+        records = _records(typing.cast(type, item), array.flatten())
+        return [records[start:end] for start, end in _bounds(array)]
+    if dataclasses.is_dataclass(hint):
+        return _records(typing.cast(type, hint), array)
+    values = array.to_pylist()
+    return [hint(value) for value in values] if isinstance(hint, type) and issubclass(hint, StrEnum) else values
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _bounds(array: pa.ListArray) -> Iterator[tuple[int, int]]:
+    """Yields where each list starts and ends in `array.flatten()`."""
+    ends = np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False)).tolist()
+    return zip([0, *ends], ends, strict=False)
+
+
 def _arrow_type(hint: Any) -> pa.DataType:
-    if typing.get_origin(hint) is list:
+    if typing.get_origin(hint) in (list, Sequence):
         (item,) = typing.get_args(hint)
         return pa.list_(_arrow_type(item))
     if typing.get_origin(hint) is python_types.UnionType:  # only `X | None`
         return _arrow_type(next(a for a in typing.get_args(hint) if a is not type(None)))
     if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        return pa.struct([pa.field(f.name, _arrow_type(hints[f.name])) for f in dataclasses.fields(hint)])
+        return pa.struct([pa.field(f.name, _arrow_type(_hints(hint)[f.name])) for f in dataclasses.fields(hint)])
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return pa.string()
     if hint not in _SCALARS:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.types import Context, EndReason, Group, Trajectory
 
@@ -50,7 +52,7 @@ def rollout_metrics(
         "advantage_std": pstdev(advantages),
         "zero_variance_groups": fmean(len({t.reward for t in group.trajectories}) <= 1 for group in groups),
         "retries": float(sum(group.num_retries for group in groups)),
-        "sampled_tokens": float(sum(sum(context.loss_mask) for context in trained)),
+        "sampled_tokens": float(sum(context.num_sampled_tokens for context in trained)),
     }
     named: dict[str, list[float]] = defaultdict(list)
     for measure in chain.from_iterable(t.measures for t in trajectories):
@@ -59,7 +61,7 @@ def rollout_metrics(
     metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
     if contexts:
         metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
-    if policy_version is not None:
+    if trained and policy_version is not None:
         metrics |= _staleness(trained, policy_version)
     if growing:
         return metrics
@@ -129,11 +131,8 @@ def _num_action_tokens(context: Context) -> int:
 
 
 def _staleness(contexts: Sequence[Context], policy_version: int) -> dict[str, float]:
-    versions: Counter[int] = Counter()
-    for context in contexts:
-        versions.update(context.policy_versions)
-    lags = Counter({policy_version - version: count for version, count in versions.items() if version >= 0})
-    if not lags:
+    versions, counts = np.unique(np.concatenate([context.policy_versions for context in contexts]), return_counts=True)
+    lags, counts = policy_version - versions[versions >= 0], counts[versions >= 0]
+    if not len(lags):
         return {}
-    mean = sum(lag * count for lag, count in lags.items()) / lags.total()
-    return {"staleness_mean": mean, "staleness_max": float(max(lags))}
+    return {"staleness_mean": int(lags @ counts) / int(counts.sum()), "staleness_max": float(lags.max())}

@@ -139,7 +139,7 @@ def _shown_turn(context: Context, question: Question, thought: Callable[[str], s
     return ShownTurn(
         number=context.index + 1,
         last=context.index + 1,
-        sizes=f"{context.num_prompt_tokens:,} prompt tokens, {sum(context.loss_mask):,} sampled",
+        sizes=f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled",
         thought=cut(thinking, _MAX_CHARS),
         queries=[cut(query, _MAX_CHARS) for query in queries],
         action="" if thinking or queries else cut(context.action, _MAX_CHARS),

@@ -65,7 +65,8 @@ def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
     ]
     for index, context in enumerate(trajectory.contexts):
         lines.append(
-            f"  turn {context.index + 1}: {context.num_prompt_tokens} prompt tokens, {sum(context.loss_mask)} sampled"
+            f"  turn {context.index + 1}: {context.num_prompt_tokens} prompt tokens, "
+            f"{context.num_sampled_tokens} sampled"
         )
         lines.append(f"    memory   {context.memory_before or '(empty)'}")
         lines.append(f"    action   {_one_line(context.action)}")

@@ -97,7 +97,7 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
             "prompt": context.num_prompt_tokens,
             "memory read": context.num_memory_tokens,
             "passages": context.num_observation_tokens,
-            "sampled": sum(context.loss_mask),
+            "sampled": context.num_sampled_tokens,
             "memory written": context.num_new_memory_tokens,
         },
     }

@@ -134,7 +134,7 @@ def _check(sample: TrainingSample, max_tokens: int) -> None:
         found = len(getattr(sample, field))
         if found != length and not (field == "ref_logprobs" and found == 0):
             raise ValueError(f"{name} has {length} tokens but {found} entries in {field}")
-    if not any(sample.loss_mask):
+    if not np.any(sample.loss_mask):
         raise ValueError(f"{name} has no sampled token; a context holds at least the stop token of one completion")
     if sample.loss_mask[0]:
         raise ValueError(f"{name} has its first token in the loss; nothing precedes it, so it has no probability")
@@ -144,7 +144,7 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
     """Returns the weight of every loss token, by trajectory id."""
     tokens: Counter[str] = Counter()
     for sample in samples:
-        tokens[sample.trajectory_id] += sum(sample.loss_mask)
+        tokens[sample.trajectory_id] += int(np.sum(sample.loss_mask))
     if aggregation == "token":
         return dict.fromkeys(tokens, 1 / tokens.total())
     if aggregation == "context":

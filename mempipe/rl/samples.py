@@ -13,7 +13,7 @@ def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
     of the trajectory gets the same one.
     """
     contexts = trajectory.all_contexts
-    trajectory_tokens = sum(sum(context.loss_mask) for context in contexts)
+    trajectory_tokens = sum(context.num_sampled_tokens for context in contexts)
     return [
         TrainingSample(
             trajectory_id=trajectory.id,

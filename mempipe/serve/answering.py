@@ -297,7 +297,7 @@ def _turn(context: Context, thought: str, history: int, limit: int | None) -> Tu
         memory_limit=limit,
         prompt_tokens=context.num_prompt_tokens,
         full_history_tokens=history,
-        sampled_tokens=sum(context.loss_mask) + context.num_dropped_tokens,
+        sampled_tokens=context.num_sampled_tokens + context.num_dropped_tokens,
         context_tokens=len(context.token_ids),
         generate_seconds=context.generate_seconds,
         search_seconds=context.search_seconds,
@@ -332,8 +332,8 @@ def _most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, floa
 def _usage(trajectories: Sequence[Trajectory]) -> Usage:
     """Tokens that were read and sampled, over all contexts and attempts."""
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
-    sampled = sum(sum(context.loss_mask) + context.num_dropped_tokens for context in contexts)
-    read = sum(len(context.loss_mask) - sum(context.loss_mask) for context in contexts)
+    sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
+    read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
     return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
 
 

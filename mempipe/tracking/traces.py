@@ -135,7 +135,7 @@ def _turn_span(
         "memory_tokens": context.num_memory_tokens,
         "observation_tokens": context.num_observation_tokens,
         "new_memory_tokens": context.num_new_memory_tokens,
-        "sampled_tokens": sum(context.loss_mask),
+        "sampled_tokens": context.num_sampled_tokens,
         "total_tokens": len(context.token_ids),
         "policy_versions": sorted({version for version in context.policy_versions if version >= 0}),
         "generate_seconds": context.generate_seconds,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.rl.packing import MicroBatch, pack_step, split_updates
-from mempipe.types import TrainingSample
+from mempipe.types import Column, TrainingSample
 
 AGGREGATIONS = ("token", "context", "trajectory")
 # a step: groups of trajectories of contexts, each context the loss mask behind its first token
@@ -329,3 +329,17 @@ def test_the_rank_that_did_least_so_far_takes_the_largest_micro_batch():
     samples = [sample(length, str(length)) for length in (10, 9, 7, 6)]  # each fills a micro-batch
     ranks = pack_step(samples, num_ranks=2, max_tokens=10, aggregation="token")
     assert [[batch.num_tokens for batch in rank] for rank in ranks] == [[10, 6], [9, 7]]
+
+
+def test_columns_are_packed_as_lists_are():
+    samples = [sample for group in step_of([[[[True, False], [True]], [[True] * 5]], [[[True]]]]) for sample in group]
+    names = ("token_ids", "loss_mask", "logprobs", "policy_versions", "ref_logprobs")
+    columns = [
+        dataclasses.replace(sample, **{name: Column(np.array(getattr(sample, name))) for name in names})
+        for sample in samples
+    ]
+    expected, found = (pack_step(s, num_ranks=2, max_tokens=6, aggregation="trajectory") for s in (samples, columns))
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            for field in dataclasses.fields(MicroBatch):
+                np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), strict=True)

@@ -1,7 +1,9 @@
 """Records survive Arrow and Parquet unchanged."""
 
 import dataclasses
+import pickle
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +16,18 @@ from mempipe.data.trajectories import (
     trajectories_schema,
     write_trajectories,
 )
-from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, TrainingSample, Trajectory
+from mempipe.types import (
+    Column,
+    Context,
+    EndReason,
+    Evidence,
+    Group,
+    Passage,
+    Question,
+    Search,
+    TrainingSample,
+    Trajectory,
+)
 
 
 def make_context(index: int = 0, **changes) -> Context:
@@ -152,3 +165,25 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
     assert back.trajectories[0].contexts[0].memory_after == "fine 🙂"
     write_trajectories(tmp_path / "t.parquet", [make_group(trajectories=[trajectory])])
     assert read_trajectories(tmp_path / "t.parquet") == [back]
+
+
+def test_numbers_of_every_token_come_out_of_a_table_as_columns_of_their_own():
+    group = make_group()
+    tables = pa.concat_tables([group_to_table(make_group("other")), group_to_table(group)])
+    read = table_to_groups(tables.slice(1))
+    assert read == [group]
+    context = read[0].trajectories[0].contexts[0]
+    for name in ("token_ids", "loss_mask", "logprobs", "policy_versions", "ref_logprobs"):
+        column = getattr(context, name)
+        assert isinstance(column, Column)
+        assert np.asarray(column).flags.owndata  # a view would hold on to the whole block
+
+
+def test_a_column_reads_as_a_list():
+    column = Column(np.array([5, 6, 7]))
+    numbers = [5, 6, 7]
+    assert column == numbers and numbers == column and column != [5, 6] and column == Column(np.array([5, 6, 7]))
+    assert column[-1] == 7 and type(column[0]) is int and column[1:] == [6, 7] and type(column[1:]) is list
+    assert list(column) == [5, 6, 7] and type(next(iter(column))) is int and column.index(6) == 1
+    assert pickle.loads(pickle.dumps(column)) == column
+    assert not Column(np.array([]))
