@@ -1,12 +1,22 @@
-"""Small things about text that every room needs: characters that UTF-8 cannot hold, and tags in untrusted text."""
+"""Small things about text that every room needs: characters that UTF-8 cannot hold, tags in untrusted text, and chunks
+that are cut between words.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from mempipe.settings import ConfigError
 
 BOX = "\\boxed"
+_LONGEST_WORD = 64
+
+
+class CountTokens(Protocol):
+    def __call__(self, text: str) -> int: ...
 
 
 def replace_surrogates(text: str) -> str:
@@ -39,3 +49,49 @@ class Neutralizer:
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub(lambda match: match[0] + self._breaker, text)
+
+
+def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) -> Iterator[str]:
+    """Yields the text in pieces of at most `max_tokens` tokens, cut between words, and never inside a mask.
+
+    Of a longer run of letters (a script without spaces), and of a word that has more tokens than a chunk, every
+    character counts as a word. The pieces joined are the text. A mask, or a character, that has more tokens than a
+    chunk is a chunk of its own.
+    """
+    words = _words(text, mask)
+    lengths = {word: count_tokens(word) for word in set(words)}
+    long = {w for w, tokens in lengths.items() if mask not in w and (len(w) > _LONGEST_WORD or tokens > max_tokens)}
+    words = [part for word in words for part in (word if word in long else [word])]
+    lengths |= {character: count_tokens(character) for character in set().union(*long)}
+    first = 0
+    while first < len(words):
+        last, total = first, 0
+        while last < len(words) and total + lengths[words[last]] <= max_tokens:
+            total += lengths[words[last]]
+            last += 1
+        # A tokenizer may need another number of tokens for words that stand together.
+        while last > first + 1 and count_tokens("".join(words[first:last])) > max_tokens:
+            last -= 1
+        last = max(last, first + 1)
+        yield "".join(words[first:last])
+        first = last
+
+
+def _words(text: str, mask: str) -> list[str]:
+    """Returns the masks, runs of letters and digits, and other characters of the text, each with the space before it.
+
+    Joined they are the text.
+    """
+    no_mask = f"(?!{re.escape(mask)})"
+    pattern = rf"\s*(?:{re.escape(mask)}|(?:{no_mask}[^\W_])+|{no_mask}\S)|\s+$"
+    return re.findall(pattern, text)
+
+
+def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> None:
+    """Raises ConfigError when the tokenizer does not give the mask back as it was, so that no model could read it."""
+    sentence = f"word {mask}, and {mask}."
+    if (found := decode(encode(sentence))) != sentence:
+        raise ConfigError(
+            f"mask is {mask!r}, which the tokenizer reads as {found!r} (in {sentence!r}); choose another mask for "
+            "documents and agent, such as [MASK] or ____"
+        )

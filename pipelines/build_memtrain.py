@@ -31,13 +31,13 @@ from mempipe.masking.documents import (
     REJECTIONS,
     CommonEntities,
     MemtrainConfig,
-    check_mask,
     common_entities,
 )
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress
 from mempipe.retrieval.manifest import check_index, read_manifest
 from mempipe.settings import ConfigError
+from mempipe.text import check_mask
 
 DOCUMENTS, SUMMARY, SETTINGS, PARTS, ENTITIES = (
     "documents.parquet",

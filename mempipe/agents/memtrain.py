@@ -26,7 +26,7 @@ from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import encode_pieces
 from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Memory, OnContext, Turn
-from mempipe.text import BOX
+from mempipe.text import BOX, check_mask, chunks_of
 from mempipe.types import Context, Question, Recall, Trajectory
 
 TARGET = "[TARGET]"
@@ -36,6 +36,9 @@ TARGET = "[TARGET]"
 class MemTrainConfig(MemAgentConfig):
     """MemTrain reads as MemAgent does, and recalls."""
 
+    mask: str = Field("[MASK]", min_length=1)
+    """What stands for the hidden entity in the documents (`mask` of `mempipe data memtrain`). No chunk ends inside
+    it."""
     num_recalls: int = Field(8, ge=0)
     """Recall samples of every attempt (G2 in the paper); 0: reconstruction only."""
     recall_last_step: bool = True
@@ -82,12 +85,16 @@ class MemTrainRenderer(MemAgentRenderer):
         tokenizer: Tokenizer,
         *,
         prompts: MemTrainPrompts,
+        mask: str = "[MASK]",
         num_recalls: int = 8,
         recall_last_step: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, prompts=prompts, **settings)
-        self.num_recalls, self.recall_last_step = num_recalls, recall_last_step
+        check_mask(mask, self.encode, tokenizer.decode)
+        self.mask, self.num_recalls, self.recall_last_step = mask, num_recalls, recall_last_step
+        # Siblings start one after the other with the same text, as with `_cut`.
+        self._askable = functools.lru_cache(maxsize=1)(self._find_askable)
         self._recall = encode_pieces(tokenizer, self._chat.before_user, prompts.recall, self._chat.after_user)
         self.template_tokens = max(self.template_tokens, self._recall.num_tokens)
         self._check_budget()
@@ -110,20 +117,39 @@ class MemTrainRenderer(MemAgentRenderer):
         Every step that has something to ask for is as likely as any other, then every chunk, then every entity. The
         document's own answer is never asked for.
         """
-        rng, chunks = random.Random(seed), self.chunks(question)
-        texts = [self.tokenizer.decode(chunk) for chunk in chunks]
-        targets = [target for target in question.recall_targets if not {*map(str.casefold, target)} & _folded(question)]
-        held = [[target for target in targets if mask(text, target) != text] for text in texts]
+        chunks = self.chunks(question)
+        askable = self._askable(
+            question.context, tuple(map(tuple, question.recall_targets)), tuple(question.golden_answers)
+        )
         last = len(chunks) if self.recall_last_step else len(chunks) - 1
-        steps = [step for step in range(2, last + 1) if any(held[: step - 1])]
+        steps = [step for step in range(2, last + 1) if any(askable[: step - 1])]
         if not steps:
             return None
+        rng = random.Random(seed)
         step = rng.choice(steps)
-        chunk = rng.choice([number for number in range(step - 1) if held[number]])
-        target = rng.choice(held[chunk])
+        chunk = rng.choice([number for number in range(step - 1) if askable[number]])
+        target = rng.choice(askable[chunk])
+        masked = self.encode(hide(self.tokenizer.decode(chunks[chunk]), target))
         # The mark may have more tokens than what it stands for; the place of the question has room for them.
         room = self.budget.chunk_tokens + self.budget.question_tokens
-        return Probe(step=step, chunk=chunk, target=target, masked=self.encode(mask(texts[chunk], target))[:room])
+        return Probe(step=step, chunk=chunk, target=list(target), masked=masked[:room])
+
+    def _chunks(self, text: str) -> list[list[int]]:
+        """Cuts between words, so that neither a mask nor an entity is in two halves; MemAgent cuts between tokens."""
+        text, size = self._neutralize(text), self.budget.chunk_tokens
+        pieces = chunks_of(text, size, lambda text: len(self.tokenizer.encode_text(text)), self.mask)
+        encoded = [self.encode(piece) for piece in pieces]
+        # One word alone may be longer than a chunk.
+        return [token_ids[start : start + size] for token_ids in encoded for start in range(0, len(token_ids), size)]
+
+    def _find_askable(
+        self, text: str, targets: Sequence[tuple[str, ...]], answers: Sequence[str]
+    ) -> list[list[tuple[str, ...]]]:
+        """Returns the targets that stand in each chunk, without the document's own answer."""
+        folded = set(map(str.casefold, answers))
+        others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
+        texts = [self.tokenizer.decode(chunk) for chunk in self._cut(text)]
+        return [[target for target in others if _pattern(target).search(each)] for each in texts]
 
 
 class MemTrain(MemAgent):
@@ -190,21 +216,23 @@ def make_renderer(
         budget=budget,
         chunk_first=config.chunk_first,
         compat=config.compat,
+        mask=config.mask,
         num_recalls=config.num_recalls,
         recall_last_step=config.recall_last_step,
     )
 
 
-def mask(text: str, forms: Sequence[str]) -> str:
+def hide(text: str, forms: Sequence[str]) -> str:
     """Returns the text with [TARGET] for every form of an entity that stands in it as whole words, in any case."""
+    return _pattern(tuple(forms)).sub(TARGET, text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern(forms: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds every form of an entity, the longest first; without a form it finds nothing."""
     longest_first = sorted(filter(None, forms), key=len, reverse=True)
-    if not longest_first:
-        return text
-    return re.sub(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", TARGET, text, flags=re.IGNORECASE)
-
-
-def _folded(question: Question) -> set[str]:
-    return {golden.casefold() for golden in question.golden_answers}
+    listed = "|".join(map(re.escape, longest_first)) or r"(?!)"
+    return re.compile(rf"(?<!\w)(?:{listed})(?!\w)", re.IGNORECASE)
 
 
 AGENT = AgentSpec(

@@ -9,10 +9,8 @@ Everything here depends on its arguments alone; `mempipe.actors.documents` runs 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import polars as pl
@@ -20,7 +18,8 @@ from pydantic import Field, model_validator
 
 from mempipe.masking.entities import Entity, Finder, Kind, can_be_read, hide
 from mempipe.masking.rules import around, common_answers, guessable_answers, trivial_rule
-from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.settings import FolderName, Section
+from mempipe.text import CountTokens, chunks_of
 from mempipe.types import Passage
 
 REJECTIONS = {
@@ -34,7 +33,6 @@ REJECTIONS = {
 }
 """Why a pivot, or one of its entities, was not used. An entity is counted under the first rule that it breaks."""
 _SEPARATOR = "\n\n"
-_LONGEST_WORD = 64
 
 
 class MemtrainConfig(Section):
@@ -118,10 +116,6 @@ class CommonEntities:
     """(words around, answer in lower case) of patterns that nearly always hold this answer."""
 
 
-class CountTokens(Protocol):
-    def __call__(self, text: str) -> int: ...
-
-
 ENTITIES_SCHEMA = pl.Schema({"passage_id": pl.String, "answer": pl.String, "around": pl.String})
 
 
@@ -184,39 +178,6 @@ def make_document(
             rule = "readable"
         material.rejected.append(rule)
     return None
-
-
-def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) -> Iterator[str]:
-    """Yields the text in pieces of at most `max_tokens` tokens, cut between words, and never inside a mask.
-
-    Of a longer run of letters (a script without spaces) every character counts as a word. The pieces joined are the
-    text. One word that has more tokens than a chunk is a chunk of its own.
-    """
-    words = _words(text, mask)
-    lengths = {word: count_tokens(word) for word in set(words)}
-    first = 0
-    while first < len(words):
-        last, total = first, 0
-        while last < len(words) and total + lengths[words[last]] <= max_tokens:
-            total += lengths[words[last]]
-            last += 1
-        # A tokenizer may need another number of tokens for words that stand together.
-        while last > first + 1 and count_tokens("".join(words[first:last])) > max_tokens:
-            last -= 1
-        last = max(last, first + 1)
-        yield "".join(words[first:last])
-        first = last
-
-
-def _words(text: str, mask: str) -> list[str]:
-    """Returns the masks, runs of letters and digits, and other characters of the text, each with the space before it.
-
-    Joined they are the text.
-    """
-    no_mask = f"(?!{re.escape(mask)})"
-    pattern = rf"\s*(?:{re.escape(mask)}|(?:{no_mask}[^\W_])+|{no_mask}\S)|\s+$"
-    words = re.findall(pattern, text)
-    return [part for word in words for part in ([word] if len(word) <= _LONGEST_WORD or mask in word else word)]
 
 
 def _gathered(
@@ -293,13 +254,3 @@ def _masked(
         passage_ids=[identity for identity, _ in passages],
         related_scores=[passage.score for passage in material.related],
     )
-
-
-def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> None:
-    """Raises ConfigError when the tokenizer does not give the mask back as it was, so that no model could read it."""
-    sentence = f"word {mask}, and {mask}."
-    if (found := decode(encode(sentence))) != sentence:
-        raise ConfigError(
-            f"mask is {mask!r}, which the tokenizer reads as {found!r} (in {sentence!r}); choose another mask, such as "
-            "[MASK] or ____"
-        )

@@ -19,14 +19,13 @@ from mempipe.masking.documents import (
     Document,
     Material,
     MemtrainConfig,
-    check_mask,
-    chunks_of,
     common_entities,
     entities_of,
     make_document,
 )
 from mempipe.masking.entities import RuleFinder, can_be_read, forms
 from mempipe.settings import ConfigError
+from mempipe.text import check_mask, chunks_of
 from mempipe.types import Passage
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki_mini.jsonl"

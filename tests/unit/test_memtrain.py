@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.actors.reference import ReferenceStage
-from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, mask
+from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, hide
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.data.trajectories import group_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
@@ -27,22 +27,21 @@ from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
+from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, TrainingSample, Trajectory, from_row, to_row
 from pipelines import warm_start
 
 TOKENIZER = build_tokenizer()
-SENTENCES = ["Osvin was born in [MASK]. ", "Adela wrote Odyssey. ", "Nobody wrote a thing."]
+SENTENCES = ["Osvin was born in [MASK].", " Adela wrote Odyssey.", " Nobody wrote a thing."]
+CHUNK_TOKENS = max(len(TOKENIZER.encode_text(text)) for text in SENTENCES)
 QUESTION = "What does [MASK] stand for?"
 
 
 def document(**changes: Any) -> Question:
     """Three sentences of one chunk each: chunks are as long as the longest, which the others are filled up to."""
-    size = max(len(TOKENIZER.encode_text(text)) for text in SENTENCES)
     text = ""
     for sentence in SENTENCES:
-        while len(TOKENIZER.encode_text(sentence)) < size:
-            sentence += "."
-        text += sentence
+        text += sentence + "." * (CHUNK_TOKENS - len(TOKENIZER.encode_text(sentence)))
     fields = {"context": text, "golden_answers": ["Velmora"], "recall_targets": [["Osvin"], ["Odyssey", "The Odyssey"]]}
     return build_question(QUESTION, **{**fields, **changes})
 
@@ -52,7 +51,7 @@ def build_renderer(**agent: Any) -> MemTrainRenderer:
         "question_tokens": 64,
         "memory_tokens": 64,
         "action_tokens": 64,
-        "chunk_tokens": max(len(TOKENIZER.encode_text(text)) for text in SENTENCES),
+        "chunk_tokens": CHUNK_TOKENS,
         "context_tokens": 4096,
     }
     config = parse_config({"agent": {"name": "memtrain", "num_recalls": 2, **agent}, "budget": budget})
@@ -148,6 +147,27 @@ async def test_the_same_attempt_is_asked_for_the_same():
     assert first == second and len(set(map(str, first))) == 1
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["a", "word", "[MASK]", "([MASK],", "x" * 80, "été", "漢字" * 9]), max_size=40))
+def test_a_document_is_cut_between_words_and_a_mask_stays_whole(parts):
+    renderer, text = build_renderer(), " ".join(["Osvin", *parts])
+    chunks = [TOKENIZER.decode(chunk) for chunk in renderer.chunks(document(context=text))]
+    assert "".join(chunks) == text
+    assert sum(chunk.count("[MASK]") for chunk in chunks) == text.count("[MASK]")
+    assert all(len(TOKENIZER.encode_text(chunk)) <= CHUNK_TOKENS for chunk in chunks)
+
+
+def test_a_word_that_is_longer_than_a_chunk_is_cut_between_tokens():
+    renderer = build_renderer(mask="_" * 4 * CHUNK_TOKENS)
+    chunks = renderer.chunks(document(context="a " + "_" * 4 * CHUNK_TOKENS))
+    assert len(chunks) > 2 and all(len(chunk) <= CHUNK_TOKENS for chunk in chunks)
+
+
+def test_a_mask_that_the_tokenizer_does_not_give_back_is_refused():
+    with pytest.raises(ConfigError, match=r"mask is '<\|im_end\|>', which the tokenizer reads as 'word < \|im_end"):
+        build_renderer(mask="<|im_end|>")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -186,9 +206,9 @@ NAMES = st.text(st.sampled_from("aZé'. -1İß"), min_size=1, max_size=8).filter
 )
 def test_a_masked_text_holds_no_form_as_a_word(forms, between):
     text = " ".join(gap + form + gap for gap in between for form in forms)
-    masked = mask(text, forms)
-    assert mask(masked, forms) == masked
-    assert mask(f"a {forms[0]}", [forms[0]]) != f"a {forms[0]}"
+    masked = hide(text, forms)
+    assert hide(masked, forms) == masked
+    assert hide(f"a {forms[0]}", [forms[0]]) != f"a {forms[0]}"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +222,7 @@ def test_a_masked_text_holds_no_form_as_a_word(forms, between):
     ],
 )
 def test_every_form_is_masked_as_a_whole_word_in_any_case(text, forms, masked):
-    assert mask(text, forms) == masked
+    assert hide(text, forms) == masked
 
 
 # Eq. 1 to 4 by hand: two attempts, three chunks, two recall samples each.
