@@ -21,7 +21,8 @@ SMALL = [
     "num_steps=1",
     "algorithm.groups_per_step=2",
     "algorithm.group_size=4",
-    "evaluation.num_questions=4",
+    "evaluation.num_questions=2",
+    "budget.max_turns=2",
 ]
 
 
@@ -48,7 +49,7 @@ def test_the_same_held_out_questions_are_answered_three_times(folder):
     for label in ("untrained", "before", "after"):
         groups = read_trajectories(folder / "evaluation" / f"{label}.parquet")
         asked[label] = sorted(group.question.id for group in groups)
-    assert len(asked["after"]) == 4 and asked["untrained"] == asked["before"] == asked["after"]
+    assert len(asked["after"]) == 2 and asked["untrained"] == asked["before"] == asked["after"]
 
 
 def test_demonstrations_are_kept_and_judged_on_others(folder):
