@@ -114,7 +114,9 @@ def _add_run_commands(commands: Any) -> None:
     export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
     export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
-    export.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+    which.add_argument("--best", action="store_true", help="the best one on validation (checkpoint.best_on)")
 
 
 def _add_measuring_commands(commands: Any) -> None:
@@ -339,9 +341,10 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from pipelines.export import export_run
+    from pipelines.export import export_best, export_run
 
-    print(export_run(Path(arguments.run), Path(arguments.folder), step=arguments.step))
+    run, target = Path(arguments.run), Path(arguments.folder)
+    print(export_best(run, target) if arguments.best else export_run(run, target, step=arguments.step))
 
 
 def _budgets(arguments: argparse.Namespace) -> None:

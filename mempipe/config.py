@@ -228,6 +228,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_is_measured(self) -> RunConfig:
+        if self.checkpoint.best_on and not self.evaluation.every_steps:
+            raise ValueError(
+                f"checkpoint.best_on is {self.checkpoint.best_on!r}, but evaluation.every_steps is 0: there is no "
+                "validation while training to choose from"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _context_fits(self) -> RunConfig:
         parts, limit = self.budget.parts(), self.budget.context_tokens
         if sum(parts.values()) > limit:

@@ -7,6 +7,7 @@ world/ index/ model/   made by the run itself when its config has a `world`
 checkpoints/           model, optimiser, scheduler, RNG and data position
 trajectories.parquet   held-out trajectories, before and after training
 huggingface/           the trained model, for transformers and vLLM
+exports/ best/         the model after every so many steps, and of the best validation, where `checkpoint` asks for them
 report.html report.json
 """
 

@@ -1,13 +1,71 @@
-"""Export a checkpoint of a run: which one, and which model the run trained."""
+"""Models of a run: those that it exports while it goes on, and those made from its checkpoints afterwards."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Protocol
 
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig
+from mempipe.files import whole_folder
 from mempipe.loader import load_config
+from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.types import Group
+
+
+class Exporter(Protocol):
+    """What writes the present policy as a Hugging Face folder (`LearnerGroup`)."""
+
+    def export(self, folder: Path, *, source: str) -> None: ...
+
+
+class Exports:
+    """The models that a training run exports while it goes on (`checkpoint.export_every_steps`, `best_on`)."""
+
+    def __init__(self, run: Run, learners: Exporter, *, source: str) -> None:
+        """`source` is the model whose configuration and tokenizer the exported ones have."""
+        self._run, self._learners, self._source = run, learners, source
+        self._config = run.config.checkpoint
+
+    def trained(self, step: int) -> None:
+        """Exports the policy after learner step `step` when one is due."""
+        every = self._config.export_every_steps
+        if every and step % every == 0:
+            self._export(self._run.folder / "exports" / f"step-{step:08d}")
+
+    def validated(self, groups: Sequence[Group], *, step: int) -> None:
+        """Exports the policy after learner step `step` when it answered better than every one before; `groups` are its
+        answers."""
+        metric = self._config.best_on
+        if not metric or not groups:
+            return
+        value = fmean(getattr(trajectory, metric) for group in groups for trajectory in group.trajectories)
+        best = self._run.state.get("best")
+        if best is None or best["metric"] != metric or value > best["value"]:
+            self._export(self._run.folder / "best")
+            self._run.update(best={"step": step, "metric": metric, "value": value})
+
+    def _export(self, folder: Path) -> None:
+        with self._run.phase("export"):
+            self._learners.export(folder, source=self._source)
+
+
+def export_best(run: Path, target: Path) -> Path:
+    """Copies the model that was best on validation while the run in folder `run` went on to the new folder `target`.
+
+    Raises ConfigError.
+    """
+    _check_folders(run, target)
+    best = run / "best"
+    if not best.is_dir():
+        raise ConfigError(f"--best: {run} holds no best model; a run keeps one when checkpoint.best_on names a metric")
+    with whole_folder(target) as partial:
+        shutil.copytree(best, partial, dirs_exist_ok=True)
+    return target
 
 
 def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
@@ -16,14 +74,18 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
 
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} holds no run (no config.yaml)")
-    if target.exists():
-        raise ConfigError(f"{target} exists; choose another folder or remove it")
+    _check_folders(run, target)
     config = load_config(run / "config.yaml")
     from mempipe.engines.export import choose_checkpoint, export_checkpoint  # torch, for what can still be right
 
     return export_checkpoint(choose_checkpoint(run, step), _trained_model(run, config), target)
+
+
+def _check_folders(run: Path, target: Path) -> None:
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no run (no config.yaml)")
+    if target.exists():
+        raise ConfigError(f"{target} exists; choose another folder or remove it")
 
 
 def _trained_model(run: Path, config: RunConfig) -> ModelConfig:

@@ -42,6 +42,7 @@ from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
 from mempipe.types import Group, Question
+from pipelines.export import Exports
 from pipelines.prepare import prepare
 from pipelines.repair import Checkpoints, with_restarts
 from pipelines.warm_start import warm_start
@@ -123,6 +124,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, validation, position, tracker)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
+        Exports(run, roles.learners, source=config.model.path).validated(after, step=run.state["num_steps"])
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
         with run.phase("export"):
             roles.learners.export(run.folder / "huggingface", source=config.model.path)
@@ -177,7 +179,8 @@ def learn(
         references=roles.references,
     )
     collector = Collector(groups, admission, config.algorithm)
-    training = time.perf_counter()
+    exports = Exports(run, roles.learners, source=config.model.path)
+    training, other_phases = time.perf_counter(), sum(run.seconds.values())
     with (
         closing(groups),
         Checkpoints(run, roles, tracker, position=position).kept() as checkpoints,
@@ -199,14 +202,17 @@ def learn(
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
             checkpoints.finish()
+            exports.trained(step + 1)
             if (
                 config.evaluation.every_steps
                 and (step + 1) % config.evaluation.every_steps == 0
                 and step + 1 < config.num_steps
             ):
-                evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
+                answers = evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
+                exports.validated(answers, step=step + 1)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
-    run.add_seconds("train", time.perf_counter() - training)
+    other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
+    run.add_seconds("train", time.perf_counter() - training + other_phases)
 
 
 def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:

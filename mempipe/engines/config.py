@@ -147,3 +147,9 @@ class CheckpointConfig(Section):
     """Learner steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Checkpoints that are kept, the newest ones."""
+    export_every_steps: int = Field(0, ge=0)
+    """Learner steps between two models that the run exports to exports/ in its folder, all of which are kept; 0: only
+    the last one, to huggingface/."""
+    best_on: Literal["", "em", "f1", "reward"] = ""
+    """What validation has to improve for the model to be exported to best/, in the place of the one before; empty:
+    there is none."""

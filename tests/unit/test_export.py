@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,10 @@ from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import ModelConfig
+from mempipe.loader import parse_config
+from mempipe.runs import Run
+from mempipe.settings import ConfigError
+from pipelines.export import Exports
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "down_proj"]}
 
@@ -59,3 +65,68 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys, arguments, said):
     assert main(["export", str(tmp_path / run), str(tmp_path / target), *rest]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "new").exists()
+
+
+class Learners:
+    """Writes the number of the step that it is at in the place of a model."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def export(self, folder: Path, *, source: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(f"{self.step} {source}")
+
+
+def running(tmp_path: Path, **checkpoint: Any) -> Run:
+    values = {"output": str(tmp_path), "name": "run", "checkpoint": checkpoint, "evaluation": {"every_steps": 1}}
+    return Run(parse_config(values))
+
+
+def answers(*scores: float) -> Any:
+    return [SimpleNamespace(trajectories=[SimpleNamespace(em=score, f1=1 - score)]) for score in scores]
+
+
+def models(run: Run) -> dict[str, str]:
+    return {
+        file.parent.relative_to(run.folder).as_posix(): file.read_text() for file in run.folder.rglob("config.json")
+    }
+
+
+def test_a_run_exports_a_model_every_so_many_steps(tmp_path):
+    run, learners = running(tmp_path, export_every_steps=2), Learners()
+    exports = Exports(run, learners, source="base")
+    for learners.step in range(1, 6):
+        exports.trained(learners.step)
+        exports.validated(answers(1.0), step=learners.step)
+    assert models(run) == {"exports/step-00000002": "2 base", "exports/step-00000004": "4 base"}
+
+
+def test_the_best_model_on_validation_is_kept_and_can_be_exported(tmp_path, capsys):
+    run, learners = running(tmp_path, best_on="em"), Learners()
+    for step, scores in enumerate([(0.5, 0.0), (1.0, 0.0), (0.5, 0.5), (0.0, 0.0)], start=1):
+        learners.step = step
+        Exports(run, learners, source="base").validated(answers(*scores), step=step)  # anew, as after a restart
+    assert models(run) == {"best": "2 base"} and run.state["best"] == {"step": 2, "metric": "em", "value": 0.5}
+    assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 0
+    assert (tmp_path / "new" / "config.json").read_text() == "2 base"
+    assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 2
+    assert "new exists" in capsys.readouterr().err
+
+
+def test_another_measure_starts_from_scratch(tmp_path):
+    run = running(tmp_path, best_on="em")
+    run.update(best={"step": 1, "metric": "f1", "value": 1.0})
+    Exports(run, Learners(), source="base").validated(answers(0.5), step=2)
+    assert run.state["best"] == {"step": 2, "metric": "em", "value": 0.5}
+
+
+def test_a_run_without_a_best_model_says_so(tmp_path, capsys):
+    run = running(tmp_path)
+    assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 2
+    assert "holds no best model" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_the_best_of_no_validation_is_refused():
+    with pytest.raises(ConfigError, match=r"checkpoint\.best_on is 'em', but evaluation\.every_steps is 0"):
+        parse_config({"checkpoint": {"best_on": "em"}})
