@@ -2,9 +2,10 @@
 
     count      entities of a sample of the corpus: which are common, which can be guessed     Ray Data, polars
     make       documents of pivots in random order, in parts, until there are enough          Ray Data
-    finish     the first `num_documents` in one file, and a summary                           pyarrow
+    finish     the first `num_held_out` in one file, the others in another, and a summary     pyarrow
 
-The folder holds documents.parquet (`mempipe.masking.documents.Document`), summary.json and, while it is built, parts/.
+The folder holds documents.parquet and held_out.parquet (`mempipe.masking.documents.Document`), which `data.train` and
+`data.validation` of a run take as they are, summary.json and, while it is built, parts/.
 The same index, settings and finder give the same documents, whatever the number of workers and however often the build
 was killed.
 """
@@ -39,8 +40,9 @@ from mempipe.retrieval.manifest import check_index, read_manifest
 from mempipe.settings import ConfigError
 from mempipe.text import check_mask
 
-DOCUMENTS, SUMMARY, SETTINGS, PARTS, ENTITIES = (
+DOCUMENTS, HELD_OUT, SUMMARY, SETTINGS, PARTS, ENTITIES = (
     "documents.parquet",
+    "held_out.parquet",
     "summary.json",
     "settings.json",
     "parts",
@@ -81,7 +83,7 @@ def main(config: MemtrainConfig) -> Path:
         common = _count(folder / ENTITIES, order, config)
         parts = _make(folder / PARTS, order, config, common)
     rejected = _finish(folder, parts, config)
-    write_text(folder / SUMMARY, json.dumps(_summary(folder / DOCUMENTS, rejected), indent=1))
+    write_text(folder / SUMMARY, json.dumps(_summary(folder, rejected), indent=1))
     shutil.rmtree(folder / PARTS)
     shutil.rmtree(folder / ENTITIES)
     return folder
@@ -91,6 +93,8 @@ def describe(folder: Path) -> list[str]:
     """Returns what was built, for people."""
     summary = json.loads((folder / SUMMARY).read_text())
     lines = [f"{folder / DOCUMENTS}: {summary['num_documents']} documents"]
+    if summary["num_held_out"]:
+        lines.append(f"{folder / HELD_OUT}: {summary['num_held_out']} documents")
     for name, (least, middle, most) in summary["ranges"].items():
         lines.append(f"{name}: {least:g} to {most:g}, half of them at most {middle:g}")
     lines.append("kinds of entities: " + ", ".join(f"{count} {kind}" for kind, count in summary["kinds"].items()))
@@ -104,11 +108,11 @@ def shown(folder: Path, count: int) -> list[str]:
     lines: list[str] = []
     for row in pl.scan_parquet(folder / DOCUMENTS).head(max(count, 0)).collect().iter_rows(named=True):
         lines.append(
-            f"\n=== {row['id']}: {row['answer']!r} ({row['kind']}), {row['num_masks']} masks, from "
-            f"{row['pivot_title']!r}"
+            f"\n=== {row['id']}: {row['golden_answers'][0]!r} ({row['kind']}), {row['num_masks']} masks, "
+            f"{len(row['chunk_tokens'])} chunks, from {row['pivot_title']!r}"
         )
-        for number, (chunk, tokens) in enumerate(zip(row["chunks"], row["chunk_tokens"], strict=True), start=1):
-            lines += [f"--- chunk {number}, {tokens} tokens", chunk]
+        lines += [row["text"], "may be recalled: " + " | ".join(target[0] for target in row["recall_targets"])]
+        lines += ["---", row["context"]]
     return lines
 
 
@@ -139,7 +143,7 @@ def _make(folder: Path, order: np.ndarray, config: MemtrainConfig, common: Commo
     made = missing = 0
     while made < len(parts):
         found = sum(pq.read_metadata(part["file"]).num_rows for part in parts[:made])
-        missing = config.num_documents - found
+        missing = config.num_held_out + config.num_documents - found
         if missing <= 0:
             break
         accepted = max(found / (made * config.documents_per_part), LEAST_ACCEPTED) if made else 1.0
@@ -166,33 +170,47 @@ def _run(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: Common
 
 
 def _finish(folder: Path, parts: Sequence[Path], config: MemtrainConfig) -> Counter[str]:
-    """Writes the first documents of the parts into one file; returns how often each rule rejected in these parts."""
+    """Writes the documents of the parts into the two files; returns how often each rule rejected in these parts."""
     rejected: Counter[str] = Counter()
-    room = config.num_documents
-    with whole_file(folder / DOCUMENTS) as partial, pq.ParquetWriter(partial, DOCUMENT_SCHEMA) as writer:
-        for part in parts:
-            table = pq.read_table(part)
-            rejected.update(json.loads(table.schema.metadata[REJECTED]))
-            writer.write_table(table.replace_schema_metadata().slice(0, room))
-            room -= min(len(table), room)
-    if room == config.num_documents:
+    for part in parts:
+        rejected.update(json.loads(pq.read_schema(part).metadata[REJECTED]))
+    num_made, num_held_out = sum(pq.read_metadata(part).num_rows for part in parts), config.num_held_out
+    if not num_made:
         listed = ", ".join(f"{count} {rule}" for rule, count in rejected.items())
         raise ConfigError(
             f"no document could be made of index {config.index}; rejected: {listed}; a text whose script has no "
             "capital letters needs entities to name a spaCy pipeline"
         )
+    if num_made <= num_held_out:
+        raise ConfigError(
+            f"index {config.index} gave {num_made} documents; with num_held_out {num_held_out} none is left to train "
+            "on: lower it, or index more passages"
+        )
+    _write(folder / HELD_OUT, parts, 0, num_held_out)
+    _write(folder / DOCUMENTS, parts, num_held_out, num_held_out + config.num_documents)
     return rejected
 
 
-def _summary(file: Path, rejected: Counter[str]) -> dict[str, Any]:
+def _write(file: Path, parts: Sequence[Path], first: int, last: int) -> None:
+    """Writes the documents `first` to `last` of the parts into one file."""
+    with whole_file(file) as partial, pq.ParquetWriter(partial, DOCUMENT_SCHEMA) as writer:
+        for part in parts:
+            table = pq.read_table(part).replace_schema_metadata()
+            start = max(first, 0)
+            writer.write_table(table.slice(start, max(last - start, 0)))
+            first, last = first - len(table), last - len(table)
+
+
+def _summary(folder: Path, rejected: Counter[str]) -> dict[str, Any]:
     """Returns counts, kinds, and (least, median, most) of what differs from document to document."""
     values = (
-        pl.scan_parquet(file)
+        pl.scan_parquet(folder / DOCUMENTS)
         .select(
             "kind",
             "num_masks",
             pl.col("chunk_tokens").list.sum().alias("tokens"),
-            pl.col("chunks").list.len().alias("chunks"),
+            pl.col("chunk_tokens").list.len().alias("chunks"),
+            pl.col("recall_targets").list.len().alias("entities for recall"),
             pl.col("passage_ids").list.len().alias("passages"),
             pl.col("related_scores").list.mean().alias("mean score of the related"),
         )
@@ -205,6 +223,7 @@ def _summary(file: Path, rejected: Counter[str]) -> dict[str, Any]:
     }
     return {
         "num_documents": len(values),
+        "num_held_out": pq.read_metadata(folder / HELD_OUT).num_rows,
         "ranges": ranges,
         "kinds": dict(values["kind"].value_counts().sort("kind").iter_rows()),
         "rejected": {rule: rejected[rule] for rule in REJECTIONS if rejected[rule]},

@@ -34,11 +34,14 @@ from mempipe.types import Passage
 DOCUMENT_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
+        ("text", pa.string()),
+        ("golden_answers", pa.list_(pa.string())),
+        ("context", pa.string()),
+        ("recall_targets", pa.list_(pa.list_(pa.string()))),
+        ("source", pa.string()),
         ("pivot_id", pa.string()),
         ("pivot_title", pa.string()),
-        ("answer", pa.string()),
         ("kind", pa.string()),
-        ("chunks", pa.list_(pa.string())),
         ("chunk_tokens", pa.list_(pa.int32())),
         ("num_masks", pa.int32()),
         ("passage_ids", pa.list_(pa.string())),

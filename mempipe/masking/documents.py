@@ -10,13 +10,13 @@ Everything here depends on its arguments alone; `mempipe.actors.documents` runs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
 from pydantic import Field, model_validator
 
-from mempipe.masking.entities import Entity, Finder, Kind, can_be_read, hide
+from mempipe.masking.entities import Entity, Finder, Kind, can_be_read, forms, hide
 from mempipe.masking.rules import around, common_answers, guessable_answers, trivial_rule
 from mempipe.settings import FolderName, Section
 from mempipe.text import CountTokens, chunks_of
@@ -51,8 +51,14 @@ class MemtrainConfig(Section):
     else rules)."""
     mask: str = "[MASK]"
     """What stands in the place of the entity."""
+    question: str = "What does {mask} stand for?"
+    """What is asked of every document; {mask} is the mask. The published words are not known."""
     num_documents: int = Field(30_000, ge=1)
-    """Documents to build; each has another pivot."""
+    """Documents to train on; each has another pivot."""
+    num_held_out: int = Field(128, ge=0)
+    """Further documents, in a file of their own, that are not trained on."""
+    num_recall_targets: int = Field(64, ge=0)
+    """Passages of a document of which one entity each may be asked for by a recall; 0: none is."""
     num_related: int = Field(29, ge=0)
     """Passages that a search for the pivot's text finds."""
     num_random: int = Field(120, ge=0)
@@ -85,21 +91,32 @@ class MemtrainConfig(Section):
             )
         if not self.mask.strip() or self.mask != self.mask.strip() or len(self.mask.split()) > 1:
             raise ValueError(f"mask is {self.mask!r}; it must be one word, such as [MASK]")
+        if "{mask}" not in self.question:
+            raise ValueError(f"question is {self.question!r}; {{mask}} must stand in it")
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One masked document. The chunks joined are its text."""
+    """One masked document, with the fields of the `Question` that is asked of it: a file of documents is a file of
+    questions.
+    """
 
     id: str
+    text: str
+    """The question."""
+    golden_answers: list[str]
+    """Every form of the hidden entity; first as the pivot writes it."""
+    context: str
+    """The masked document."""
+    recall_targets: list[list[str]]
+    """Other entities of it, every form of each."""
+    source: str = "memtrain"
     pivot_id: str
     pivot_title: str
-    answer: str
-    """The hidden entity as the pivot writes it."""
     kind: Kind
-    chunks: list[str]
     chunk_tokens: list[int]
+    """Tokens of every chunk, as an agent with chunks of `MemtrainConfig.chunk_tokens` cuts them."""
     num_masks: int
     passage_ids: list[str]
     """In the order of the text, the pivot's among them."""
@@ -167,34 +184,32 @@ def make_document(
     if sum(tokens) < config.chunk_tokens:
         material.rejected.append("too_short")
         return None
-    whole = _SEPARATOR.join(text for _, text in passages)
+    whole = _SEPARATOR.join(_text(passage, config.mask) for passage in passages)
     for i in rng.permutation(len(chosen)):
         entity = chosen[i]
         rule = _broken_rule(entity, material.pivot, common)
         if rule is None:
             document = _masked(material, entity, passages, whole, count_tokens, config)
             if document is not None:
-                return document
+                others = [passages[i] for i in rng.permutation(len(passages))[: config.num_recall_targets]]
+                return replace(document, recall_targets=_recall_targets(document, others, finder, common, rng))
             rule = "readable"
         material.rejected.append(rule)
     return None
 
 
-def _gathered(
-    material: Material, count_tokens: CountTokens, config: MemtrainConfig
-) -> tuple[list[tuple[str, str]], list[int]]:
-    """Returns (id, text) of pivot, related and as many random passages as the lengths want, and the tokens of each."""
-    passages: list[tuple[str, str]] = []
+def _gathered(material: Material, count_tokens: CountTokens, config: MemtrainConfig) -> tuple[list[Passage], list[int]]:
+    """Returns pivot, related and as many random passages as the lengths want, and the tokens of each."""
+    passages: list[Passage] = []
     tokens: list[int] = []
     total = 0
 
     def add(passage: Passage) -> bool:
         nonlocal total
-        text = _text(passage, config.mask)
-        length = count_tokens(text + _SEPARATOR)
+        length = count_tokens(_text(passage, config.mask) + _SEPARATOR)
         if total + length > config.max_tokens:
             return False
-        passages.append((passage.id, text))
+        passages.append(passage)
         tokens.append(length)
         total += length
         return True
@@ -230,7 +245,7 @@ def _broken_rule(entity: Entity, pivot: Passage, common: CommonEntities) -> str 
 def _masked(
     material: Material,
     entity: Entity,
-    passages: Sequence[tuple[str, str]],
+    passages: Sequence[Passage],
     whole: str,
     count_tokens: CountTokens,
     config: MemtrainConfig,
@@ -240,17 +255,49 @@ def _masked(
     text, num_masks = hide(whole, answer, entity.kind, config.mask)
     if not num_masks or can_be_read(text, answer, entity.kind):
         return None
-    chunks = list(chunks_of(text, config.chunk_tokens, count_tokens, config.mask))
+    chunks = chunks_of(text, config.chunk_tokens, count_tokens, config.mask)
     _, number = material.seed
     return Document(
         id=f"memtrain-{number:08d}",
+        text=config.question.replace("{mask}", config.mask),
+        golden_answers=_answer_first(answer, entity.kind),
+        context=text,
+        recall_targets=[],
         pivot_id=material.pivot.id,
         pivot_title=material.pivot.title,
-        answer=answer,
         kind=entity.kind,
-        chunks=chunks,
         chunk_tokens=[count_tokens(chunk) for chunk in chunks],
         num_masks=num_masks,
-        passage_ids=[identity for identity, _ in passages],
+        passage_ids=[passage.id for passage in passages],
         related_scores=[passage.score for passage in material.related],
     )
+
+
+def _recall_targets(
+    document: Document,
+    passages: Sequence[Passage],
+    finder: Finder,
+    common: CommonEntities,
+    rng: np.random.Generator,
+) -> list[list[str]]:
+    """Returns the forms of one entity of each passage that has one that can be asked for: by the rules of the hidden
+    entity, and still there after masking. No entity comes twice.
+    """
+    chosen: dict[str, list[str]] = {}
+    hidden = set(map(str.casefold, document.golden_answers))
+    for passage, entities in zip(passages, finder.find([passage.text for passage in passages]), strict=True):
+        for i in rng.permutation(len(entities)):
+            entity, answer = entities[i], " ".join(entities[i].text.split())
+            listed = _answer_first(answer, entity.kind)
+            if (
+                _broken_rule(entity, passage, common) is None
+                and hidden.isdisjoint(map(str.casefold, listed))
+                and can_be_read(document.context, answer, entity.kind)
+            ):
+                chosen.setdefault(answer.casefold(), listed)
+                break
+    return list(chosen.values())
+
+
+def _answer_first(answer: str, kind: Kind) -> list[str]:
+    return [answer, *(form for form in forms(answer, kind) if form != answer)]

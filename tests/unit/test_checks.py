@@ -99,8 +99,9 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     for file in [*(f"data/{name}" for name in parquet), "runs/quickstart/world/validation"]:
         write_questions(tmp_path / f"{file}.parquet", several)
     with_targets = [replace(question, recall_targets=[["A text"]]) for question in several]
-    for name in ("memtrain", "memtrain_validation"):
-        write_questions(tmp_path / "data" / f"{name}.parquet", with_targets)
+    (tmp_path / "runs" / "memtrain_wiki18").mkdir(parents=True)
+    for name in ("documents", "held_out"):
+        write_questions(tmp_path / "runs" / "memtrain_wiki18" / f"{name}.parquet", with_targets)
     if path.stem.startswith("tiny_"):
         for name in ("quickstart", "quickstart_react", "quickstart_mem1", "quickstart_memagent"):
             finished_run(Path("runs") / name.replace("_", "-"), ROOT / f"jobs/configs/{name}.yaml", tiny)

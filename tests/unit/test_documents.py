@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.agents.memtrain import hide
 from mempipe.data.corpus import split_contents
 from mempipe.masking.documents import (
     REJECTIONS,
@@ -26,7 +28,7 @@ from mempipe.masking.documents import (
 from mempipe.masking.entities import RuleFinder, can_be_read, forms
 from mempipe.settings import ConfigError
 from mempipe.text import check_mask, chunks_of
-from mempipe.types import Passage
+from mempipe.types import Passage, Question, from_row
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki_mini.jsonl"
 MASK = "[MASK]"
@@ -71,11 +73,22 @@ def make(
 
 def test_every_form_of_the_entity_is_masked_in_all_passages():
     document, _ = make()
-    assert document is not None and (document.answer, document.kind) == ("Anna Miller", "name")
-    text = "".join(document.chunks)
+    assert document is not None and (document.golden_answers[0], document.kind) == ("Anna Miller", "name")
+    text = document.context
     assert "designed by [MASK] in spring" in text and "[MASK]\n[MASK] was an engineer. [MASK] built" in text
     assert document.num_masks == text.count(MASK) == 4 and "A mill grinds" in text
     assert document.pivot_id == "p1" and document.related_scores == [1 / 2, 1 / 3]
+
+
+def test_a_document_is_a_question_with_entities_to_recall():
+    document, _ = make(related=[*RELATED, passage(60, "Lake", "The lake was mapped by John Smith in 1920.")])
+    assert document is not None
+    question = from_row(Question, asdict(document))
+    assert (question.text, question.golden_answers[0]) == ("What does [MASK] stand for?", "Anna Miller")
+    assert "Miller" in question.golden_answers and question.context == document.context
+    assert [target for target in question.recall_targets if target[0] in ("1920", "John Smith")]
+    assert not any("Miller" in form for target in question.recall_targets for form in target)
+    assert make(num_recall_targets=0)[0].recall_targets == []
 
 
 def test_the_same_seed_and_number_give_the_same_document_and_others_another_order():
@@ -116,13 +129,13 @@ def test_a_rule_rejects_and_is_counted(rule, pivot, changes):
 def test_another_entity_is_taken_where_one_is_rejected():
     pivot = passage(1, "Anna Miller", "In 1920 the bridge of Anna Miller was opened.")
     made = [make(pivot, number=number) for number in range(8)]
-    assert all(document is not None and document.answer == "1920" for document, _ in made)
+    assert all(document is not None and document.golden_answers[0] == "1920" for document, _ in made)
     assert {tuple(rejected) for _, rejected in made} == {(), ("in_title",)}
 
 
 def test_masks_of_the_corpus_itself_do_not_stand_in_a_document():
     document, _ = make(related=[passage(2, "Mask", "The word [MASK] stands here.")])
-    assert document is not None and "".join(document.chunks).count(MASK) == document.num_masks == 1
+    assert document is not None and document.context.count(MASK) == document.num_masks == 1
 
 
 def test_common_and_guessable_entities_are_counted_over_the_corpus():
@@ -157,6 +170,7 @@ def test_chunks_join_to_the_text_and_never_split_a_mask(parts, max_tokens):
         ({"min_tokens": 500}, "must rise in this order"),
         ({"mask": "two words"}, "it must be one word"),
         ({"mask": " "}, "it must be one word"),
+        ({"question": "What is hidden?"}, "{mask} must stand in it"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):
@@ -176,7 +190,7 @@ def test_no_form_of_the_entity_is_anywhere_in_thousands_of_documents_of_real_tex
     corpus = sorted((passage(i + 1, *parts) for i, parts in enumerate(contents)), key=lambda each: each.title)
     finder = RuleFinder()
     common = common_entities(entities_of(corpus[::8], finder).lazy(), len(corpus[::8]), config())
-    chosen = config(num_random=2, chunk_tokens=64, min_tokens=250, max_tokens=1500)
+    chosen = config(num_random=2, chunk_tokens=64, min_tokens=250, max_tokens=1500, num_recall_targets=3)
     rejected: Counter[str] = Counter()
     num_documents = 0
     for number in range(1, len(corpus) - 1, 3):
@@ -192,10 +206,13 @@ def test_no_form_of_the_entity_is_anywhere_in_thousands_of_documents_of_real_tex
         if document is None:
             continue
         num_documents += 1
-        text = "".join(document.chunks)
-        for form in forms(document.answer, document.kind):
+        text = document.context
+        for form in forms(document.golden_answers[0], document.kind):
             assert not re.search(rf"(?<!\w){re.escape(form)}(?!\w)", text, re.IGNORECASE), (form, document.id)
-        assert not can_be_read(text, document.answer, document.kind)
-        assert sum(chunk.count(MASK) for chunk in document.chunks) == document.num_masks >= 1
-        assert all(count <= 64 for count in document.chunk_tokens) and len(document.chunks) >= 4
+        assert not can_be_read(text, document.golden_answers[0], document.kind)
+        assert text.count(MASK) == document.num_masks >= 1
+        assert all(count <= 64 for count in document.chunk_tokens) and len(document.chunk_tokens) >= 4
+        for target in document.recall_targets:
+            assert {form.casefold() for form in target}.isdisjoint(map(str.casefold, document.golden_answers))
+            assert hide(text, target) != text
     assert num_documents > 2000, rejected

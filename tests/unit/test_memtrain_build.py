@@ -10,12 +10,16 @@ import polars as pl
 import pytest
 
 from mempipe.actors.documents import DocumentMaker
+from mempipe.agents.memtrain import MemTrainRenderer
 from mempipe.cli import main as command
+from mempipe.data.qa import read_questions
 from mempipe.engines.tiny import build_tokenizer
-from mempipe.loader import parse_section
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.loader import parse_config, parse_section
 from mempipe.masking.documents import MemtrainConfig
 from mempipe.masking.entities import can_be_read
 from mempipe.retrieval.build import build_index
+from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
 from pipelines import build_memtrain
@@ -59,7 +63,14 @@ def made(monkeypatch) -> list[str]:
 
 
 def config(files: dict[str, str], output: Path, **changes: Any) -> MemtrainConfig:
-    values = {"output": str(output), "entities": "rules", "num_documents": 12, "num_related": 3, "num_random": 4}
+    values = {
+        "output": str(output),
+        "entities": "rules",
+        "num_documents": 12,
+        "num_held_out": 0,
+        "num_related": 3,
+        "num_random": 4,
+    }
     values |= {"chunk_tokens": 64, "min_tokens": 64, "max_tokens": 2000, "documents_per_part": 5, "mask": "____"}
     return parse_section(files | values | changes, MemtrainConfig)
 
@@ -74,8 +85,8 @@ def test_documents_are_the_same_however_the_build_is_cut(files, made, tmp_path):
     assert first == documents(build_memtrain.main(config(files, tmp_path / "b", documents_per_part=2)))
     assert first != documents(build_memtrain.main(config(files, tmp_path / "c", seed=2)))
     for row in first:
-        text = "".join(row["chunks"])
-        assert not can_be_read(text, row["answer"], row["kind"]) and text.count("____") == row["num_masks"]
+        text = row["context"]
+        assert not can_be_read(text, row["golden_answers"][0], row["kind"]) and text.count("____") == row["num_masks"]
         assert len(row["passage_ids"]) >= 8 and row["pivot_id"] in row["passage_ids"]
         assert len(set(row["passage_ids"])) == len(row["passage_ids"]) and len(row["related_scores"]) == 3
 
@@ -122,6 +133,41 @@ def test_what_cannot_work_is_refused_before_anything_starts(files, made, tmp_pat
         with pytest.raises(ConfigError, match=sentence):
             build_memtrain.main(config(files, tmp_path, **changes))
     assert not made
+
+
+def test_held_out_documents_have_a_file_of_their_own_and_both_are_question_files(files, made, tmp_path):
+    whole = documents(build_memtrain.main(config(files, tmp_path / "whole")))
+    folder = build_memtrain.main(config(files, tmp_path / "split", num_documents=9, num_held_out=3))
+    held_out, train = (read_questions(folder / f"{name}.parquet") for name in ("held_out", "documents"))
+    assert [question.id for question in [*held_out, *train]] == [row["id"] for row in whole]
+    assert len(held_out) == 3 and all("____" in q.context and "____" in q.text for q in [*held_out, *train])
+    assert f"{folder / 'held_out.parquet'}: 3 documents" in build_memtrain.describe(folder)
+    with pytest.raises(ConfigError, match=r"gave [0-9]+ documents; with num_held_out 5000 none is left to train on"):
+        build_memtrain.main(config(files, tmp_path / "none", num_held_out=5000))
+
+
+def test_no_prompt_about_a_document_shows_what_is_asked(files, made, tmp_path):
+    folder = build_memtrain.main(config(files, tmp_path, num_documents=8))
+    budget = {"chunk_tokens": 200, "question_tokens": 64, "context_tokens": 4096}
+    run = parse_config({"agent": {"name": "memtrain", "mask": "____"}, "budget": budget})
+    renderer = make_renderer(run, tokenizer=load_tokenizer(files["tokenizer"]))
+    assert isinstance(renderer, MemTrainRenderer)
+    num_recalls = 0
+    for question in read_questions(folder / "documents.parquet"):
+        renderer.check(question)
+        asked, chunks = renderer.question(question), renderer.chunks(question)
+        shown = [renderer.read_prompt(question=asked, memory=[], chunk=chunk) for chunk in chunks]
+        shown.append(renderer.answer_prompt(question=asked, memory=[]))
+        for seed in "abc":
+            probe = renderer.probe(question, seed=seed)
+            assert probe is not None and len(chunks) > 1
+            prompt = renderer.recall_prompt(memory=[], masked=probe.masked)
+            assert not any(can_be_read(renderer.tokenizer.decode(prompt), form, "number") for form in probe.target)
+            shown.append(prompt)
+            num_recalls += 1
+        for form in question.golden_answers:
+            assert not any(can_be_read(renderer.tokenizer.decode(prompt), form, "number") for prompt in shown)
+    assert num_recalls == 24
 
 
 def test_the_command_builds_and_shows(files, made, tmp_path, capsys):
