@@ -30,7 +30,8 @@ from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
 from mempipe.evaluation.judge import judge_answers
-from mempipe.evaluation.results import ResultFolder, ResultRow, read_results, result_row
+from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.files import lock
@@ -188,7 +189,12 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     """Writes the report of all results that are there: on disk, in MLflow and on the terminal."""
     cells = [
-        Cell(run=each.run.name, benchmark=job.benchmark, rows=read_results(job.results.path))
+        Cell(
+            run=each.run.name,
+            benchmark=job.benchmark,
+            rows=read_results(job.results.path),
+            memory=_memory_rates(each.config, job.results.path),
+        )
         for each in planned
         for job in each.jobs
     ]
@@ -214,6 +220,13 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     tracker.finish()
     _print(suite, cells, paths)
     return paths
+
+
+def _memory_rates(config: RunConfig, results: Path) -> dict[str, float]:
+    """Returns the memory-quality rates of a run on a set; none for an agent that carries its whole history."""
+    if config.agent_spec.grows:
+        return {}
+    return memory_quality(read_groups(results), memory_budget=config.budget.memory_limit)
 
 
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:

@@ -22,6 +22,15 @@ nowhere).
     copy_rate          words of new memories inside runs of at least 5 words that stand so in the turn's passages
                        / words of new memories
     compression        tokens of new memories / tokens of the passages read, over memory turns
+    irrelevant_rate    words of new memories that stand neither in the question, nor in the value of a needed fact, nor
+                       in a needed passage that was read by then
+                       / words of new memories, over questions with evidence
+    contradiction_rate statements of the denominator that do not hold the fact's value
+                       / statements of new memories about needed facts whose passages were read by then
+
+A *statement about a fact* is a part of a memory, up to a full stop, a semicolon or a line's end, that holds the title
+of the fact's passage and its *cue*: the last word of four letters or more that stands before the value in the passage's
+sentence ("born" in "Ann Lee was born in Oslo"). A value that has no cue, or stands in no sentence, is not looked for.
 
 All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
 absent. Questions without evidence count for memory tokens, truncation, copying and compression only.
@@ -33,15 +42,17 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mempipe.types import Context, EndReason, Group, Question, Trajectory
+from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Trajectory
 
 _WORD = re.compile(r"[^\W_]+")
 _ARTICLES = frozenset({"a", "an", "the"})
 _COPY_WORDS = 5
+_CUE_LETTERS = 4
+_SENTENCE_END = re.compile(r"[.;](?:\s+|$)|\n+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +73,10 @@ class MemoryQuality:
     observation_tokens: int = 0
     memory_words: int = 0
     copied_words: int = 0
+    judged_words: int = 0
+    irrelevant_words: int = 0
+    statements: int = 0
+    contradictions: int = 0
 
     def __add__(self, other: MemoryQuality) -> MemoryQuality:
         return MemoryQuality(
@@ -80,6 +95,8 @@ class MemoryQuality:
             "budget_use": (self.memory_tokens, self.memory_turns * (memory_budget or 0)),
             "copy_rate": (self.copied_words, self.memory_words),
             "compression": (self.memory_tokens, self.observation_tokens),
+            "irrelevant_rate": (self.irrelevant_words, self.judged_words),
+            "contradiction_rate": (self.contradictions, self.statements),
         }
         return {name: above / below for name, (above, below) in ratios.items() if below}
 
@@ -93,10 +110,13 @@ def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None)
 def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
     """Returns the counts of one trajectory."""
     counts = MemoryQuality()
+    read: dict[str, Passage] = {}
     for index, context in enumerate(trajectory.contexts):
         counts += _evidence_counts(context, question, wrote=is_memory_turn(trajectory, index))
+        read |= {passage.id: passage for search in context.searches for passage in search.passages}
         if is_memory_turn(trajectory, index):
             counts += _memory_counts(context)
+            counts += _relevance_counts(context.memory_after, question, read)
     if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
         last = question.evidence[-1]
         memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
@@ -189,6 +209,43 @@ def _memory_counts(context: Context) -> MemoryQuality:
         memory_words=len(memory),
         copied_words=_num_copied(memory, passages),
     )
+
+
+def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passage]) -> MemoryQuality:
+    if not question.evidence:
+        return MemoryQuality()
+    needed = [(fact, read[fact.passage_id]) for fact in question.evidence if fact.passage_id in read]
+    texts = [question.text, *(fact.value for fact in question.evidence)]
+    texts += [text for _, passage in needed for text in (passage.title, passage.text)]
+    relevant = {word for text in texts for word in _words(text)}
+    words = _words(memory)
+    held = [(statement, fact.value) for fact, passage in needed for statement in _statements(memory, fact, passage)]
+    return MemoryQuality(
+        judged_words=len(words),
+        irrelevant_words=sum(word not in relevant for word in words),
+        statements=len(held),
+        contradictions=sum(not contains_value(statement, value) for statement, value in held),
+    )
+
+
+def _statements(memory: str, fact: Evidence, passage: Passage) -> list[str]:
+    """Returns the parts of a memory that are about the fact."""
+    cue = _cue(fact, passage)
+    return [part for part in _SENTENCE_END.split(memory) if cue and passage.title and _is_about(part, passage, cue)]
+
+
+def _is_about(text: str, passage: Passage, cue: str) -> bool:
+    return contains_value(text, passage.title) and cue in _words(text)
+
+
+def _cue(fact: Evidence, passage: Passage) -> str:
+    """Returns the last longer word before the value in the first sentence that holds it; "" where there is none."""
+    value = _spaced(_words(fact.value))
+    for sentence in _SENTENCE_END.split(passage.text):
+        before, found, _ = _spaced(_words(sentence)).partition(value)
+        if found and _words(fact.value):
+            return next((word for word in reversed(before.split()) if len(word) >= _CUE_LETTERS), "")
+    return ""
 
 
 def _num_copied(words: Sequence[str], sources: Sequence[Sequence[str]]) -> int:

@@ -34,6 +34,8 @@ class Cell:
     run: str
     benchmark: Benchmark
     rows: Sequence[ResultRow]
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Rates of `memory_quality` over its trajectories; empty for an agent without a memory."""
 
     @property
     def num_failed(self) -> int:

@@ -39,6 +39,7 @@ _DIFFERENCE_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
 _PAIRED = "Intervals are paired bootstraps over questions, McNemar's test is exact."
 _CAUSE_TITLE = "First cause of wrong answers"
 _CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
+_MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
 _EVIDENCE_TITLE = "em by where the needed documents stand in the context"
 _MAX_REASONS = 3
 _COSTS = {
@@ -114,7 +115,7 @@ def _means(cell: Cell) -> dict[str, float]:
             "answered": sum(answer is not None for row in cell.rows for answer in row.answers) / attempts,
             **{name: fmean(values) for name, values in _costs(cell).items()},
         }
-    return means
+    return means | {f"memory/{name}": rate for name, rate in cell.memory.items()}
 
 
 def _costs(cell: Cell) -> dict[str, list[float]]:
@@ -150,6 +151,21 @@ def _facts(
         or "none",
         "num_failed": sum(reasons.values()),
     }
+
+
+def _memory_lines(cells: Sequence[Cell]) -> list[list[str]]:
+    """Returns head and lines of the memory-quality rates, a line per run and set; empty where no agent has a memory."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell.memory))
+    lines = [
+        [
+            cell.run,
+            cell.benchmark.label,
+            *(f"{cell.memory[name]:.3g}" if name in cell.memory else "–" for name in names),
+        ]
+        for cell in cells
+        if cell.memory
+    ]
+    return [["run", "set", *(name.replace("_", " ") for name in names)], *lines] if lines else []
 
 
 def _evidence(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
@@ -257,6 +273,8 @@ def _sections(
         sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
     if causes:
         sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE))
+    if memory := _memory_lines(cells):
+        sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE))
     if evidence := _evidence(cells, suite):
         sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
     sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))

@@ -439,6 +439,14 @@ def test_a_report_says_how_its_numbers_came_about(tmp_path):
     )
 
 
+def test_memory_quality_stands_in_the_report_where_an_agent_has_a_memory(tmp_path):
+    remembers = dataclasses.replace(cell("a", "nq", [1, 0]), memory={"kept_rate": 0.75})
+    files = written(tmp_path, remembers, cell("b", "nq", [1, 1]))
+    table = files["report.md"].partition("## Memory quality")[2].partition("##")[0]
+    assert "| a | nq | 0.75 |" in table and "| b |" not in table
+    assert json.loads(files["report.json"])["cells"][0]["memory/kept_rate"] == 0.75
+
+
 def with_hops(each: Cell) -> Cell:
     rows = [dataclasses.replace(row, num_hops=1 + number % 2) for number, row in enumerate(each.rows)]
     return dataclasses.replace(each, rows=rows)

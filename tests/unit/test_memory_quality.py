@@ -74,6 +74,7 @@ def test_an_ideal_trajectory_finds_and_keeps_everything():
         "budget_use": 0.35,
         "copy_rate": 0.0,
         "compression": 7 / 12,
+        "irrelevant_rate": 0.0,
     }
 
 
@@ -151,6 +152,42 @@ def test_copied_runs_of_five_words_are_counted_once():
     memory = "Film was directed by Ann Lee in short"  # the first 7 of 8 words are verbatim; "the" is no word
     counts = trajectory_quality(attempt(turn(0, "film", after=memory)), QUESTION)
     assert (counts.copied_words, counts.memory_words) == (7, 8)
+
+
+def test_words_that_nothing_needed_holds_are_irrelevant():
+    """Of "Film Lee nothing cold" the last two words stand in no needed passage that was read; "born" is of the
+    question, "Oslo" is a needed value."""
+    memories = attempt(turn(0, "film", "other", after="Film Lee nothing cold"), turn(1, before="x", after="born Oslo"))
+    counts = trajectory_quality(memories, QUESTION)
+    assert (counts.irrelevant_words, counts.judged_words) == (2, 6)
+
+
+def test_a_needed_passage_is_relevant_once_it_was_read():
+    read = attempt(turn(0, "film", after="summer"), turn(1, "ann", before="x", after="summer"))
+    assert trajectory_quality(read, QUESTION).irrelevant_words == 0
+    later = attempt(turn(0, "other", after="summer"), turn(1, "film", before="x", after="summer"), turn(2))
+    assert trajectory_quality(later, QUESTION).irrelevant_words == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "statements", "contradictions"),
+    [
+        ("Ann Lee was born in Oslo", 1, 0),
+        ("Ann Lee was born in Bergen", 1, 1),
+        ("Film by Ann Lee; Ann Lee born Bergen; he likes Oslo", 1, 1),
+        ("Ann Lee. She was born in Bergen", 0, 0),
+        ("Film was directed by Bob", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_a_statement_with_another_value_contradicts(memory, statements, contradictions):
+    counts = trajectory_quality(attempt(turn(0, "ann", before="x", after=memory), turn(1)), QUESTION)
+    assert (counts.statements, counts.contradictions) == (statements, contradictions)
+
+
+def test_a_contradiction_needs_a_passage_that_was_read():
+    counts = trajectory_quality(attempt(turn(0, "other", after="Ann Lee was born in Bergen"), turn(1)), QUESTION)
+    assert counts.statements == 0
 
 
 def test_truncated_memories_are_counted():
