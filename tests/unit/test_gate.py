@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from simulated_time import simulated
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -152,3 +155,46 @@ async def test_an_error_of_the_application_passes_through():
     async with client_of(broken) as client:
         with pytest.raises(ZeroDivisionError):
             await client.post("/")
+
+
+SERVICE_S = 0.1
+NUM_SLOTS = 4
+
+
+async def engine(scope: Scope, receive: Receive, send: Send, *, slots: asyncio.Semaphore) -> None:
+    """Works NUM_SLOTS requests at a time, each for SERVICE_S, and lets the others wait, as an engine does."""
+    async with slots:
+        await asyncio.sleep(SERVICE_S)
+    await JSONResponse("done")(scope, receive, send)
+
+
+async def load(rate: float, *, max_in_flight: int) -> list[tuple[int, float]]:
+    """Status and seconds of the requests of ten seconds that arrive at `rate` per second, whatever becomes of them."""
+    slots, clock = asyncio.Semaphore(NUM_SLOTS), asyncio.get_running_loop().time
+
+    async def request(client: httpx.AsyncClient, number: int) -> tuple[int, float]:
+        await asyncio.sleep(number / rate)
+        began = clock()
+        return (await client.post("/")).status_code, clock() - began
+
+    async with client_of(functools.partial(engine, slots=slots), max_in_flight=max_in_flight) as client:
+        return await asyncio.gather(*(request(client, number) for number in range(int(10 * rate))))
+
+
+def p99(answers: list[tuple[int, float]]) -> float:
+    """Of the requests that were answered."""
+    return float(np.percentile([seconds for status, seconds in answers if status == 200], 99))
+
+
+def test_at_four_times_the_sustainable_rate_load_is_shed_and_what_is_let_in_stays_fast():
+    """At most twice as many requests are let in as the engine works on, so none waits for more than one other."""
+    sustainable = NUM_SLOTS / SERVICE_S
+    alone = simulated(load(1.0, max_in_flight=2 * NUM_SLOTS))
+    assert {status for status, _ in alone} == {200} and p99(alone) == pytest.approx(SERVICE_S)
+    overloaded = simulated(load(4 * sustainable, max_in_flight=2 * NUM_SLOTS))
+    shed = [seconds for status, seconds in overloaded if status == 503]
+    assert {status for status, _ in overloaded} == {200, 503} and max(shed) < SERVICE_S / 10
+    assert len(shed) / len(overloaded) == pytest.approx(3 / 4, abs=0.02)  # the engine is never idle
+    assert p99(overloaded) <= 3 * p99(alone)
+    queued = simulated(load(4 * sustainable, max_in_flight=10_000))
+    assert p99(queued) > 100 * p99(alone)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -486,6 +488,33 @@ def test_requests_are_counted_by_few_names_and_answers_as_they_are(tokenizer, tm
     ]
     (answer,) = metrics.answers
     assert (answer.agent, len(answer.turns)) == ("memsearcher", 3)
+
+
+async def test_memory_stays_flat_over_many_requests(tokenizer, tmp_path):
+    """Plain, streamed, refused and of a session: none leaves anything behind."""
+    service = build_service(tokenizer, tmp_path)
+    transport = httpx.ASGITransport(app=service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=30) as client:
+
+        async def some_of_each() -> None:
+            for question in QUESTIONS[:4]:
+                session = (await client.post("/v1/sessions")).json()["id"]
+                body = {"question": question.text}
+                for more in ({}, {"stream": True}, {"session": session}, {"question": 5}):
+                    answer = await client.post("/v1/answer", json=body | more)
+                    assert answer.status_code == (400 if "question" in more else 200)
+                await client.delete(f"/v1/sessions/{session}")
+            service.engine.prompts.clear(), service.engine.samplings.clear()
+
+        async def blocks() -> int:
+            """Memory blocks that the interpreter holds after 16 more requests."""
+            await some_of_each()
+            gc.collect()
+            return sys.getallocatedblocks()
+
+        num_blocks = [await blocks() for _ in range(10)]
+    grown = (num_blocks[-1] - num_blocks[4]) / (5 * 16)
+    assert grown < 10, num_blocks  # a request; caches still fill a little, and one kept answer has a hundred blocks
 
 
 def test_health_and_readiness(service):
