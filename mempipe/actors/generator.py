@@ -1,4 +1,4 @@
-"""The vLLM engines as Ray actors, and the store from which an engine that starts again takes its weights."""
+"""The vLLM engines as Ray actors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,6 @@ from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.weights import Proof, WeightHandle
 from mempipe.placement import Transfer
 from mempipe.types import Completion
-
-
-class WeightStore:
-    """Holds a reference to the newest weights, so that an engine that starts late or again catches up on its own."""
-
-    def __init__(self) -> None:
-        self._newest: tuple[list[ray.ObjectRef], int] | None = None
-
-    def put(self, weights: list[ray.ObjectRef], policy_version: int) -> None:
-        """`weights` is a list of one reference, which keeps Ray from fetching what it points to."""
-        self._newest = (weights, policy_version)
-
-    def newest(self) -> tuple[list[ray.ObjectRef], int] | None:
-        return self._newest
 
 
 class GeneratorActor:

@@ -32,13 +32,14 @@ from ray.exceptions import (
 
 from mempipe.actors.admission import Admission
 from mempipe.actors.driver import DriverSpec, GroupFailed
-from mempipe.actors.generator import GeneratorActor, WeightStore
+from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.actors.weight_store import WeightStore
 from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
