@@ -18,7 +18,7 @@ from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
 from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.rl.rewards import overlong_penalty, recall_match, recall_reward, score
+from mempipe.rl.rewards import memory_cost, overlong_penalty, recall_match, recall_reward, score
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Measure, Question, Trajectory
 from mempipe.user_code import load_user_object, user_code
@@ -110,7 +110,9 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
     longest = max(
         (context.num_sampled_tokens + context.num_dropped_tokens for context in trajectory.contexts), default=0
     )
-    return dataclasses.replace(trajectory, reward=trajectory.reward - overlong_penalty(longest, config))
+    lengths = [c.num_new_memory_tokens for c in trajectory.contexts if c.num_new_memory_tokens]
+    lost = overlong_penalty(longest, config) + memory_cost(lengths, config)
+    return dataclasses.replace(trajectory, reward=trajectory.reward - lost)
 
 
 def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:

@@ -98,6 +98,9 @@ class RewardConfig(Section):
     """The tokens before overlong_tokens over which the penalty grows from 0."""
     overlong_penalty: float = Field(1.0, gt=0)
     """What is lost at overlong_tokens and beyond."""
+    memory_token_cost: float = Field(0.0, ge=0)
+    """What every token of the memories that an attempt left costs, as a mean over its memories; 0: nothing. Where
+    all of a group's answers are right, the shortest memories win."""
     function: str = ""
     """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""

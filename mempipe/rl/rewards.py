@@ -172,6 +172,13 @@ def overlong_penalty(num_tokens: int, config: RewardConfig) -> float:
     return config.overlong_penalty * min(max(excess / config.overlong_buffer, 0.0), 1.0)
 
 
+def memory_cost(memory_tokens: Sequence[int], config: RewardConfig) -> float:
+    """Returns what an attempt loses for its memories, given their lengths in tokens: `memory_token_cost` times the mean
+    length. Nothing where it left none.
+    """
+    return config.memory_token_cost * sum(memory_tokens) / len(memory_tokens) if memory_tokens else 0.0
+
+
 def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, config: RewardConfig) -> float:
     """Returns Search-R1's reward (v0.3). A right answer earns 1, or less without the form; a wrong one earns what the
     form, the retrieval or the attempt is worth.

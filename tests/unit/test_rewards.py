@@ -323,3 +323,29 @@ async def test_the_longest_context_of_a_trajectory_decides_about_its_length():
     )
     assert [t.reward for t in group.trajectories] == pytest.approx([1.0, 0.25, 0.0])
     assert [t.em for t in group.trajectories] == [1.0] * 3
+
+
+async def test_a_cost_per_memory_token_prefers_the_shorter_of_two_right_attempts():
+    def context(index: int, memory_tokens: int) -> Context:
+        row = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0] * 2, "policy_versions": [0] * 2}
+        counts = {"num_prompt_tokens": 1, "num_question_tokens": 0, "num_memory_tokens": 0}
+        return Context(index=index, num_new_memory_tokens=memory_tokens, **row, **counts)
+
+    async def rollout(question, *, trajectory_id, group_id, member):
+        lengths = [[], [10, 30], [100]][member]  # the answering context leaves no memory
+        contexts = [context(index, length) for index, length in enumerate([*lengths, 0])]
+        ended = {"end_reason": EndReason.ANSWERED, "answer": "Paris"}
+        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
+
+    group = await run_group(
+        Question(id="q", text="?", golden_answers=["Paris"]),
+        rollout,
+        group_id="g",
+        group_size=3,
+        reward=RewardConfig(memory_token_cost=0.005),
+        advantage=AlgorithmConfig(),
+    )
+    assert [t.reward for t in group.trajectories] == pytest.approx([1.0, 0.9, 0.5])
+    advantages = [t.advantage for t in group.trajectories]
+    assert advantages == sorted(advantages, reverse=True) and advantages[1] > 0 > advantages[2]
+    assert [t.em for t in group.trajectories] == [1.0] * 3
