@@ -12,6 +12,8 @@ from typing import Protocol
 from mempipe.settings import ConfigError
 
 BOX = "\\boxed"
+TARGET = "[TARGET]"
+"""Stands for the entity that a recall of MemTrain asks for; the document's own gap is [MASK]."""
 _LONGEST_WORD = 64
 
 

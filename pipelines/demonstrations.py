@@ -24,7 +24,7 @@ from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
-from mempipe.types import Completion, FinishReason, Group, Question
+from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
 from mempipe.user_code import load_user_object
 from pipelines.prepare import worlds
 
@@ -172,7 +172,7 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
         group_id = f"{name}/{i}"
         agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=retriever.search)
         try:
-            return await run_group(
+            group = await run_group(
                 question,
                 agent.rollout,
                 group_id=group_id,
@@ -182,6 +182,7 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
             )
         except UnfitQuestion:
             return None
+        return replace(group, trajectories=[_with_one_recall(each) for each in group.trajectories])
 
     async def attempts(batch: Sequence[tuple[int, Question]]) -> list[Group | None]:
         return await asyncio.gather(*(attempt(i, question) for i, question in batch))
@@ -189,3 +190,8 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
     numbered = iter(enumerate(questions))
     while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
         yield from (group for group in asyncio.run(attempts(batch)) if group is not None)
+
+
+def _with_one_recall(trajectory: Trajectory) -> Trajectory:
+    """Returns the trajectory with one right recall sample, if there is any: all of them have the same prompt."""
+    return replace(trajectory, recalls=[recall for recall in trajectory.recalls if recall.score][:1])

@@ -26,11 +26,8 @@ from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import encode_pieces
 from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Memory, OnContext, Turn
-from mempipe.text import BOX, check_mask, chunks_of
+from mempipe.text import BOX, TARGET, check_mask, chunks_of
 from mempipe.types import Context, Question, Recall, Trajectory
-
-TARGET = "[TARGET]"
-"""Stands for the entity that a recall asks for; the document's own gap is [MASK]."""
 
 
 class MemTrainConfig(MemAgentConfig):
@@ -244,4 +241,5 @@ AGENT = AgentSpec(
     reads=True,
     thought=functools.partial(thought_of, actions=(BOX,)),
     reward={"answer": "em", "wrong_answer": 0.0},
+    script="mempipe.data.scripted_agents:ScriptedMemTrain",
 )

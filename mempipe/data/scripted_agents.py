@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mempipe.data.world import parse_question, words
+from mempipe.data.world import parse_question, stated_facts, words
+from mempipe.text import TARGET
 
 TOOL_NAME = "wikipedia_search"
 CALL_OPEN = f'<tool_call>{{"name": "{TOOL_NAME}", "arguments": {{"query": "'
@@ -165,6 +166,38 @@ class ScriptedMemAgent(ScriptedAgent):
         return f"{plan} {known(self._noted([*facts, *new]))}"
 
 
+class ScriptedMemTrain(ScriptedAgent):
+    """A memory of all that was read, not only of what the question needs, whose facts stand last; at last a box. A
+    recall is answered from the memory, and with "nothing" where that does not help.
+    """
+
+    def reply(self, prompt: str) -> str:
+        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
+        section = _last_between(prompt, "<information>", "</information>")
+        if TARGET in section:
+            return boxed(_recalled(facts, section))
+        entity, missing = self._progress(self._needed(facts))
+        if not section:
+            return boxed(entity)
+        plan = f"need {search_query(missing[0], entity)}" if missing else "answer"
+        new = [fact for fact in stated_facts(section) if fact not in facts and not self._chance(self.noise.forget)]
+        facts += new
+        needed = self._needed(facts)
+        return f"{plan} {known(self._noted([*(fact for fact in facts if fact not in needed), *needed]))}"
+
+    def _needed(self, facts: Sequence[Fact]) -> list[Fact]:
+        """The facts that the question needs, in its order, as far as they are known."""
+        entity, relations = parse_question(self.question)
+        values = {(subject, relation): value for subject, relation, value in facts}
+        needed: list[Fact] = []
+        for relation in relations:
+            if (entity, relation) not in values:
+                break
+            needed.append((entity, relation, values[entity, relation]))
+            entity = needed[-1][2]
+        return needed
+
+
 def vocabulary() -> list[str]:
     """Every word that worlds and scripts write, names included, sorted."""
     return sorted(words().union(f"{KNOWS_NOTHING} need answer of".split()))
@@ -196,6 +229,16 @@ def search_call(relation: str, query: str) -> str:
 def boxed(entity: str) -> str:
     # The space keeps the name the same token as everywhere else.
     return f"{ANSWER_OPEN} {entity}}}"
+
+
+def _recalled(facts: Sequence[Fact], section: str) -> str:
+    """What a known fact puts in the place of [TARGET]."""
+    for asked in stated_facts(section):
+        for fact in facts:
+            hidden = [value for name, value in zip(asked, fact, strict=True) if name == TARGET]
+            if hidden and all(name in (TARGET, value) for name, value in zip(asked, fact, strict=True)):
+                return hidden[0]
+    return "nothing"
 
 
 def _last_between(text: str, start: str, end: str) -> str:

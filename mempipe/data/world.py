@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mempipe.text import TARGET
 from mempipe.types import Evidence, Passage, Question
 
 
@@ -215,6 +216,7 @@ class World:
 
     def _question(self, chain: Chain, opening: str) -> Question:
         id = "-".join((self.id, chain.entities[0], *chain.relations))
+        described = self._described(chain, random.Random(id))
         return Question(
             id=id,
             text=question_text(chain, opening),
@@ -226,20 +228,27 @@ class World:
                 Evidence(passage_id=self._passage_id(entity), value=value)
                 for entity, value in zip(chain.entities, chain.entities[1:], strict=False)
             ],
-            context=self._document(chain, random.Random(id)),
+            context=self._document(described),
+            recall_targets=[[value] for value in self._values(described) if value != chain.entities[-1]],
         )
 
-    def _document(self, chain: Chain, rng: random.Random) -> str:
-        """The passages that the chain needs, in reading order, among others; one a line, filled up with full stops
-        to equal length.
-        """
+    def _described(self, chain: Chain, rng: random.Random) -> list[str]:
+        """The entities whose passages make the document: those that the chain needs, in reading order, among others."""
         needed = chain.entities[:-1]
         others = rng.sample(
             [name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed))
         )
         for place, name in zip(sorted(rng.sample(range(len(needed) + len(others)), len(needed))), needed, strict=True):
             others.insert(place, name)
-        texts = [self._passages[name].text for name in others]
+        return others
+
+    def _values(self, names: Sequence[str]) -> list[str]:
+        """What the passages about these entities say of them, in reading order, each once."""
+        return list(dict.fromkeys(value for name in names for _, _, value in self.facts_about(name)))
+
+    def _document(self, names: Sequence[str]) -> str:
+        """The passages about these entities, one a line, filled up with full stops to equal length."""
+        texts = [self._passages[name].text for name in names]
         return "\n".join(text + "." * (PASSAGE_TOKENS - 1 - len(re.findall(r"\w+|\.", text))) for text in texts)
 
     def _passage(self, name: str, rng: random.Random) -> Passage:
@@ -276,6 +285,16 @@ def make_questions(
 
 def question_text(chain: Chain, opening: str) -> str:
     return opening + " " + "'s ".join((chain.entities[0], *chain.relations)) + "?"
+
+
+def stated_facts(text: str) -> list[tuple[str, str, str]]:
+    """The facts (entity, relation, value) of a passage, in order; a name may be a [TARGET]."""
+    name = rf"(\w+|{re.escape(TARGET)})"
+    passage = re.search(rf"The \w+ {name} (.*)", text)
+    if passage is None:
+        return []
+    names = "|".join(sorted({relation.name for relations in RELATIONS.values() for relation in relations}))
+    return [(passage[1], relation, value) for relation, value in re.findall(rf"\b({names}) {name}", passage[2])]
 
 
 def parse_question(text: str) -> tuple[str, tuple[str, ...]]:

@@ -25,7 +25,7 @@ from mempipe.data.scripted_agents import (
     search_call,
     search_query,
 )
-from mempipe.data.world import World, parse_question
+from mempipe.data.world import World, parse_question, stated_facts
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
@@ -39,6 +39,7 @@ QUICKSTARTS = {
     "mem1": "quickstart_mem1",
     "react": "quickstart_react",
     "memagent": "quickstart_memagent",
+    "memtrain": "tiny_memtrain",
 }
 AGENTS = tuple(name for name in BUILT_IN if agent_spec(name).script)
 SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
@@ -96,8 +97,10 @@ def test_without_noise_every_question_is_answered_right(agent, tokenizer):
         trajectory, messages = play(agent, question, tokenizer)
         assert trajectory.end_reason is EndReason.ANSWERED
         assert [(trajectory.answer or "").strip()] == question.golden_answers
-        turns = {"memsearcher": 2 * question.num_hops + 1, "memagent": 5}.get(agent, question.num_hops + 1)
-        assert len(messages) == turns, "a turn per fact and one, or one per chunk and one"
+        turns = {"memsearcher": 2 * question.num_hops + 1, "memagent": 5, "memtrain": 5 + 4}.get(
+            agent, question.num_hops + 1
+        )
+        assert len(messages) == turns, "a turn per fact and one, or one per chunk and one, and the recalls"
 
 
 @pytest.mark.parametrize("agent", SEARCHING)
@@ -115,6 +118,37 @@ def test_all_is_written_in_whole_words(agent, tokenizer):
     letters = {tokenizer.encode_text(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
     trajectory, _ = play(agent, QUESTIONS[2], tokenizer)
     assert all(letters.isdisjoint(context.token_ids) for context in trajectory.contexts)
+
+
+def test_memtrains_memory_holds_all_that_was_read_and_answers_every_recall(tokenizer):
+    asked_for = Counter[bool]()
+    for question in QUESTIONS:
+        trajectory, _ = play("memtrain", question, tokenizer)
+        noted = parse_facts(trajectory.contexts[-1].memory_before)
+        assert set(noted) == set(stated_facts_of(question))
+        assert [value for _, _, value in noted][-question.num_hops :] == [e.value for e in question.evidence]
+        for recall in trajectory.recalls:
+            assert [(recall.answer or "").strip()] == recall.target
+            asked_for[recall.target[0] in {e.value for e in question.evidence}] += 1
+    assert asked_for[False] > asked_for[True], "most probes ask for what the question does not need"
+
+
+def knows(trajectory: Trajectory, question: Question) -> bool:
+    """Whether the last memory holds the last fact that the question needs."""
+    evidence = question.evidence[-1]
+    noted = parse_facts(trajectory.contexts[-1].memory_before)
+    return any(evidence.passage_id.endswith(f"/{entity}") and value == evidence.value for entity, _, value in noted)
+
+
+def stated_facts_of(question: Question) -> list[tuple[str, str, str]]:
+    return [fact for line in question.context.splitlines() for fact in stated_facts(line)]
+
+
+def test_memtrain_answers_nothing_where_the_memory_does_not_help(tokenizer):
+    forgets = Noise(answer_early=0.0, vague_query=0.0, forget=1.0)
+    trajectory, _ = play("memtrain", QUESTIONS[0], tokenizer, noise=forgets)
+    assert {(recall.answer or "").strip() for recall in trajectory.recalls} == {"nothing"}
+    assert all(KNOWS_NOTHING in context.action for context in trajectory.contexts[:-1])
 
 
 def test_the_messages_of_every_agent(tokenizer):
@@ -184,10 +218,10 @@ def test_mistakes_come_as_often_as_the_noise_says(agent, tokenizer):
             agent, question, tokenizer, noise=Noise(answer_early=0.3, vague_query=0.0, forget=0.0), seed=seed
         )
         counts["early"] += (trajectory.answer or "").strip() not in question.golden_answers
-        trajectory, messages = play(
+        trajectory, _ = play(
             agent, question, tokenizer, noise=Noise(answer_early=0.0, vague_query=0.0, forget=0.4), seed=seed
         )
-        counts["forgot"] += len(searches(trajectory)) > 1 if agent in SEARCHING else not parse_facts(messages[-2])
+        counts["forgot"] += len(searches(trajectory)) > 1 if agent in SEARCHING else not knows(trajectory, question)
         trajectory, _ = play(
             agent, question, tokenizer, noise=Noise(answer_early=0.0, vague_query=0.5, forget=0.0), seed=seed
         )
@@ -232,7 +266,8 @@ def test_a_note_cut_in_the_middle_of_a_fact_keeps_the_whole_facts_before_it():
 
 
 def test_the_quickstarts_differ_only_in_agent_and_budget():
-    configs = [config_of(agent).model_dump(exclude={"name", "agent", "budget"}) for agent in AGENTS]
+    agents = [agent for agent in AGENTS if agent != "memtrain"]
+    configs = [config_of(agent).model_dump(exclude={"name", "agent", "budget"}) for agent in agents]
     assert all(config == configs[0] for config in configs)
     assert [config_of(agent).agent.name for agent in AGENTS] == list(AGENTS)
-    assert all(re.fullmatch(r"quickstart(-\w+)?", config_of(agent).name) for agent in AGENTS)
+    assert all(re.fullmatch(r"quickstart(-\w+)?", config_of(agent).name) for agent in agents)
