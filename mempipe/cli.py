@@ -107,8 +107,8 @@ def _add_run_commands(commands: Any) -> None:
         "kind",
         nargs="?",
         default="memsearcher",
-        help="a run of an agent (memsearcher, memagent, mem1, react, or a module of your own), evaluation, index, or "
-        "service",
+        help="a run of an agent (memsearcher, memagent, mem1, react, or a module of your own), evaluation, sweep, "
+        "index, or service",
     )
 
     export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")
@@ -130,10 +130,20 @@ def _add_measuring_commands(commands: Any) -> None:
     compare.add_argument("second", metavar="B", help="another one of the same evaluation")
     compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
 
-    budgets = _add(
-        commands, "budgets", _budgets, "say how much memory is enough, from an evaluation under several budgets"
+    sweep = _add(
+        commands, "sweep", _sweep, "agents under several memory budgets and seeds, and how much is enough: CONFIG"
     )
-    budgets.add_argument("evaluation", help="its folder, e.g. evaluations/tiny-budgets")
+    sweep.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_sweep.yaml")
+    sweep.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. budgets=[512,1024,2048]")
+    _add_resume(sweep)
+
+    budgets = _add(
+        commands,
+        "budgets",
+        _budgets,
+        "say how much memory is enough, from a sweep or an evaluation under several budgets",
+    )
+    budgets.add_argument("evaluation", help="its folder, e.g. sweeps/tiny-sweep")
     budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
 
     trace = _add(
@@ -311,6 +321,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     evaluate(suite)
 
 
+def _sweep(arguments: argparse.Namespace) -> None:
+    from mempipe.checks.sweep import check_sweep
+    from mempipe.evaluation.sweep import load_sweep
+
+    sweep = load_sweep(arguments.config, arguments.overrides)
+    refuse(check_sweep(sweep))
+    say(f"{sweep.folder}: checked; loading")
+    from pipelines.sweep import main as run_sweep
+
+    run_sweep(sweep, resume=arguments.resume)
+
+
 def _compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -349,10 +371,12 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _budgets(arguments: argparse.Namespace) -> None:
     from mempipe.evaluation.budgets import study_evaluation
+    from mempipe.evaluation.sweep import SWEEP_FILE, study_sweep
     from mempipe.reports.budgets import budget_lines, write_budget_report
 
     folder = Path(arguments.evaluation)
-    study = study_evaluation(folder, metric=arguments.metric)
+    study_folder = study_sweep if (folder / SWEEP_FILE).exists() else study_evaluation
+    study = study_folder(folder, metric=arguments.metric)
     paths = write_budget_report(folder, study, name=folder.resolve().name)
     print("\n".join([*budget_lines(study), f"Written: {', '.join(map(str, paths))}"]))
 

@@ -19,11 +19,12 @@ from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
-Kind = Literal["agent service", "service", "evaluation", "index", "documents", "run"]
+Kind = Literal["agent service", "service", "sweep", "evaluation", "index", "documents", "run"]
 MARKS: dict[Kind, set[str]] = {
     "agent service": set(),  # told from a retrieval service by what it imports
     "service": {"applications"},
     "documents": {"tokenizer"},
+    "sweep": {"budgets"},
     "evaluation": {"benchmarks", "runs"},
     "index": {"corpus", "faiss"},
     "run": {"agent", "algorithm", "budget", "learner", "num_steps", "world"},
@@ -32,6 +33,7 @@ DESCRIBED: dict[Kind, str] = {
     "agent service": "an agent service",
     "service": "a retrieval service",
     "documents": "MemTrain's documents",
+    "sweep": "a sweep over memory budgets",
     "evaluation": "an evaluation",
     "index": "an index to be built",
     "run": "a training run",
@@ -40,6 +42,7 @@ COMMANDS: dict[Kind, str] = {
     "agent service": "`serve deploy`",
     "service": "`serve deploy`",
     "documents": "`mempipe data memtrain`",
+    "sweep": "`mempipe sweep`",
     "evaluation": "`mempipe evaluate`",
     "index": "`mempipe index build`",
     "run": "`mempipe train`",

@@ -15,17 +15,20 @@ from pydantic.fields import FieldInfo
 from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import EvaluationSuite
+from mempipe.evaluation.sweep import SweepConfig
 from mempipe.loader import SERVICE_APP, parse_config, section_of
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
 
 WIDTH = 120
-KINDS = (*BUILT_IN, "evaluation", "index", "service")
+KINDS = (*BUILT_IN, "evaluation", "sweep", "index", "service")
+_MEASURED = {
+    "runs": [{"name": "trained", "config": "runs/quickstart"}],
+    "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
+}
 EXAMPLES: dict[type[Section], dict[str, Any]] = {
-    EvaluationSuite: {
-        "runs": [{"name": "trained", "config": "runs/quickstart"}],
-        "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
-    },
+    EvaluationSuite: _MEASURED,
+    SweepConfig: _MEASURED | {"budgets": [4, 8, 16]},
     IndexConfig: {"corpus": ["data/wiki-18.jsonl.gz"], "output": "data/wiki18_e5"},
     ServiceConfig: {"index": "data/wiki18_e5"},
 }
@@ -39,6 +42,7 @@ def config_lines(kind: str) -> list[str]:
         return [f"# A training run of {kind}: `mempipe train FILE`", *_section_lines(RunConfig, run)]
     sections: dict[str, tuple[type[Section], str]] = {
         "evaluation": (EvaluationSuite, "# An evaluation: `mempipe evaluate FILE`"),
+        "sweep": (SweepConfig, "# A sweep over memory budgets: `mempipe sweep FILE`"),
         "index": (IndexConfig, "# An index to be built: `mempipe index build FILE`"),
         "service": (ServiceConfig, "# A retrieval service on a Ray cluster: `serve deploy FILE`"),
     }

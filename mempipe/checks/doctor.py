@@ -9,8 +9,10 @@ from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.checks.machine import Devices
 from mempipe.checks.retrieval import check_build, check_documents, check_service
 from mempipe.checks.run import check_run
+from mempipe.checks.sweep import check_sweep
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import load_suite
+from mempipe.evaluation.sweep import load_sweep
 from mempipe.loader import (
     kind_of,
     load_config,
@@ -34,6 +36,8 @@ def examine(
     kind = kind_of(load_values(path))
     if kind == "evaluation":
         return check_suite(load_suite(path, overrides), devices=devices)
+    if kind == "sweep":
+        return check_sweep(load_sweep(path, overrides), devices=devices)
     if kind == "index":
         return check_build(load_index_config(path, overrides))
     if kind == "service":

@@ -130,7 +130,7 @@ def study_evaluation(folder: Path, *, metric: str = "em", seed: int = 1) -> Budg
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; give the folder of an evaluation")
-    runs = list(_runs(folder))
+    runs = list(measured_runs(folder))
     seen: dict[tuple[str, int | None], str] = {}
     for run in runs:
         other = seen.setdefault((run.agent, run.memory_tokens), run.name)
@@ -205,6 +205,21 @@ def budget_curve(
     return BudgetCurve(agent=agent, points=points)
 
 
+def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
+    """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished."""
+    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
+        states: dict[str, Any] = {
+            str(file.parent): json.loads(file.read_text()) for file in run.glob("*/settings.json")
+        }
+        for path, state in states.items():
+            if not state["finished"]:
+                raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
+        if states:
+            config = next(iter(states.values()))["settings"]["run"]
+            tokens = config["budget"].get("memory_tokens")
+            yield MeasuredRun(name=run.name, agent=config["agent"]["name"], memory_tokens=tokens, sets=read_sets(run))
+
+
 def pooled(repeats: Sequence[Sets]) -> Sets:
     """Returns the rows of several runs as those of one: attempts at the same question stand in one row.
 
@@ -230,20 +245,6 @@ def read_sets(run: Path) -> Sets:
 def mean_score(sets: Sets, metric: str) -> float:
     """Returns the unweighted mean over sets of their mean scores."""
     return fmean(fmean(row.score(metric) for row in rows) for rows in sets.values())
-
-
-def _runs(folder: Path) -> Iterator[MeasuredRun]:
-    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
-        states: dict[str, Any] = {
-            str(file.parent): json.loads(file.read_text()) for file in run.glob("*/settings.json")
-        }
-        for path, state in states.items():
-            if not state["finished"]:
-                raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
-        if states:
-            config = next(iter(states.values()))["settings"]["run"]
-            tokens = config["budget"].get("memory_tokens")
-            yield MeasuredRun(name=run.name, agent=config["agent"]["name"], memory_tokens=tokens, sets=read_sets(run))
 
 
 def _measured(repeats: Sequence[Sets], *, metric: str, seed: int) -> Measured:

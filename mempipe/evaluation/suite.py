@@ -157,7 +157,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     """The config of an agent under certain weights: its file, its settings over it, its weights, and `changes`.
     Raises ConfigError.
     """
-    values = _merged(_run_values(run), run.settings)
+    values = merged(run_values(run), run.settings)
     for name in _NOT_EVALUATED:
         values.pop(name, None)
     model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
@@ -169,7 +169,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     return config
 
 
-def _run_values(run: EvaluatedRun) -> dict[str, Any]:
+def run_values(run: EvaluatedRun) -> dict[str, Any]:
     """Returns the settings of the config file; of a trained run, with the index and the weights that it made itself."""
     source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
     if not source:
@@ -199,10 +199,10 @@ def _is_run(path: str) -> bool:
     return bool(path) and all((Path(path) / name).exists() for name in _RUN_FOLDER)
 
 
-def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Returns `values` with `changes` over them, section by section."""
-    merged = dict(values)
+    result = dict(values)
     for name, change in changes.items():
-        both = isinstance(change, dict) and isinstance(merged.get(name), dict)
-        merged[name] = _merged(merged[name], change) if both else change
-    return merged
+        both = isinstance(change, dict) and isinstance(result.get(name), dict)
+        result[name] = merged(result[name], change) if both else change
+    return result

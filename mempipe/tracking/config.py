@@ -18,3 +18,5 @@ class TrackingConfig(Section):
     """The MLflow experiment that runs belong to."""
     traces_per_step: int = Field(2, ge=0)
     """Trajectories logged as MLflow traces."""
+    parent_run_id: str = ""
+    """The MLflow run that this one is a part of, as a trial is of a sweep; empty: none."""

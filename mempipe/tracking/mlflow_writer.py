@@ -255,6 +255,8 @@ class MlflowRun:
         if made:
             return made[0].info.run_id
         tags = {"mempipe.token": self._token, "mempipe.folder": str(self._folder)}
+        if self._config.parent_run_id:
+            tags["mlflow.parentRunId"] = self._config.parent_run_id
         return self._client.create_run(self._experiment_id, run_name=self._run_name, tags=tags).info.run_id
 
     def _log_config(self, run_id: str, *, resumed: bool) -> None:

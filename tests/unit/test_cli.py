@@ -12,6 +12,7 @@ import yaml
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
 from mempipe.evaluation.suite import load_suite
+from mempipe.evaluation.sweep import load_sweep
 from mempipe.loader import load_config, load_index_config, load_service_config
 from mempipe.retrieval.build import build_index
 from mempipe.template import KINDS
@@ -25,12 +26,18 @@ def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsy
     assert main(["config", kind]) == 0
     text = capsys.readouterr().out
     (tmp_path / "c.yaml").write_text(text)
-    load = {"evaluation": load_suite, "index": load_index_config, "service": load_service_config}.get(kind, load_config)
+    loaders = {
+        "evaluation": load_suite,
+        "sweep": load_sweep,
+        "index": load_index_config,
+        "service": load_service_config,
+    }
+    load = loaders.get(kind, load_config)
     loaded = load(tmp_path / "c.yaml")
     given = yaml.safe_load(text)
     given = given["applications"][0]["args"] if kind == "service" else given
     assert json.loads(loaded.model_dump_json()) == given
-    assert kind in (*KINDS[-3:], given.get("agent", {}).get("name")) and max(map(len, text.splitlines())) <= 120
+    assert kind in (*KINDS[-4:], given.get("agent", {}).get("name")) and max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +51,7 @@ def test_every_setting_stands_below_its_meaning(kind, capsys):
 
 def test_config_of_no_kind_is_refused(capsys):
     assert main(["config", "evaluations"]) == 2
-    kinds = "choose from memsearcher, memagent, memtrain, mem1, react, evaluation, index, service"
+    kinds = "choose from memsearcher, memagent, memtrain, mem1, react, evaluation, sweep, index, service"
     assert kinds in capsys.readouterr().err
 
 

@@ -60,6 +60,7 @@ ALLOWED = {
     "mempipe.evaluation.results": (),
     "mempipe.evaluation.compare": (),
     "mempipe.evaluation.budgets": (),
+    "mempipe.evaluation.sweep": (),
     "mempipe.evaluation.judge": (),
     "mempipe.evaluation.closed_book": (),
     "mempipe.reports.training": (),

@@ -1,0 +1,152 @@
+"""Runs commands as trials of Ray Tune: side by side, again where one died, on whichever node has room.
+
+A trial is a process of its own, and with it a driver and a namespace of its own on the same cluster: a training or an
+evaluation reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial asks Tune for next
+to nothing, since what a placement group of Tune's held could not be given to the actors of the process inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+from mempipe.progress import say
+
+_CPUS = 0.01  # Tune refuses a trial without any resource
+_TAIL_BYTES = 2000
+_CANNOT_WORK = 2  # the exit code of a command whose input cannot work
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialCommands:
+    """The `mempipe` commands of one trial, one after another, and the file that their output goes to."""
+
+    name: str
+    commands: list[list[str]]
+    log: str
+
+
+def run_trials(
+    trials: Sequence[TrialCommands],
+    *,
+    folder: Path,
+    at_once: int,
+    max_failures: int,
+) -> dict[str, str]:
+    """Runs all trials on the connected cluster; returns why each failed one failed, by its name.
+
+    `folder` is where Tune keeps its own records; it is emptied. A trial that ends with an error, or is killed, starts
+    again up to `max_failures` times; one whose input cannot work does not.
+    """
+    # Paths in configs are relative to where the user is; Ctrl-C ends the sweep as it ends every other command.
+    os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_SIGINT_HANDLER": "1"}
+    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
+    shutil.rmtree(folder, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(_run, {"cpu": _CPUS}),
+        param_space={"trial": tune.grid_search([asdict(trial) for trial in trials])},
+        tune_config=tune.TuneConfig(
+            max_concurrent_trials=at_once, trial_name_creator=_name, trial_dirname_creator=_name
+        ),
+        run_config=tune.RunConfig(
+            name=folder.name,
+            storage_path=str(folder.parent.resolve()),
+            failure_config=tune.FailureConfig(max_failures=max_failures),
+            callbacks=[_Progress(len(trials))],
+            verbose=0,
+        ),
+    )
+    failed = {}
+    for result in tuner.fit():
+        metrics: dict[str, Any] = result.metrics or {}
+        error = str(getattr(result.error, "cause", None) or result.error) if result.error else metrics.get("error", "")
+        if error:
+            failed[Path(result.path).name] = error
+    return failed
+
+
+def _run(config: dict[str, Any]) -> None:
+    """Runs one trial, where Tune starts it."""
+    trial = TrialCommands(**config["trial"])
+    error = ""
+    with open(trial.log, "ab") as log:
+        for command in trial.commands:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "mempipe.cli", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | _same_cluster(),
+                preexec_fn=_end_with_parent,
+            )
+            if code := child.wait():
+                error = f"mempipe {command[0]} ended with {code}: {_last_line(trial.log)}"
+                if code != _CANNOT_WORK:
+                    raise RuntimeError(error)
+                break
+    tune.report({"error": error})
+
+
+def _same_cluster() -> dict[str, str]:
+    """Returns what a driver needs to be on this cluster with the files that a job was submitted with."""
+    context = ray.get_runtime_context()
+    variables = {"RAY_ADDRESS": context.gcs_address}
+    if working_dir := context.runtime_env.get("working_dir"):
+        job = {"runtime_env": {"working_dir": working_dir}, "metadata": {}}
+        variables[RAY_JOB_CONFIG_JSON_ENV_VAR] = json.dumps(job)
+    return variables
+
+
+def _end_with_parent() -> None:
+    """Makes Linux end this process when the one that started it is gone: a killed trial must not go on working."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _last_line(log: str) -> str:
+    with open(log, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["it wrote nothing"])[-1]
+
+
+def _name(trial: Any) -> str:
+    return trial.config["trial"]["name"]
+
+
+class _Progress(tune.Callback):
+    """Says what becomes of the trials."""
+
+    def __init__(self, num_trials: int) -> None:
+        self._num_trials, self._num_over = num_trials, 0
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        say(f"{_name(trial)}: started")
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        say(f"{_name(trial)}: died and will start again")
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._over(trial, (trial.last_result or {}).get("error") or "finished")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._over(trial, "failed")
+
+    def _over(self, trial: Any, how: str) -> None:
+        self._num_over += 1
+        say(f"{_name(trial)}: {how} ({self._num_over} of {self._num_trials})")

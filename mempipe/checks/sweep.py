@@ -1,0 +1,30 @@
+"""Checks whether a sweep can start: every trial, as its own commands would be checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mempipe.checks.evaluation import check_suite
+from mempipe.checks.findings import Finding, fatal
+from mempipe.checks.machine import Devices, check_writable
+from mempipe.checks.run import check_run
+from mempipe.evaluation.sweep import SweepConfig, Trial, trials
+from mempipe.settings import ConfigError
+
+
+def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[Finding]:
+    """Returns all findings about a sweep; `devices` as in `check_run`. Trials of other seeds need the same."""
+    findings = [check_writable(sweep.folder, setting="output")]
+    try:
+        planned = trials(sweep.model_copy(update={"seeds": sweep.seeds[:1]}))
+    except ConfigError as error:
+        return [*findings, fatal(str(error))]
+    return findings + [
+        replace(finding, text=f"{trial.name}: {finding.text}") for trial in planned for finding in _of(trial, devices)
+    ]
+
+
+def _of(trial: Trial, devices: Devices | None) -> list[Finding]:
+    if trial.training is None:
+        return check_suite(trial.suite, devices=devices)
+    return check_run(trial.training, resume="auto", devices=devices)

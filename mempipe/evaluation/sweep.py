@@ -1,0 +1,210 @@
+"""What a sweep is: the agents of an evaluation under several memory budgets and seeds, each trained or only measured.
+
+A trial is one agent, one budget and one seed. It is a config file (two, where it is trained first) for the commands
+that there are anyway, so that it can be repeated by hand, and its results are those of an evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from mempipe.agents.registry import agent_spec
+from mempipe.config import DEFAULT_AGENT, RunConfig
+from mempipe.evaluation.budgets import BudgetStudy, measured_runs, study_runs
+from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
+from mempipe.files import write_text
+from mempipe.loader import load_values, parse_section
+from mempipe.settings import ConfigError
+
+RUN = "{run}"
+SWEEP_FILE = "sweep.yaml"
+"""The sweep's settings, in its folder."""
+_SUFFIX = "-evaluate.yaml"
+_FREE = ("tracking", "ray_address")
+"""Settings of a trial that may differ between a sweep and its continuation."""
+
+
+class SweepConfig(EvaluationSuite):
+    """All of a sweep: an evaluation whose runs are repeated. The folder of the sweep is output/name."""
+
+    output: str = "sweeps"
+    """Where sweeps have their folders."""
+    budgets: list[PositiveInt] = Field(min_length=1)
+    """Values of budget.memory_tokens. An agent without that setting is a reference: one trial for each seed."""
+    seeds: list[int] = Field([1], min_length=1)
+    """Each budget is tried once under each of them."""
+    train: bool = False
+    """Every trial trains its agent (runs.config is a run's YAML file) under its budget, then measures it. In the file
+    of a benchmark {run} stands for the folder of the trial's run."""
+    trials_at_once: PositiveInt | None = None
+    """Trials side by side; null: as many as the cluster's GPUs hold, and one after another without GPUs."""
+    max_failures: int = Field(2, ge=0)
+    """How often a trial that died starts again, each time from where it was."""
+
+    @field_validator("budgets", "seeds")
+    @classmethod
+    def _no_trial_twice(cls, values: list[int]) -> list[int]:
+        if twice := {value for value in values if values.count(value) > 1}:
+            raise ValueError(f"{min(twice)} occurs twice; every trial needs its own budget and seed")
+        return values
+
+    @model_validator(mode="after")
+    def _seeds_differ(self) -> SweepConfig:
+        if len(self.seeds) > 1 and not self.train and self.sampling.temperature == 0:
+            raise ValueError(
+                f"seeds has {len(self.seeds)} values, but nothing is trained and sampling.temperature is 0, so that "
+                "all of them would answer alike; set a temperature or one seed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_can_be_trained(self) -> SweepConfig:
+        for run in self.runs:
+            if self.train and (run.checkpoint or run.endpoint is not None or not run.config):
+                raise ValueError(
+                    f"runs: {run.name}: with train every run has a config, a training run's YAML file, and neither "
+                    "checkpoint nor endpoint"
+                )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One agent under one budget and seed: an evaluation of a single run, and the training before it."""
+
+    agent: str
+    memory_tokens: int | None  # None: the agent carries its whole history
+    seed: int
+    training: RunConfig | None
+    suite: EvaluationSuite
+
+    @property
+    def name(self) -> str:
+        return self.suite.name
+
+    @property
+    def results(self) -> Path:
+        """Returns the folder that holds a folder of results for every set."""
+        return self.suite.folder / self.suite.runs[0].name
+
+    @property
+    def finished(self) -> bool:
+        """Says whether every question of every set has its row."""
+        files = [self.results / benchmark.label / "settings.json" for benchmark in self.suite.benchmarks]
+        return all(file.exists() and json.loads(file.read_text())["finished"] for file in files)
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Reads the sweep that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides, kind="sweep"), SweepConfig)
+
+
+def trials(sweep: SweepConfig, *, tracking_uri: str = "", parent_run_id: str = "") -> list[Trial]:
+    """Returns every trial of the sweep, agent by agent and budget by budget; all of them record to the same MLflow and
+    below the same run.
+
+    Raises ConfigError when an agent's config cannot be read, or does not allow one of the budgets.
+    """
+    tracking = sweep.tracking.model_dump() | {"parent_run_id": parent_run_id}
+    tracking["uri"] = tracking_uri or tracking["uri"]
+    return [
+        _trial(sweep, run, tokens, seed, tracking)
+        for run in sweep.runs
+        for tokens in (sweep.budgets if _has_memory_budget(run) else [None])
+        for seed in sweep.seeds
+    ]
+
+
+def trial_name(run: EvaluatedRun, memory_tokens: int | None, seed: int) -> str:
+    """Returns the name of a trial, and of its folder."""
+    budget = "" if memory_tokens is None else f"-memory-{memory_tokens}"
+    return f"{run.name}{budget}-seed-{seed}"
+
+
+def study_sweep(folder: Path, *, metric: str = "em") -> BudgetStudy:
+    """Returns the study of a sweep's folder, wherever it lies. Raises ConfigError while trials are missing."""
+    sweep = load_sweep(folder / SWEEP_FILE)
+    planned = sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
+    if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
+        raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume goes on")
+    runs = [run for name in planned for run in measured_runs(folder / "trials" / name)]
+    return study_runs([replace(run, agent=run.name) for run in runs], metric=metric, seed=sweep.seed)
+
+
+def write_configs(folder: Path, trial: Trial) -> list[tuple[str, Path]]:
+    """Writes the trial's configs and returns the commands that run it: the command's name and its file."""
+    written = []
+    for command, config in _configs(trial):
+        file = _config_file(folder, trial, command)
+        write_text(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        written.append((command, file))
+    return written
+
+
+def check_same(folder: Path, planned: Sequence[Trial]) -> None:
+    """Raises ConfigError when a trial that is already in the folder was another one."""
+    for trial in planned:
+        for command, config in _configs(trial):
+            file = _config_file(folder, trial, command)
+            if not file.exists():
+                continue
+            before, now = yaml.safe_load(file.read_text()), config.model_dump(mode="json")
+            differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+            if differing:
+                raise ConfigError(
+                    f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "
+                    f"name, or delete {file} and {trial.suite.folder}"
+                )
+
+
+def _configs(trial: Trial) -> Iterator[tuple[str, RunConfig | EvaluationSuite]]:
+    if trial.training is not None:
+        yield "train", trial.training
+    yield "evaluate", trial.suite
+
+
+def _config_file(folder: Path, trial: Trial, command: str) -> Path:
+    return folder / "configs" / f"{trial.name}-{command}.yaml"
+
+
+def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int, tracking: dict[str, Any]) -> Trial:
+    name = trial_name(run, tokens, seed)
+    changes: dict[str, Any] = {} if tokens is None else {"budget": {"memory_tokens": tokens}}
+    suite = sweep.model_dump(include=set(EvaluationSuite.model_fields))
+    suite |= {"name": name, "output": str(sweep.folder / "trials"), "seed": seed, "tracking": tracking}
+    if not sweep.train:
+        suite["runs"] = [run.model_copy(update={"settings": merged(run.settings, changes)}).model_dump()]
+        return _checked(Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=None, suite=_suite(suite)))
+    common = {"name": name, "output": str(sweep.folder / "runs"), "seed": seed, "tracking": tracking}
+    values = merged(merged(load_values(run.config, kind="run"), run.settings), changes)
+    try:
+        training = parse_section({**values, **common, "ray_address": sweep.ray_address}, RunConfig)
+    except ConfigError as error:
+        raise ConfigError(f"runs: {name}: {error}") from error
+    suite["runs"] = [{"name": run.name, "config": str(training.folder)}]
+    suite["benchmarks"] = [
+        benchmark | {"file": benchmark["file"].replace(RUN, str(training.folder))} for benchmark in suite["benchmarks"]
+    ]
+    return Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=training, suite=_suite(suite))
+
+
+def _suite(values: dict[str, Any]) -> EvaluationSuite:
+    return parse_section(values, EvaluationSuite)
+
+
+def _checked(trial: Trial) -> Trial:
+    """Returns the trial whose run's config can be read and allows its budget."""
+    resolve_run(trial.suite, trial.suite.runs[0])
+    return trial
+
+
+def _has_memory_budget(run: EvaluatedRun) -> bool:
+    agent = merged(run_values(run), run.settings).get("agent", {})
+    return "memory_tokens" in agent_spec(agent.get("name", DEFAULT_AGENT)).budget.model_fields

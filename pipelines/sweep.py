@@ -1,0 +1,160 @@
+"""Sweep memory budgets: every agent under every budget and seed, then how much memory is enough.
+
+    plan        every trial's config, before anything starts
+    trials      `mempipe train` and `mempipe evaluate` of each, as trials of Ray Tune
+    report      curves, the smallest sufficient budget, MLflow
+
+The same command with --resume does what is missing: a trial whose questions all have their rows is left alone, any
+other one goes on from its newest checkpoint and its last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from mempipe.actors.launch import connected
+from mempipe.actors.reservation import cluster_gpus
+from mempipe.actors.trials import TrialCommands, run_trials
+from mempipe.evaluation.budgets import BudgetStudy
+from mempipe.evaluation.suite import resolve_run
+from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
+from mempipe.files import lock, write_text
+from mempipe.placement import Demand, bundle_gpus, plan
+from mempipe.progress import say
+from mempipe.reports.budgets import verdict, write_budget_report
+from mempipe.runs import Resume
+from mempipe.settings import ConfigError
+from mempipe.tracking.tracker import Tracker, last_run_id, tracking_uri
+
+PARENT_TIMEOUT_S = 60.0
+"""How long trials wait for the sweep's MLflow run, below which theirs belong."""
+
+
+class TrialsFailed(RuntimeError):
+    """Trials ended without all of their results; the others are complete."""
+
+
+def main(sweep: SweepConfig, *, resume: Resume = "never") -> list[Path]:
+    """Runs what is missing of the sweep and returns the report's files. Raises ConfigError before anything starts, and
+    TrialsFailed when a trial failed for good."""
+    begin(sweep, trials(sweep), resume=resume)
+    tracker = Tracker(
+        sweep.tracking,
+        folder=sweep.folder,
+        run_name=sweep.name,
+        run_config=sweep.model_dump(mode="json"),
+        resume_run_id=last_run_id(sweep.folder),
+    )
+    done = False
+    try:
+        parent = tracker.run_id(PARENT_TIMEOUT_S) if sweep.tracking.enabled else None
+        if sweep.tracking.enabled and parent is None:
+            say("MLflow does not answer: the trials' runs will not stand below the sweep's")
+        planned = trials(sweep, tracking_uri=tracking_uri(sweep.tracking, sweep.folder), parent_run_id=parent or "")
+        run_missing(sweep, planned)
+        paths = report(sweep, tracker)
+        done = True
+        return paths
+    finally:
+        tracker.finish("FINISHED" if done else "FAILED")
+
+
+def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> None:
+    """Takes the sweep's folder. Raises ConfigError when it may not start there."""
+    settings = sweep.folder / SWEEP_FILE
+    if resume == "never" and settings.exists():
+        raise ConfigError(
+            f"{sweep.folder} holds a sweep already: continue it with --resume, use another `name`, or delete the folder"
+        )
+    if resume == "always" and not settings.exists():
+        raise ConfigError(f"--resume: {sweep.folder} holds no sweep (no {SWEEP_FILE})")
+    check_same(sweep.folder, planned)
+    try:
+        lock(sweep.folder)
+        write_text(settings, yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"cannot write to the sweep's folder {sweep.folder}: {error.strerror}") from error
+
+
+def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
+    """Runs every trial that has no whole results. Raises TrialsFailed when some of them have none afterwards."""
+    commands = [_commands(sweep, trial) for trial in planned if not trial.finished]
+    say(f"{len(planned)} trials, {len(commands)} of them to do")
+    if not commands:
+        return
+    with connected(sweep.ray_address, name=sweep.name):
+        failed = run_trials(
+            commands,
+            folder=sweep.folder / "tune",
+            at_once=sweep.trials_at_once or trials_at_once(planned, cluster_gpus()),
+            max_failures=sweep.max_failures,
+        )
+    failed |= {trial.name: "it left questions without a row" for trial in planned if not trial.finished} | failed
+    if failed:
+        name, error = next(iter(failed.items()))
+        raise TrialsFailed(
+            f"{len(failed)} of {len(planned)} trials failed ({', '.join(failed)}); {name}: {error}; its output is in "
+            f"{sweep.folder / 'logs'}, and --resume goes on"
+        )
+
+
+def trials_at_once(planned: Sequence[Trial], gpus: dict[str, int]) -> int:
+    """Returns how many trials the cluster's GPUs (by node) hold side by side, 1 at least."""
+    total = sum(gpus.values())
+    if not total:
+        return 1
+    return max(1, total // max(_needed_gpus(trial, list(gpus.values())) for trial in planned))
+
+
+def _needed_gpus(trial: Trial, gpus_per_node: Sequence[int]) -> int:
+    """Returns the GPUs that the trial's plan takes, 1 at least."""
+    if trial.training is not None:
+        config, demand = trial.training, Demand.of_training(trial.training)
+    else:
+        run = trial.suite.runs[0]
+        config = resolve_run(trial.suite, run)
+        demand = Demand.of_rollouts(config)
+        demand = demand if run.endpoint is None else replace(demand, engines=0)
+    return max(1, sum(map(bundle_gpus, plan(config, demand, gpus_per_node).bundles)))
+
+
+def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
+    """Writes the answer of all trials: on disk, in MLflow and on the terminal."""
+    study = study_sweep(sweep.folder)
+    for curve in study.curves:
+        for point in curve.points:
+            numbers = {
+                study.metric: point.measured.score.value,
+                "tokens_per_question": point.measured.tokens_per_question,
+                "seconds_per_question": point.measured.seconds_per_question,
+            }
+            named = {f"{curve.agent}/{name}": value for name, value in numbers.items()}
+            tracker.log_metrics(named, step=point.memory_tokens)
+    paths = write_budget_report(sweep.folder, study, name=sweep.name) if study.curves else []
+    for path in paths:
+        tracker.log_artifact(path.absolute())
+    _print(study, paths)
+    return paths
+
+
+def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
+    log = sweep.folder / "logs" / f"{trial.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    options = {"train": ["--resume-if-exists"]}
+    commands = [
+        [command, str(file.resolve()), *options.get(command, [])]
+        for command, file in write_configs(sweep.folder, trial)
+    ]
+    return TrialCommands(name=trial.name, commands=commands, log=str(log.resolve()))
+
+
+def _print(study: BudgetStudy, paths: Sequence[Path]) -> None:
+    for curve in study.curves:
+        say(verdict(curve))
+    for path in paths:
+        if path.suffix == ".html":
+            say(f"Report: {path}")

@@ -1,0 +1,188 @@
+"""A sweep's plan: which trials there are, which are missing, what is refused, and the report of what is there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mempipe.cli import main as command
+from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.evaluation.sweep import SweepConfig, Trial, check_same, load_sweep, trials, write_configs
+from mempipe.loader import load_config, parse_section
+from mempipe.settings import ConfigError
+from mempipe.types import EndReason, Group, Question, Trajectory
+from pipelines.sweep import TrialsFailed, begin, run_missing, trials_at_once
+from pipelines.sweep import main as sweep_main
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "jobs/configs/quickstart.yaml")
+
+
+def config(output: Path, **changes: Any) -> SweepConfig:
+    values = {
+        "name": "small",
+        "output": str(output),
+        "budgets": [4, 8],
+        "runs": [
+            {"name": "mem", "settings": {"model": {"path": "m"}}},
+            {"name": "react", "settings": {"model": {"path": "m"}, "agent": {"name": "react"}}},
+        ],
+        "benchmarks": [{"name": "world", "file": "q.parquet"}],
+        "tracking": {"enabled": False},
+    }
+    return parse_section(values | changes, SweepConfig)
+
+
+def finish(trial: Trial, *, right: int, number: int = 40) -> None:
+    """Leaves the results that the trial's evaluation would leave."""
+    groups = [
+        Group(
+            id=str(i),
+            question=Question(id=str(i), text="Which?", golden_answers=["Nile"], num_hops=1 + i % 2),
+            trajectories=[
+                Trajectory(
+                    id="t",
+                    group_id=str(i),
+                    member=0,
+                    contexts=[],
+                    end_reason=EndReason.ANSWERED,
+                    answer="Nile" if i < right else "Rhine",
+                )
+            ],
+        )
+        for i in range(number)
+    ]
+    run = {"agent": {"name": "memsearcher"}, "budget": {"memory_tokens": trial.memory_tokens}}
+    folder = ResultFolder(trial.results / "world", {"run": run})
+    folder.open()
+    folder.append(groups, [result_row(group, growing=False, prompt_hash="p") for group in groups])
+    folder.finish()
+
+
+def test_every_budget_has_a_trial_for_each_seed_and_an_agent_without_one_is_a_reference(tmp_path):
+    planned = trials(config(tmp_path, seeds=[1, 2], sampling={"temperature": 1.0}))
+    assert [trial.name for trial in planned] == [
+        "mem-memory-4-seed-1",
+        "mem-memory-4-seed-2",
+        "mem-memory-8-seed-1",
+        "mem-memory-8-seed-2",
+        "react-seed-1",
+        "react-seed-2",
+    ]
+    assert planned[2].suite.runs[0].settings["budget"] == {"memory_tokens": 8} and planned[2].suite.seed == 1
+    assert planned[4].memory_tokens is None and "budget" not in planned[4].suite.runs[0].settings
+    assert {trial.suite.folder.parent for trial in planned} == {tmp_path / "small" / "trials"}
+
+
+def test_a_trained_trial_trains_under_its_budget_and_measures_that_run(tmp_path):
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"num_steps": 2}}]
+    files = [{"name": "world", "file": "{run}/world/validation.parquet"}]
+    sweep = config(tmp_path, runs=runs, benchmarks=files, train=True, seeds=[7, 8])
+    trial = trials(sweep, tracking_uri="sqlite:///x.db", parent_run_id="p")[3]
+    assert trial.training is not None
+    assert (trial.training.budget.memory_limit, trial.training.seed, trial.training.num_steps) == (8, 8, 2)
+    folder = tmp_path / "small" / "runs" / "mem-memory-8-seed-8"
+    assert trial.training.folder == folder and trial.suite.runs[0].config == str(folder)
+    assert trial.suite.benchmarks[0].file == f"{folder}/world/validation.parquet"
+    assert trial.training.tracking == trial.suite.tracking and trial.suite.tracking.parent_run_id == "p"
+    (name, file), (then, _) = write_configs(sweep.folder, trial)
+    assert (name, then) == ("train", "evaluate") and load_config(file) == trial.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budgets": [4, 8, 4]}, "budgets: 4 occurs twice"),
+        ({"seeds": [1, 1], "sampling": {"temperature": 1.0}}, "seeds: 1 occurs twice"),
+        ({"budgets": [0]}, "budgets.0 is 0"),
+        ({"seeds": [1, 2]}, "all of them would answer alike"),
+        ({"train": True}, "mem: with train every run has a config"),
+        ({"runs": [{"name": "a"}, {"name": "a"}]}, "the name a occurs twice"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_a_budget_that_the_agent_does_not_allow_is_refused_before_anything_starts(tmp_path, capsys):
+    runs = [{"name": "mem", "settings": {"model": {"path": "m"}, "budget": {"memory_message_tokens": 6}}}]
+    with pytest.raises(ConfigError, match=r"memory_message_tokens is 6, less than budget.memory_tokens 8"):
+        trials(config(tmp_path, runs=runs))
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(config(tmp_path, runs=runs).model_dump(mode="json")))
+    assert command(["sweep", str(file)]) == 2 and "budget.memory_tokens 8" in capsys.readouterr().err
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_trial_is_finished_when_every_question_of_every_set_has_its_row(tmp_path):
+    first, *others = trials(config(tmp_path))
+    assert not first.finished
+    finish(first, right=10)
+    assert first.finished and not any(trial.finished for trial in others)
+
+
+def test_a_sweep_starts_once_and_goes_on_with_the_same_trials_only(tmp_path):
+    sweep = config(tmp_path)
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        begin(sweep, trials(sweep), resume="always")
+    begin(sweep, trials(sweep), resume="never")
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+    with pytest.raises(ConfigError, match="holds a sweep already: continue it with --resume"):
+        begin(sweep, trials(sweep), resume="never")
+    longer = config(tmp_path, budgets=[4, 8, 16], ray_address="127.0.0.1:1")  # more trials are the same sweep
+    begin(longer, trials(longer), resume="always")
+    with pytest.raises(ConfigError, match=r"mem-memory-4-seed-1 was started with other settings \(num_samples\)"):
+        check_same(sweep.folder, trials(config(tmp_path, num_samples=3)))
+
+
+def test_trials_side_by_side_are_as_many_as_the_gpus_hold(tmp_path):
+    generation = {"num_replicas": 1, "tensor_parallel": 2}
+    sweep = config(tmp_path, runs=[{"name": "m", "settings": {"model": {"path": "m"}, "generation": generation}}])
+    assert [trials_at_once(trials(sweep), gpus) for gpus in ({}, {"a": 2}, {"a": 4}, {"a": 4, "b": 4})] == [1, 1, 2, 4]
+
+
+def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pipelines.sweep.connected", None)  # nothing is started
+    sweep = config(tmp_path, seeds=[1, 2], sampling={"temperature": 1.0})
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+        finish(trial, right={4: 10, 8: 30, None: 20}[trial.memory_tokens] + trial.seed)
+    paths = sweep_main(sweep)
+    text = (sweep.folder / "budgets.md").read_text()
+    assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
+    assert "no smaller budget is enough" in text and "27.5, 30.0" in text and "| react | 53.8" in text
+    assert (sweep.folder / "budgets.html").read_text().count("<figure>") == 3
+    assert "no smaller budget is enough" in capsys.readouterr().out
+    assert command(["budgets", str(sweep.folder), "--metric", "f1"]) == 0
+    assert "| memory tokens | f1, percent | by seed |" in capsys.readouterr().out
+    shutil.rmtree(trials(sweep)[0].suite.folder)
+    assert command(["budgets", str(sweep.folder)]) == 2
+    assert "mem-memory-4-seed-1 were never started" in capsys.readouterr().err
+
+
+def test_a_trial_that_left_no_results_fails_the_sweep_by_name(tmp_path, monkeypatch):
+    from contextlib import nullcontext
+
+    sweep = config(tmp_path)
+    planned = trials(sweep)
+    for trial in planned[1:]:
+        finish(trial, right=10)
+    monkeypatch.setattr("pipelines.sweep.connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipelines.sweep.cluster_gpus", dict)
+    started = []
+    monkeypatch.setattr("pipelines.sweep.run_trials", lambda given, **_: started.extend(given) or {"x": "it died"})
+    with pytest.raises(TrialsFailed, match=r"mem-memory-4-seed-1"):
+        run_missing(sweep, planned)
+    (only,) = started
+    assert only.name == "mem-memory-4-seed-1" and only.commands[0][0] == "evaluate"
+
+
+def test_the_shipped_sweep_has_the_budgets_that_the_document_reports():
+    sweep = load_sweep(ROOT / "jobs/configs/tiny_sweep.yaml")
+    assert sweep.budgets == [4, 6, 8, 12, 16, 32] and len(sweep.seeds) == 3
