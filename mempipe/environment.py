@@ -40,6 +40,10 @@ EVERY_PROCESS = {
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """A learner's rows change their length, which fragments GPU memory. Handles of such memory cannot be passed by ipc."""
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Where ranks talk about what is not on a GPU. Gloo would take the address of the host's name, often 127.0.1.1, which
+ranks of other nodes cannot reach."""
+
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 """Holds the id of the process that an engine belongs to, and with which it ends."""

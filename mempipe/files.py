@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,15 @@ def is_local_path(name: str) -> bool:
 def sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextmanager
+def in_turn(name: str) -> Iterator[None]:
+    """Lets one process of this machine and user at a time into the block; the others wait for it."""
+    file = Path(tempfile.gettempdir()) / f"mempipe-{os.getuid()}-{name}.lock"
+    with open(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def lock(folder: Path) -> None:

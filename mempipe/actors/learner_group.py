@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from mempipe import environment
 from mempipe.actors.handles import Handle
 from mempipe.engines.checkpoint import Position, export_hf, latest
 from mempipe.engines.learner_settings import LearnerSettings
@@ -41,6 +44,8 @@ class LearnerActor:
             return address, probe.getsockname()[1]
 
     def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
+        if interface := _interface(ray.util.get_node_ip_address()):
+            os.environ.setdefault(environment.GLOO_INTERFACE, interface)
         from mempipe.engines.learner import Learner  # seconds of imports, which the driver needs not wait for
 
         host, port = address
@@ -236,6 +241,12 @@ class LearnerGroup:
             raise LearnerLost(f"{phase}: a learner rank died: {error}") from error
         except RayTaskError as error:
             raise LearnerFailed(f"{phase}: {error.cause}") from error
+
+
+def _interface(address: str) -> str | None:
+    """The network interface of this machine that has the address."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if address in (entry.address for entry in own)), None)
 
 
 def _check_alive(engines: Sequence[Handle], phase: str) -> None:

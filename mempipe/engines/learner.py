@@ -40,6 +40,7 @@ from mempipe.engines.model import (
     to_device,
     weight_checksums,
 )
+from mempipe.files import in_turn
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
 
@@ -76,15 +77,18 @@ class Learner:
             torch.set_num_threads(learner.num_threads)
         torch.manual_seed(settings.seed + rank)
 
-        self.policy = load_policy(model, seed=settings.seed)
-        self._flops, self._peak_teraflops = TrainingFlops(self.policy), peak_teraflops(self._device)
-        self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
+        mesh = None
         if world_size > 1 or self.dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
-            # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
-            # nothing.
-            shard(self.policy, mesh, compute_dtype=self.dtype, reshard_after_forward=self._device.type != "cpu")
+        with in_turn("load"):  # a whole float32 model in the machine's memory, until it is sharded
+            self.policy = load_policy(model, seed=settings.seed)
+            self._flops, self._peak_teraflops = TrainingFlops(self.policy), peak_teraflops(self._device)
+            if mesh is not None:
+                # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
+                # nothing.
+                shard(self.policy, mesh, compute_dtype=self.dtype, reshard_after_forward=self._device.type != "cpu")
+        self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
         self._checkpoints = CheckpointWriter()
         self.policy.to(self._device).train()
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]

@@ -1,7 +1,8 @@
-"""Deadlines of the learner: of an update, not of a step with many."""
+"""Deadlines of the learner (of an update, not of a step with many), and where its ranks meet."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from mempipe.actors import learner_group
-from mempipe.actors.learner_group import LearnerGroup, LearnerLost
+from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
+from mempipe.engines import learner
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,13 @@ def test_an_update_that_is_late_is_named(clock):
     group = LearnerGroup([Rank(20.0), Rank(35.0)], timeout_s=30.0)
     with pytest.raises(LearnerLost, match="optimiser update 1 of 4: not all ranks finished within 30 s"):
         group.step([[[], []]] * 4)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "lo"), ("eth7", "eth7")])
+def test_ranks_talk_over_the_interface_of_the_nodes_address_unless_told_otherwise(monkeypatch, chosen, expected):
+    monkeypatch.setattr(learner_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(learner, "Learner", lambda *args, **kwargs: None)
+    monkeypatch.setattr(os, "environ", {} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen})
+    settings: Any = None
+    LearnerActor().start(settings, 0, 1, ("127.0.0.1", 1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
