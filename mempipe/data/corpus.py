@@ -1,8 +1,9 @@
 """Corpora as streams of passages, of any size: wiki-18 jsonl (plain or gzip) and parquet, local or by URL.
 
 A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and
-`text`; either may have a `partition`. `read_segments` reads many rows at once with Arrow; where Arrow finds anything
-odd, the same rows are read one by one, so that whatever is refused has its line, and both ways give the same passages.
+`text`; either may have a `partition`. `read_segments` reads many rows at once with Arrow. Where Arrow finds anything
+odd it reads the same rows one by one, so that it can name the line of a row that it refuses. Both ways give the same
+passages.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _SOURCE_TEXTS = ("contents", "title", "text", "partition")
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
 _MAX_BRACKETS = 100
-"""On one line that Arrow reads.
-Python refuses to nest about ten times deeper, Arrow does not, and nesting needs brackets.
-"""
+"""The most brackets on a line that Arrow reads. Python's parser refuses JSON that is nested about ten times deeper,
+Arrow's does not, and nesting needs brackets."""
 _NO_JSON = (re.compile(rb"NaN\s*[,}\]]"), re.compile(rb"Inf(?:inity)?\s*[,}\]]"))
 """Numbers that Arrow reads and JSON does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusPosition:
-    """Says where to go on reading:
-    in `file`, behind its first `row` lines or rows, good or bad; `counts` are the bad rows so far, by kind.
+    """Says where to go on reading: in `file`, after its first `row` lines or rows, good or bad.
+
+    `counts` are the bad rows so far, by kind.
     """
 
     file: int = 0
@@ -56,8 +57,9 @@ class CorpusPosition:
 
 
 class SeenIds:
-    """Remembers which ids came before, in 16 bytes an id:
-    two 64-bit hashes in sorted runs, each at least twice as long as the next.
+    """Remembers which ids came before, in 16 bytes an id.
+
+    It keeps two 64-bit hashes of each in sorted runs, each run at least twice as long as the next.
     """
 
     def __init__(self) -> None:
@@ -67,11 +69,11 @@ class SeenIds:
         return sum(run.shape[1] for run in self._runs)
 
     def known(self, ids: pa.Array | Sequence[str]) -> npt.NDArray[np.bool_]:
-        """[n] which of them were added before."""
+        """Tells which of them were added before, [n]."""
         return self._known(_hashes(ids))
 
     def add(self, ids: pa.Array | Sequence[str]) -> npt.NDArray[np.bool_]:
-        """[n] which of them were added before or stand earlier in `ids`; all are known from now on."""
+        """Adds them all. Tells which of them were added before or stand earlier in `ids`, [n]."""
         hashes = _hashes(ids)
         order = np.lexsort(hashes[::-1])  # stable: of equal ids the first one stays first
         ordered = hashes[:, order]
@@ -98,8 +100,9 @@ class SeenIds:
 
 
 def corpus_files(sources: str | Path | Sequence[str | Path]) -> list[CorpusFile]:
-    """The files of a corpus: a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by
-    fsspec URL.
+    """Returns the files of a corpus.
+
+    A source is a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by fsspec URL.
 
     Raises ConfigError for what does not exist, has another suffix, or is a folder without such files.
     """
@@ -115,17 +118,16 @@ def read_segments(
     max_bad_rows: int = 0,
     max_line_bytes: int = 2**20,
 ) -> Iterator[tuple[pa.RecordBatch, CorpusPosition]]:
-    """Batches [size] of PASSAGE_COLUMNS in the order of the files (the last may be shorter), each with the position of
-    what follows it.
+    """Yields batches [size] of PASSAGE_COLUMNS in the order of the files, each with the position of what follows. The
+    last batch may be shorter.
 
-    A batch's position is that of the next good row, so the bad rows between them are in its counts. Starting there,
-    with `seen` holding the ids before it, gives the batches that an undisturbed reading gives; at a yield `seen` holds
-    the ids of the batches so far. Memory does not depend on the size of the corpus but for `seen`. Lone surrogates
-    become U+FFFD.
+    A batch's position is that of the next good row, so its counts include the bad rows between them. A reading that
+    starts there, with the ids before it in `seen`, yields the batches that an undisturbed reading yields; at each yield
+    `seen` holds the ids of the batches so far. Only `seen` grows with the corpus. Lone surrogates become U+FFFD.
 
-    Bad rows (not a JSON object in UTF-8, longer than `max_line_bytes`, without id or text, of a wrong type, an id for
-    the second time) are passed over. Raises ConfigError, naming file and line, for more than `max_bad_rows` of them and
-    for a file that is truncated.
+    It passes over bad rows: those that are no JSON object in UTF-8, are longer than `max_line_bytes`, lack id or text,
+    have a wrong type, or repeat an id. Raises ConfigError with file and line for more than `max_bad_rows` of them, and
+    for a truncated file.
     """
     if size < 1:
         raise ConfigError(f"a segment has {size} passages; it needs at least 1")
@@ -156,14 +158,15 @@ def read_segments(
 
 
 def read_corpus(path: str | Path | Sequence[str | Path], *, max_bad_rows: int = 0) -> Iterator[Passage]:
-    """The passages of a corpus, one by one. Raises ConfigError as `corpus_files` and `read_segments` do."""
+    """Yields the passages of a corpus. Raises ConfigError as `corpus_files` and `read_segments` do."""
     for batch, _ in read_segments(corpus_files(path), size=_ROWS_AT_ONCE, max_bad_rows=max_bad_rows):
         for row in batch.to_pylist():
             yield Passage(**row)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of wiki-18 contents; the title is "" when there is no line of its own.
+    """Returns title and text of wiki-18 contents. The title is "" when it has no line of its own.
+
     Quotes that belong to the title stay.
     """
     title, newline, text = contents.partition("\n")
@@ -176,15 +179,17 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def join_contents(title: str, text: str) -> str:
-    """The wiki-18 contents that `split_contents` splits again; a title's newlines become spaces, since its line ends
-    with the first.
+    """Returns the wiki-18 contents that `split_contents` splits again.
+
+    Newlines in the title become spaces, since the first one ends the title's line.
     """
     return f'"{title.replace(chr(10), " ")}"\n{text}'
 
 
 class _Chunk:
-    """Some rows of one file:
-    the good ones as PASSAGE_COLUMNS with their numbers (counted from 1), ids not yet compared, and the faults.
+    """Holds some rows of one file: the good ones as PASSAGE_COLUMNS with their numbers (from 1 on), and the faults.
+
+    Its ids are not yet compared with those before.
     """
 
     def __init__(
@@ -199,8 +204,8 @@ class _Chunk:
         self._place, self._faults = place, faults
 
     def report(self, bad: BadRows, done: int, repeated: npt.NDArray[np.bool_]) -> None:
-        """Counts the `repeated` ones of the passages from `done` on, and the faults up to the passage behind them,
-        in the file's order.
+        """Counts the `repeated` ones of the passages from `done` on, and the faults before the next one, in the order
+        of the file.
         """
         following = self.numbers[done + len(repeated) :][:1]
         before = [fault for fault in self._faults if not len(following) or fault[0] < following[0]]
@@ -241,8 +246,8 @@ def _read_lines(lines: Sequence[bytes | None], before: int, max_line_bytes: int)
 
 
 def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
-    """One row per line, of `id` and the source texts; None unless every line is for certain one plain object that
-    Python reads alike.
+    """Returns one row per line, of `id` and the source texts. Returns None unless every line is certainly one plain
+    object that Python reads alike.
     """
     if None in lines:
         return None
@@ -270,8 +275,8 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
 
 
 def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
-    """Tells whether fields that Arrow passes over are for certain what JSON allows:
-    it does not look for text that is no UTF-8, nor the rest.
+    """Tells whether the fields that Arrow passes over are certainly what JSON allows; Arrow itself does not look, not
+    even for text that is no UTF-8.
     """
     try:
         joined.decode()
@@ -284,9 +289,7 @@ def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
 
 
 def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Read | None:
-    """The passages of rows whose columns all have the right type, or None; what `parse_passage` does, for a whole
-    column at a time.
-    """
+    """Does what `parse_passage` does for whole columns. Returns None unless all columns have the right type."""
     columns = {name: batch.column(name) for name in batch.schema.names}
     identities = columns.pop("id", None)
     if (
@@ -339,7 +342,7 @@ def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDA
 
 
 def parse_passage(row: dict[str, Any]) -> Passage:
-    """The passage that a row stands for. Raises BadRow."""
+    """Returns the passage that a row describes. Raises BadRow."""
     identity = row.get("id")
     if type(identity) not in (str, int) or identity == "":
         kind = "missing_field" if identity is None or identity == "" else "wrong_type"
@@ -366,7 +369,7 @@ def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
 
 
 def _split_contents(contents: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """`split_contents` of a whole column."""
+    """Does what `split_contents` does, for a whole column."""
     lines = pc.split_pattern(contents, "\n", max_splits=1)
     first, last = lines.offsets[:-1], pc.subtract(lines.offsets[1:], 1)
     has_title = pc.not_equal(first, last)
@@ -399,13 +402,13 @@ def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _hashes(ids: pa.Array | Sequence[str]) -> npt.NDArray[np.uint64]:
-    """[2, n]"""
+    """Returns two hashes of every id, [2, n]."""
     texts = pl.Series(ids, dtype=pl.String) if not isinstance(ids, pa.Array) else pl.Series(pl.from_arrow(ids))
     return np.stack([texts.hash(seed=seed).to_numpy() for seed in (1, 2)])
 
 
 def _merged(left: npt.NDArray[np.uint64], right: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Two sorted runs as one."""
+    """Merges two sorted runs."""
     merged = np.empty((2, left.shape[1] + right.shape[1]), dtype=np.uint64)
     from_right = np.zeros(merged.shape[1], dtype=bool)
     from_right[np.searchsorted(left[0], right[0], side="right") + np.arange(right.shape[1])] = True

@@ -1,7 +1,7 @@
-"""Passages of plain text: a .txt or .md file, a folder of them, or the reference text that Python itself carries.
+"""Makes passages of plain text: of a .txt or .md file, a folder of them, or the reference text that Python carries.
 
-Paragraphs are joined until a passage has about `PASSAGE_WORDS` words; a heading (`#` in markdown, an underlined or
-numbered line elsewhere) begins a new passage and is its title, under the name of the file.
+A passage joins paragraphs until it has about `PASSAGE_WORDS` words. A heading (`#` in markdown, an underlined line
+elsewhere) begins a new passage; the passage's title is the name of the file and this heading.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def is_plain_text(source: str | Path) -> bool:
 
 
 def read_plain_text(source: str | Path) -> Iterator[Passage]:
-    """The passages, in order of file names and of the text.
+    """Yields the passages in the order of file names and of the text.
+
     Raises ConfigError for what does not exist, is not UTF-8 or has no text.
     """
     found = False
@@ -79,7 +80,7 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _passages(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """(title, text) of each passage."""
+    """Yields title and text of each passage."""
     title, parts = name, list[str]()
     for heading, paragraph in _paragraphs(text.splitlines()):
         full = sum(len(part.split()) for part in parts) + len(paragraph.split()) > PASSAGE_WORDS
@@ -95,7 +96,7 @@ def _passages(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(heading, "") or ("", paragraph), as they come."""
+    """Yields (heading, "") or ("", paragraph) in the order of the text."""
     block: list[str] = []
     for line in [*lines, ""]:
         underlined = len(block) == 1 and _UNDERLINE.match(line)

@@ -28,8 +28,7 @@ from mempipe.types import Question, from_row, to_row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionFile:
-    """Holds what was understood of a question file: its questions, how many were of each format,
-    and the rows passed over."""
+    """Holds the questions of a file, how many of them came in each format, and the rows that were passed over."""
 
     questions: list[Question]
     formats: dict[str, int]
@@ -37,30 +36,30 @@ class QuestionFile:
 
 
 def read_questions(path: str | Path, *, max_bad_rows: int = 0) -> list[Question]:
-    """All questions of a file, in order, as `read_question_file` reads them."""
+    """Returns all questions of a file in order, as `read_question_file` reads them."""
     return read_question_file(path, max_bad_rows=max_bad_rows).questions
 
 
 def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFile:
-    """The questions of a file (or a folder of files), in order. Lone surrogates in texts become U+FFFD.
+    """Reads the questions of a file or of a folder of files, in order. Lone surrogates in texts become U+FFFD.
 
     `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Supporting facts give
-    `num_hops` (the different titles) but no `evidence`: a title is no passage id, and what a middle fact contributes is
-    not recorded.
+    `num_hops` (the number of different titles) but no `evidence`: a title is no passage id, and data sets do not record
+    what a middle fact contributes. When two questions of joined data sets have one id, the later one's id gets the name
+    of its source.
 
-    Two questions with one id (data sets put together) stay apart: the later one's id gets its source's name.
-
-    Bad rows (of no known format, with a missing or wrong value, without golden answers, a question for the second time)
-    are passed over. Raises ConfigError, naming row and field, for more than `max_bad_rows`, and for a file that cannot
-    be read, has no question or lacks its texts.
+    It passes over bad rows: those of no known format, with a missing or wrong value, without golden answers, or with a
+    question that came before. Raises ConfigError with row and field for more than `max_bad_rows` of them, and for a
+    file that cannot be read, has no question or lacks its texts.
     """
     bad, formats = BadRows(max_bad_rows), Counter[str]()
     return QuestionFile(questions=list(_read(path, bad=bad, formats=formats)), formats=formats, bad=bad)
 
 
 def iter_questions(path: str | Path) -> Iterator[Question]:
-    """The questions of `read_questions` one by one:
-    long contexts are never in memory together. Raises as it does, on the way.
+    """Yields the questions of `read_questions` one by one, so that long contexts are never in memory together.
+
+    Raises what `read_questions` raises when it reaches the row.
     """
     return _read(path, bad=BadRows(), formats=Counter())
 
@@ -118,8 +117,9 @@ def draw_questions(questions: Sequence[Question], count: int, *, seed: int) -> l
 
 
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
-    """Writes mempipe's own parquet:
-    one column per field. The file appears whole or not at all; an existing one is replaced.
+    """Writes mempipe's own parquet, one column per field, and replaces an existing file.
+
+    The file appears whole or not at all.
     """
     table = pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question))
     with whole_file(Path(path)) as partial:
@@ -127,8 +127,8 @@ def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
 
 
 def describe_questions(file: QuestionFile) -> list[str]:
-    """Describes a question file, for people:
-    formats, sources, what the questions come with, lengths in characters, bad rows.
+    """Returns lines that describe a question file to people: formats, sources, what the questions come with, lengths
+    in characters, bad rows.
     """
     questions = file.questions
     sources = Counter(question.source or "(none)" for question in questions)
@@ -299,8 +299,9 @@ _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
 
 def _asked_in(prompt: str, num_objectives: int) -> str:
-    """Returns what follows "Question:" in a MEM1 prompt, up to the end of the line:
-    as many questions as objectives, joined by "; ".
+    """Returns what follows "Question:" in a MEM1 prompt, up to the end of the line.
+
+    It holds as many questions as objectives, joined by "; ". Raises BadRow when no line does.
     """
     for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):
         line = asked.strip().partition("\n")[0].strip()
@@ -313,7 +314,7 @@ def _asked_in(prompt: str, num_objectives: int) -> str:
 
 
 def _prompt(row: dict[str, Any]) -> str:
-    """The last user message."""
+    """Returns the last user message. Raises BadRow when there is none."""
     prompt = row["prompt"]
     messages = prompt if isinstance(prompt, list) else []
     contents = [
@@ -350,8 +351,9 @@ def _index(row: dict[str, Any], number: int) -> Any:
 
 
 def _num_titles(facts: Any) -> int:
-    """The number of different supporting titles, 0 when the data set names none:
-    {title: [...]} or [[title, sentence], ...].
+    """Returns the number of different supporting titles, 0 when the data set names none.
+
+    `facts` are {title: [...]} or [[title, sentence], ...].
     """
     if isinstance(facts, dict):
         titles = facts.get("title")

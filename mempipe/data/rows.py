@@ -1,9 +1,8 @@
-"""Files of rows: local or by fsspec URL; jsonl, jsonl.gz, json and parquet; with a place for every row and a count of
-those that are bad.
+"""Reads rows of jsonl, jsonl.gz, json and parquet files, local or by fsspec URL, with the place of every row.
 
 A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be
-passed over. Faults of a whole file (missing, truncated, of another kind) are a ConfigError whatever the limit; what the
-disk or the network did stays the OSError that it is.
+passed over. A fault of a whole file (missing, truncated, of another kind) is a ConfigError whatever the limit. A fault
+of the disk or the network stays an OSError.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from mempipe.settings import ConfigError
 
 JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
 BLOCK_BYTES = 8 * 2**20
-"""Read at once from a file of lines; what memory a reader needs follows from it."""
+"""Bytes read at once from a file of lines; the memory that a reader needs follows from them."""
 MAX_LINE_BYTES = 256 * 2**20
-"""Of one row with a long context (6,400 documents are 4 MB)."""
+"""The most bytes of a row; 6,400 documents of context are 4 MB."""
 _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
@@ -37,8 +36,9 @@ Source = str | Path
 
 
 class BadRow(ValueError):
-    """A row that a reader cannot use:
-    `kind` is a short slug to count by, the message says what is wrong with which field.
+    """A row that a reader cannot use.
+
+    `kind` is a short name to count by; the message says what is wrong with which field.
     """
 
     def __init__(self, kind: str, problem: str) -> None:
@@ -47,8 +47,9 @@ class BadRow(ValueError):
 
 
 class BadRows:
-    """Bad rows by kind, with the first of them; more than `limit` (`max_bad_rows`) raise ConfigError.
-    `counts` are those of before.
+    """Counts bad rows by kind and keeps the first of them; more than `limit` (`max_bad_rows`) raise ConfigError.
+
+    `counts` are those of an earlier reading that is continued.
     """
 
     def __init__(self, limit: int = 0, *, counts: Mapping[str, int] | None = None) -> None:
@@ -63,8 +64,8 @@ class BadRows:
         return sum(self.counts.values())
 
     def add(self, place: str, problem: str, *, kind: str) -> None:
-        """Counts one. Raises ConfigError with the first ones once there are too many; with limit 0 its message is
-        the row's own.
+        """Counts one. Raises ConfigError when there are too many: with the first of them, or with this one alone where
+        none is allowed.
         """
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.examples) < _NUM_EXAMPLES:
@@ -88,12 +89,12 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        """Returns what stands after the last slash."""
+        """Returns the part after the last slash."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     @property
     def folder(self) -> str:
-        """The name of the folder that it lies in."""
+        """Returns the name of the folder that holds it."""
         return self.url.rpartition("/")[0].rpartition("/")[2]
 
     @property
@@ -101,7 +102,7 @@ class InputFile:
         return self.name.endswith(PARQUET)
 
     def open(self) -> BinaryIO:
-        """The file's bytes, as they are stored. Raises OSError."""
+        """Opens the file's bytes as they are stored. Raises OSError."""
         if not _is_url(self.url):
             return Path(self.url).open("rb")
         filesystem, path = fsspec.url_to_fs(self.url)
@@ -109,8 +110,8 @@ class InputFile:
 
 
 def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]) -> list[InputFile]:
-    """The files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a list of
-    any.
+    """Returns the files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a
+    list of any.
 
     A source is a local path, an fsspec URL or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Raises
     ConfigError for what does not exist or cannot be reached, has another suffix, or is a folder without such files.
@@ -122,11 +123,11 @@ def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]
 
 
 def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) in order; a place is "FILE, line 3", "FILE, row 3" or "FILE, item 3", counted from 1. Blank lines
-    are passed over.
+    """Yields the place and the content of every row in order; a place is "FILE, line 3", "FILE, row 3" or
+    "FILE, item 3", counted from 1. It passes over blank lines.
 
-    Lines and parquet are streamed; a `.json` file is one list, held in memory. Lines that are not a JSON object in
-    UTF-8 go to `bad` (None: the first is fatal). Raises ConfigError, naming the place, for a file that is truncated or
+    It streams lines and parquet, and holds a `.json` file, which is one list, in memory. Lines that are no JSON object
+    in UTF-8 go to `bad` (None: the first one raises). Raises ConfigError with the place for a file that is truncated or
     of another kind.
     """
     bad = bad or BadRows()
@@ -138,11 +139,11 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
 
 
 def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iterator[tuple[int, list[bytes | None]]]:
-    """The lines behind the first `first`, many at a time: (number of lines before, lines without their "\\n").
+    """Yields the lines after the first `first`, many at a time: (number of lines before, lines without their "\\n").
 
-    Bytes, since only "\\n" ends a line of jsonl. A line of more than `max_line_bytes` is None and never held whole.
-    Lines passed over are counted, not parsed. Raises ConfigError, naming the last whole line, for gzip that is
-    truncated or none.
+    Lines are bytes, since only "\\n" ends a line of jsonl. A line of more than `max_line_bytes` is None and is never
+    held whole. The first lines are counted, not parsed. Raises ConfigError with the last whole line for a file that is
+    truncated or no gzip.
     """
     number = 0
     try:
@@ -170,11 +171,11 @@ def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iter
 def parquet_batches(
     file: InputFile, *, first: int = 0, size: int, columns: Iterable[str] | None = None
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The rows behind the first `first`, up to `size` at a time: (number of rows before, rows); of `columns` those that
-    there are.
+    """Yields the rows after the first `first`, up to `size` at a time: (number of rows before, rows). Rows have
+    those of `columns` that the file has.
 
-    Row groups passed over are not read. Raises ConfigError, naming the last row that could be read, for what is
-    truncated or no parquet.
+    It does not read row groups before `first`. Raises ConfigError with the last row that could be read for a file that
+    is truncated or no parquet.
     """
     number = 0
     try:
@@ -198,7 +199,10 @@ def parquet_batches(
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises BadRow for anything else: NaN and Infinity are not JSON, and text is UTF-8."""
+    """Returns the JSON object of a line.
+
+    Raises BadRow for anything else, also for NaN, Infinity and text that is no UTF-8.
+    """
     try:
         row = json.loads(line.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -211,7 +215,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iterator[dict[str, Any] | BadRow | None]:
-    """Returns what each line holds: its object, what is wrong with it, or None for a blank line."""
+    """Yields for each line its object, what is wrong with it, or None for a blank line."""
     for line in lines:
         if line is None:
             yield BadRow("too_long", f"longer than {max_line_bytes} bytes")
@@ -225,7 +229,7 @@ def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iter
 
 
 def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
-    """The rows as Python objects; Parquet does not promise that a text is UTF-8."""
+    """Yields the rows as Python objects; Parquet does not promise that a text is UTF-8."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -237,7 +241,7 @@ def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
 
 
 class _Blocks:
-    """About BLOCK_BYTES at a time. Of a gzip file that breaks off, everything before the break comes first."""
+    """Reads about BLOCK_BYTES at a time; of a gzip file that breaks off, everything before the break first."""
 
     def __init__(self, stored: BinaryIO, *, is_gzip: bool) -> None:
         self._stream: Any = gzip.GzipFile(fileobj=stored) if is_gzip else stored

@@ -1,9 +1,9 @@
 """RULER-HQA: HotpotQA questions whose paragraphs stand among as many others as wanted (MemAgent, arXiv 2507.02259).
 
-A document is a title, a newline and the paragraph's sentences; a context is documents under "Document i:" headers. The
-documents beside a question's own are drawn from all paragraphs of the file, by a generator of the question's own: no
-question depends on another, on order or on processes. Positions are drawn per question too; published files have the
-same ones in every question, which `peer_positions` repeats.
+A document is a title, a newline and the paragraph's sentences; a context is documents under "Document i:" headers. Each
+question draws the other documents from all paragraphs of the file with a generator of its own, so that it depends on no
+other question, on no order and on no process. It draws the positions too. Published files have the same positions in
+every question; `peer_positions` repeats them.
 
 A file has one row per question: context, input, answers, num_docs, index, id, evidence_depths (where the needed
 documents stand, 0 to 1). Above 10,000 documents `context` is the list of their numbers in `documents.arrow` beside the
@@ -44,8 +44,9 @@ _DEPTH_BINS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceQuestion:
-    """A HotpotQA question with its own documents as (title, text); `needed` are the places of those that support its
-    answer.
+    """A HotpotQA question with its own documents as (title, text).
+
+    `needed` are the places of the documents that support its answer.
     """
 
     id: str
@@ -56,7 +57,7 @@ class SourceQuestion:
 
 
 class Pool:
-    """All different paragraphs of a file, sorted, so that their numbers depend on nothing but the file."""
+    """Holds all different paragraphs of a file, sorted, so that their numbers depend on the file alone."""
 
     def __init__(self, questions: Iterable[SourceQuestion]) -> None:
         documents = sorted({document for question in questions for document in question.documents})
@@ -69,11 +70,11 @@ class Pool:
     def arrange(
         self, question: SourceQuestion, *, num_docs: int, seed: int, peer_positions: bool = False
     ) -> tuple[list[int], list[float]]:
-        """The numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first document,
-        1 the last.
+        """Returns the numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first
+        document, 1 the last.
 
         Paragraphs that share a title with one of the question's own are not among the others. Raises ConfigError when
-        they are too few.
+        there are too few others.
         """
         own = [self._number[document] for document in question.documents]
         taken = {number for title, _ in question.documents for number in self._of_title[title]}
@@ -98,8 +99,8 @@ class Pool:
 
 
 def peer_order(num_docs: int) -> list[int]:
-    """The order of published files:
-    every list is shuffled by the same fresh generator, the question's own documents first.
+    """Returns the order of published files, which shuffle every list with the same fresh generator, the question's own
+    documents first.
     """
     order = list(range(num_docs))
     random.Random(_PEER_SEED).shuffle(order)
@@ -107,15 +108,15 @@ def peer_order(num_docs: int) -> list[int]:
 
 
 def join_documents(texts: Iterable[str]) -> str:
-    """The context that holds these documents."""
+    """Returns the context that holds these documents."""
     return "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, start=1))
 
 
 def read_sources(path: str | Path) -> list[SourceQuestion]:
-    """The questions of a HotpotQA distractor file (the published json, or FlashRAG's jsonl with `metadata`), each text
-    once.
+    """Reads the questions of a HotpotQA distractor file (the published json, or FlashRAG's jsonl with `metadata`), each
+    text once.
 
-    Raises ConfigError, naming the row and the field, for one that does not hold its own documents.
+    Raises ConfigError with row and field for a question that does not hold its own documents.
     """
     bad, questions = BadRows(), {}
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
@@ -143,12 +144,12 @@ def write_ruler(
     exclude: Collection[str] = (),
     are_known: Callable[[list[SourceQuestion]], list[bool]] | None = None,
 ) -> dict[str, Any]:
-    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which is also returned: what is in
-    the files.
+    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which says what is in the files.
+    Returns what `ruler.json` holds.
 
-    Questions are drawn once, so all lengths of a split ask the same. No question is in two splits or, by its normalised
-    text, among the texts of `exclude`; those that `are_known` calls known (a model answers them without the documents)
-    are left out. Raises ConfigError when too few are left.
+    Questions are drawn once, so all lengths of a split ask the same. No question is in two splits, and none has the
+    normalised text of one in `exclude`. Questions that `are_known` calls known (a model answers them without the
+    documents) are left out. Raises ConfigError when too few are left.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +188,8 @@ def write_ruler(
 
 
 def expand_context(numbers: Sequence[Any], *, folder: str | Path) -> str:
-    """The context that a list of document numbers stands for.
+    """Returns the context that a list of document numbers stands for.
+
     Raises ConfigError when the folder does not hold those documents.
     """
     path = Path(folder) / DOCUMENTS_FILE
@@ -206,8 +208,8 @@ def expand_context(numbers: Sequence[Any], *, folder: str | Path) -> str:
 
 
 def read_depths(path: str | Path) -> dict[str, list[float]]:
-    """Question id (as `read_questions` gives it) to the depths of its needed documents; empty for a file that does
-    not record them.
+    """Returns the depths of the needed documents by question id (as `read_questions` gives it); nothing for a file that
+    does not record them.
     """
     depths = {}
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
@@ -310,7 +312,7 @@ def _write_documents(path: Path, texts: Sequence[str]) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _document_column(path: Path, modified_ns: int) -> pa.ChunkedArray:
-    """Memory-mapped: a question's documents are read from the file, the others stay there."""
+    """Returns the memory-mapped documents, so that only those of a question are read."""
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["text"]
     except (pa.ArrowException, KeyError) as error:
@@ -350,7 +352,7 @@ def _source(row: dict[str, Any]) -> SourceQuestion:
 
 
 def _documents(context: Any) -> list[tuple[str, str]]:
-    """[[title, [sentence, ...]], ...] or {title: [...], sentences: [[...], ...]} as (title, text)."""
+    """Returns [[title, [sentence, ...]], ...] or {title: [...], sentences: [[...], ...]} as (title, text)."""
     if (
         isinstance(context, dict)
         and isinstance(context.get("title"), list)
@@ -375,7 +377,7 @@ def _documents(context: Any) -> list[tuple[str, str]]:
 
 
 def _titles(facts: Any) -> list[str]:
-    """The titles of [[title, sentence], ...] or {title: [...], sent_id: [...]}."""
+    """Returns the titles of [[title, sentence], ...] or {title: [...], sent_id: [...]}."""
     if isinstance(facts, dict):
         titles = facts.get("title")
     else:

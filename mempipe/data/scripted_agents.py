@@ -1,9 +1,9 @@
-"""Scripts that play the agents on questions of the synthetic world, well or badly: what the tiny model imitates before
+"""Scripts that play the agents on questions of the synthetic world, well or badly. The tiny model imitates them before
 it learns by itself.
 
-Every agent has a script that writes its messages in its own grammar. What they note is the same: a list of facts
-("known Velmora mayor Osvin;"). So is what they err in: a fact that was read is not noted, a query names no entity, an
-answer comes too early.
+Every agent has a script that writes messages in the agent's own grammar. All scripts note the same list of facts
+("known Velmora mayor Osvin;") and make the same errors: they do not note a fact that they read, search without naming
+the entity, or answer too early.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Noise:
     vague_query: float = 0.2
     """Search for the relation without naming the entity."""
     forget: float = 0.65
-    """Leave the fact just read out of what is noted. Above 0.5, so that the most likely note is the useless one."""
+    """Leave out of the note the fact just read. Above 0.5, so that the most likely note is the useless one."""
 
 
 NO_NOISE = Noise(answer_early=0.0, vague_query=0.0, forget=0.0)
@@ -47,8 +47,8 @@ NO_NOISE = Noise(answer_early=0.0, vague_query=0.0, forget=0.0)
 class ScriptedAgent(ABC):
     """Writes the messages of one trajectory the way a trained policy would, with mistakes drawn from `noise`.
 
-    `reply` reads nothing but the text that a model would see. Same question, same seed and same observations: same
-    replies. `num_noted` is how many facts, the newest, are kept in a memory; 0: all.
+    `reply` reads nothing but the text that a model would see. The same question, seed and observations give the same
+    replies. A memory keeps the newest `num_noted` facts; 0: all.
     """
 
     question: str
@@ -64,11 +64,12 @@ class ScriptedAgent(ABC):
 
     @abstractmethod
     def reply(self, prompt: str) -> str:
-        """The next message that is sampled, without a stop token, after the decoded `prompt` of a context."""
+        """Returns the next message, without a stop token, after the decoded `prompt` of a context."""
 
     def _next_query(self, facts: Sequence[Fact]) -> tuple[str, str] | None:
-        """The next missing relation and the query for it; None to answer:
-        once the chain is complete or the turns are spent, or early.
+        """Returns the next missing relation and the query for it.
+
+        Returns None to answer: when the chain is complete, when the turns are spent, or early by mistake.
         """
         self._turn += 1
         entity, missing = self._progress(facts)
@@ -81,7 +82,7 @@ class ScriptedAgent(ABC):
         return missing[0], search_query(missing[0], "" if self._chance(self.noise.vague_query) else entity)
 
     def _read(self, facts: list[Fact], observation: str) -> list[Fact]:
-        """The next missing fact, if it is in the observation and not forgotten."""
+        """Returns the next missing fact, if it is in the observation and is not forgotten."""
         entity, missing = self._progress(facts)
         if self._chance(self.noise.forget) or not missing:
             return []
@@ -89,12 +90,12 @@ class ScriptedAgent(ABC):
         return [(entity, missing[0], found[1])] if found else []
 
     def _searched(self, facts: Sequence[Fact], query: str) -> bool:
-        """Tells whether the query is the one for the next missing fact; what else is found teaches nothing."""
+        """Tells whether the query asks for the next missing fact; other passages teach nothing."""
         entity, missing = self._progress(facts)
         return bool(missing) and query == search_query(missing[0], entity)
 
     def _progress(self, facts: Sequence[Fact]) -> tuple[str, tuple[str, ...]]:
-        """The entity that the facts lead to, and the relations still to be followed from there."""
+        """Returns the entity that the facts lead to, and the relations still to be followed from there."""
         entity, relations = parse_question(self.question)
         if not facts:
             return entity, relations
@@ -110,7 +111,7 @@ class ScriptedAgent(ABC):
 
 
 class ScriptedMemSearcher(ScriptedAgent):
-    """A thought and a call or a box; after passages the memory."""
+    """Writes a thought and a call or a box, and after passages the memory."""
 
     def reply(self, prompt: str) -> str:
         facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
@@ -124,7 +125,7 @@ class ScriptedMemSearcher(ScriptedAgent):
 
 
 class ScriptedMem1(ScriptedAgent):
-    """A thought that holds all that is known, and a query or an answer."""
+    """Writes a thought that holds all that is known, and a query or an answer."""
 
     def reply(self, prompt: str) -> str:
         facts, new = self._facts(prompt)
@@ -146,7 +147,7 @@ class ScriptedMem1(ScriptedAgent):
 
 
 class ScriptedReact(ScriptedMem1):
-    """The same, but a thought holds only what is new: earlier thoughts stay readable."""
+    """Writes the same, but only what is new in a thought: earlier thoughts stay readable."""
 
     def reply(self, prompt: str) -> str:
         facts, new = self._facts(prompt)
@@ -154,7 +155,7 @@ class ScriptedReact(ScriptedMem1):
 
 
 class ScriptedMemAgent(ScriptedAgent):
-    """A memory that says what is looked for and what is known; at last a box."""
+    """Writes a memory that says what is looked for and what is known, and in the end a box."""
 
     def reply(self, prompt: str) -> str:
         facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
@@ -186,7 +187,7 @@ class ScriptedMemTrain(ScriptedAgent):
         return f"{plan} {known(self._noted([*(fact for fact in facts if fact not in needed), *needed]))}"
 
     def _needed(self, facts: Sequence[Fact]) -> list[Fact]:
-        """The facts that the question needs, in its order, as far as they are known."""
+        """Returns the known facts that the question needs, in its order."""
         entity, relations = parse_question(self.question)
         values = {(subject, relation): value for subject, relation, value in facts}
         needed: list[Fact] = []
@@ -199,12 +200,12 @@ class ScriptedMemTrain(ScriptedAgent):
 
 
 def vocabulary() -> list[str]:
-    """Every word that worlds and scripts write, names included, sorted."""
+    """Returns every word that worlds and scripts write, names included, sorted."""
     return sorted(words().union(f"{KNOWS_NOTHING} need answer of".split()))
 
 
 def known(facts: Sequence[Fact]) -> str:
-    """The facts as they are noted."""
+    """Returns the facts as a note."""
     return (
         "known" + "".join(f" {entity} {relation} {value};" for entity, relation, value in facts)
         if facts
@@ -213,7 +214,7 @@ def known(facts: Sequence[Fact]) -> str:
 
 
 def parse_facts(text: str) -> list[Fact]:
-    """The complete facts of a note, in order; anything else in it is passed over."""
+    """Returns the complete facts of a note in order, and passes over anything else in it."""
     return re.findall(r"(\w+) (\w+) (\w+);", text)
 
 
@@ -232,7 +233,7 @@ def boxed(entity: str) -> str:
 
 
 def _recalled(facts: Sequence[Fact], section: str) -> str:
-    """What a known fact puts in the place of [TARGET]."""
+    """Returns the name that a known fact puts in the place of [TARGET]."""
     for asked in stated_facts(section):
         for fact in facts:
             hidden = [value for name, value in zip(asked, fact, strict=True) if name == TARGET]
@@ -242,6 +243,6 @@ def _recalled(facts: Sequence[Fact], section: str) -> str:
 
 
 def _last_between(text: str, start: str, end: str) -> str:
-    """Returns what stands between the last `end` and the `start` before it, stripped; "" when there is none."""
+    """Returns the text between the last `end` and the `start` before it, stripped; "" when there is none."""
     head, found, _ = text.rpartition(end)
     return head.rpartition(start)[2].strip() if found and start in head else ""

@@ -33,14 +33,15 @@ _GROUPS_PER_ROW_GROUP = 64
 
 @functools.cache
 def arrow_schema(cls: type) -> pa.Schema:
-    """One column per field of the dataclass:
-    int64, float64, string, bool, lists and structs of them. Enums are strings.
+    """Returns one column per field of the dataclass: int64, float64, string, bool, lists and structs of them.
+
+    Enums become strings.
     """
     return pa.schema(list(_arrow_type(cls)))
 
 
 def group_to_table(group: Group) -> pa.Table:
-    """One row. The schema is the same for every group, also where lists are empty or values are None."""
+    """Returns one row. Every group has the same schema, also where lists are empty or values are None."""
     return records_to_table([group])
 
 
@@ -50,14 +51,14 @@ def records_to_table(records: Sequence[Any]) -> pa.Table:
 
 
 def table_to_groups(table: pa.Table) -> list[Group]:
-    """The groups of a table made of `group_to_table` rows. They hold nothing of the table's memory."""
+    """Returns the groups of a table of `group_to_table` rows. They hold nothing of the table's memory."""
     return [group for batch in table.to_batches() for group in _records(Group, batch.to_struct_array())]
 
 
 @functools.cache
 def trajectories_schema() -> pa.Schema:
-    """Columns of the file: `question_*`, `group_num_retries`, `group_seconds`, then the fields of `Trajectory`
-    (`group_id` among them).
+    """Returns the columns of the file: `question_*`, `group_num_retries`, `group_seconds`, then the fields of
+    `Trajectory` (`group_id` among them).
     """
     question = [column.with_name(f"question_{column.name}") for column in arrow_schema(Question)]
     group = [arrow_schema(Group).field(name).with_name(f"group_{name}") for name in _GROUP_FIELDS]
@@ -84,7 +85,7 @@ def write_trajectories(path: str | Path, groups: Iterable[Group]) -> int:
 
 
 def read_trajectories(path: str | Path) -> list[Group]:
-    """The groups of the file, in the order in which they were written."""
+    """Returns the groups of the file in the order in which they were written."""
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in pq.read_table(path).to_pylist():
         rows_of.setdefault(row["group_id"], []).append(row)

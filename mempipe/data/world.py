@@ -1,11 +1,10 @@
-"""The synthetic world: entities, facts, one passage per entity, and questions that take one fact or several, one behind
-the other.
+"""The synthetic world: entities, facts, one passage per entity, and questions that need a chain of facts.
 
-A world is drawn from a seed. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a
-held-out world is true in a training world. The language is small on purpose. A question walks its chain from left to
-right ("What is Velmora's mayor's employer?"), and a passage puts every value right behind the name of its relation
-("... is led by mayor Osvin ..."). Agents that search find the passages in an index; for those that read, every question
-has a document of a few of them.
+A seed draws a world. All worlds share their name pools, so that a tokenizer knows every name, but no fact of a held-out
+world is true in a training world. The language is small on purpose. A question names its chain from left to right
+("What is Velmora's mayor's employer?"), and a passage puts every value right after the name of its relation
+("... is led by mayor Osvin ..."). Agents that search find the passages in an index; for agents that read, every
+question has a document of a few of them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ COUNTS = {"person": 30, "film": 14, "book": 12, "company": 16, "city": 24, "coun
 OPENINGS = ("What is", "Name", "Find", "Look up")
 LONG_WALKS = 1000
 DOCUMENT_PASSAGES = 4
-"""Passages in the document of a question; of a question with more hops there are as many as those."""
+"""Passages in the document of a question; a question with more hops has one for each hop."""
 PASSAGE_TOKENS = 21
 """Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an
 agent that reads one passage at a time."""
@@ -102,7 +101,7 @@ NAME_POOLS: dict[str, tuple[str, ...]] = {
 
 
 def words() -> set[str]:
-    """Every word of questions and passages, names included."""
+    """Returns every word of questions and passages, names included."""
     texts = [*OPENINGS, "'s The and"]
     for kind, relations in RELATIONS.items():
         texts += [kind, *(f"{' '.join(r.leads)} {r.name}" for r in relations)]
@@ -118,7 +117,7 @@ class Chain:
 
 
 class World:
-    """Entities, facts and passages drawn from `seed`. `forbidden` facts (entity, relation, value) are not drawn."""
+    """Draws entities, facts and passages from `seed`, without the `forbidden` facts (entity, relation, value)."""
 
     def __init__(self, seed: int, *, id: str = "", forbidden: frozenset[tuple[str, str, str]] = frozenset()) -> None:
         self.id = id or f"world-{seed}"
@@ -137,20 +136,20 @@ class World:
 
     @property
     def passages(self) -> list[Passage]:
-        """Returns what there is to be found, one passage per entity."""
+        """Returns one passage per entity."""
         return list(self._passages.values())
 
     def facts_about(self, entity: str) -> list[tuple[str, str, str]]:
-        """The facts of one entity as (entity, relation, value)."""
+        """Returns the facts of one entity as (entity, relation, value)."""
         return [(entity, r.name, self._facts[entity, r.name]) for r in RELATIONS[self._kind[entity]]]
 
     @property
     def facts(self) -> frozenset[tuple[str, str, str]]:
-        """All facts as (entity, relation, value)."""
+        """Returns all facts as (entity, relation, value)."""
         return frozenset((entity, relation, value) for (entity, relation), value in self._facts.items())
 
     def questions(self, count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)) -> list[Question]:
-        """`count` questions about different chains, the hop counts in equal shares and taking turns.
+        """Returns `count` questions about different chains; the hop counts take turns.
 
         Raises ValueError when the world has fewer chains than asked for.
         """
@@ -170,7 +169,7 @@ class World:
         return questions
 
     def chains(self, num_hops: int) -> list[Chain]:
-        """Every chain of `num_hops` facts in which no relation and no entity occurs twice."""
+        """Returns every chain of `num_hops` facts in which no relation and no entity occurs twice."""
         if num_hops == 0:
             return [Chain((name,), ()) for name in self._kind]
         if num_hops not in self._chains:
@@ -183,8 +182,8 @@ class World:
         return self._chains[num_hops]
 
     def long_question(self, num_hops: int, *, seed: int) -> Question:
-        """A question about a random walk of `num_hops` facts. No entity occurs twice, and no three neighbouring
-        relations, so that the last three facts tell how far one has come.
+        """Returns a question about a random walk of `num_hops` facts. No entity and no three neighbouring relations
+        occur twice, so that the last three facts tell how far one has come.
 
         Raises ValueError when no such walk is found.
         """
@@ -199,7 +198,7 @@ class World:
         )
 
     def _walk(self, num_hops: int, rng: random.Random) -> Chain:
-        """A random chain of `num_hops` facts, or as many as there are before its end is reached."""
+        """Draws a chain of `num_hops` facts, or of fewer where it cannot go on."""
         entities, relations = (rng.choice(list(self._kind)),), ()
         while len(relations) < num_hops:
             triples = set(zip(relations, relations[1:], relations[2:], strict=False))
@@ -233,7 +232,9 @@ class World:
         )
 
     def _described(self, chain: Chain, rng: random.Random) -> list[str]:
-        """The entities whose passages make the document: those that the chain needs, in reading order, among others."""
+        """Returns the entities whose passages make the document: those that the chain needs, in reading order, among
+        others.
+        """
         needed = chain.entities[:-1]
         others = rng.sample(
             [name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed))
@@ -243,11 +244,11 @@ class World:
         return others
 
     def _values(self, names: Sequence[str]) -> list[str]:
-        """What the passages about these entities say of them, in reading order, each once."""
+        """Returns the values that the passages about these entities state, in reading order, each once."""
         return list(dict.fromkeys(value for name in names for _, _, value in self.facts_about(name)))
 
     def _document(self, names: Sequence[str]) -> str:
-        """The passages about these entities, one a line, filled up with full stops to equal length."""
+        """Returns the passages about these entities, one a line, filled up with full stops to equal length."""
         texts = [self._passages[name].text for name in names]
         return "\n".join(text + "." * (PASSAGE_TOKENS - 1 - len(re.findall(r"\w+|\.", text))) for text in texts)
 
@@ -263,7 +264,7 @@ class World:
 
 
 def make_worlds(num_train: int, *, num_held_out: int, seed: int) -> tuple[list[World], list[World]]:
-    """Training worlds and held-out worlds; no fact of the latter is true in one of the former."""
+    """Returns training worlds and held-out worlds; no fact of the latter is true in one of the former."""
     held_out = [World(_derive(seed, "held-out", i), id=f"held-out-{i}") for i in range(num_held_out)]
     forbidden = frozenset().union(*(world.facts for world in held_out))
     train = [World(_derive(seed, "train", i), id=f"train-{i}", forbidden=forbidden) for i in range(num_train)]
@@ -273,7 +274,7 @@ def make_worlds(num_train: int, *, num_held_out: int, seed: int) -> tuple[list[W
 def make_questions(
     worlds: Sequence[World], count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)
 ) -> list[Question]:
-    """`count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts."""
+    """Returns `count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts."""
     shares = [count // len(worlds) + (i < count % len(worlds)) for i in range(len(worlds))]
     questions: list[Question] = []
     for i, (world, share) in enumerate(zip(worlds, shares, strict=True)):
@@ -288,7 +289,7 @@ def question_text(chain: Chain, opening: str) -> str:
 
 
 def stated_facts(text: str) -> list[tuple[str, str, str]]:
-    """The facts (entity, relation, value) of a passage, in order; a name may be a [TARGET]."""
+    """Returns the facts (entity, relation, value) of a passage in order; a name may be a [TARGET]."""
     name = rf"(\w+|{re.escape(TARGET)})"
     passage = re.search(rf"The \w+ {name} (.*)", text)
     if passage is None:
@@ -298,8 +299,10 @@ def stated_facts(text: str) -> list[tuple[str, str, str]]:
 
 
 def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
-    """The entity a question starts from and its relations in order.
-    Raises ValueError for a question of another form."""
+    """Returns the entity that a question starts from and its relations in order.
+
+    Raises ValueError for a question of another form.
+    """
     match = re.fullmatch(rf"(?:{'|'.join(OPENINGS)}) (\w+)((?:'s \w+)+)\?", text)
     if match is None:
         raise ValueError(
@@ -309,5 +312,5 @@ def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _derive(seed: int, *parts: str | int) -> int:
-    """A seed of its own for every purpose."""
+    """Returns a seed of its own for every purpose."""
     return random.Random(f"{seed}:{':'.join(map(str, parts))}").getrandbits(48)

@@ -66,20 +66,20 @@ class LexicalIndex:
         return cls(settings, vocabulary, starts, rows, weights)
 
     def spec(self) -> dict[str, Any]:
-        """Returns what an index's manifest keeps of it."""
+        """Returns the settings that an index's manifest keeps."""
         return dict(self._settings)
 
     def search(self, queries: Sequence[str], depth: int, rows: tuple[int, int] | None = None) -> list[Scored]:
-        """For every query the best `depth` passages of the row range (None: all) that share a word with it; ties by
-        row.
+        """Returns for every query the best `depth` passages of the row range (None: all) that share a word with it.
 
-        An answer does not depend on the other queries, nor on the order of a query's words.
+        Equal scores are in the order of rows. An answer depends neither on the other queries nor on the order of a
+        query's words.
         """
         first, last = rows if rows is not None else (0, self.num_passages)
         return [_best(self._scores(query, first, last), first, depth) for query in queries]
 
     def _scores(self, query: str, first: int, last: int) -> npt.NDArray[np.float32]:
-        """The scores of rows `first` to `last`, which is not included."""
+        """Returns the scores of the rows from `first` up to, not including, `last`."""
         scores = np.zeros(last - first, dtype=np.float32)
         for word, count in sorted(Counter(words(query)).items()):  # sorted: float32 sums depend on the order
             start, stop = self._postings(word)

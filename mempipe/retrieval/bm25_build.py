@@ -1,8 +1,8 @@
-"""Building a BM25 index in memory that hardly grows with the corpus.
+"""Builds a BM25 index in memory that hardly grows with the corpus.
 
-Passages are counted in blocks, each written to disk with its words in order; then all blocks are read side by side, a
-range of words at a time, and merged into the files of `mempipe.retrieval.bm25`. Memory holds one block, then one range,
-and throughout 4 bytes for every passage (its length) and the words of the corpus.
+The build counts words in blocks of passages and writes each block to disk with its words in order. Then it reads all
+blocks side by side, a range of words at a time, and merges them into the files of `mempipe.retrieval.bm25`. Memory
+holds one block, later one range, and always 4 bytes for every passage (its length) and the words of the corpus.
 
 The weight of a word in a passage is Lucene's: ln(1 + (N - n + 0.5) / (n + 0.5)) · f / (f + k1 (1 - b + b l / L)) for a
 word in n of N passages, f times in this one, whose length is l of L on average, in words that count.
@@ -204,11 +204,6 @@ def _last_on_offer(block: _Block, place: int, offer: int) -> int:
     """Returns the place of the last word from `place` on that ends within `offer` postings; at least `place`."""
     starts = block.starts(place, place + offer)
     return place + max(int(np.searchsorted(starts, starts[0] + offer, side="right")) - 2, 0)
-
-
-def _place_after(vocabulary: pa.Array, word: str, first: int) -> int:
-    """Returns the place of the first word after `word`, from place `first` on."""
-    return bisect.bisect_right(range(len(vocabulary)), word, lo=first, key=lambda i: vocabulary[i].as_py())
 
 
 def _merged_range(

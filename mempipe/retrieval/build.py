@@ -1,5 +1,5 @@
-"""From a corpus to an index folder, in steps that may be killed at any point and begun again: read, encode, assemble,
-finish.
+"""Builds an index folder from a corpus in steps: read, encode, assemble, finish. A build that was killed goes on where
+it stopped.
 
     .NAME.building/                 becomes NAME in the end, in one rename
         passages/00000000.arrow     a segment: `segment_passages` passages, in the order of the corpus
@@ -7,10 +7,10 @@ finish.
         lexical/                    a BM25 index
         unfinished/                 settings, how far reading came, vectors that are in no shard yet
 
-Every file appears by a rename when it is whole, and depends on nothing but corpus and settings; so an interrupted build
-ends with the same bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage
-(ids seen), one shard of vectors, and the BM25 index. Needs no Ray: `mempipe.actors.indexing` runs `read` and `encode`
-as a stream.
+Every file appears by a rename when it is whole and depends on corpus and settings alone, so an interrupted build ends
+with the same bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage (ids
+seen), one shard of vectors, and the BM25 index. This module needs no Ray: `mempipe.actors.indexing` runs `read` and
+`encode_segment` as a stream.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Some passages of the corpus that follow one another. `partitions`: names and lengths of the runs in it."""
+    """Passages of the corpus that follow one another; `partitions` are the names and lengths of their runs."""
 
     number: int
     count: int
@@ -86,11 +86,11 @@ class IndexBuild:
     """One unfinished index."""
 
     def __init__(self, config: IndexConfig, files: Sequence[CorpusFile], *, lock: bool = True) -> None:
-        """Takes up the unfinished build of the same settings and corpus, or begins one. `lock` is for the process in
-        charge.
+        """Continues the unfinished build of the same settings and corpus, or begins one. The process in charge takes
+        the `lock`.
 
-        Raises ConfigError when the output holds something, when an unfinished build is of other settings or another
-        corpus, or is under way, and when faiss does not know the factory.
+        Raises ConfigError when the output holds something, when an unfinished build has other settings or another
+        corpus or is under way, and when faiss does not know the factory.
         """
         self._config = config
         self._files = list(files)
@@ -109,8 +109,11 @@ class IndexBuild:
             (self.folder / name).mkdir(exist_ok=True)
 
     def read(self) -> Iterator[Segment]:
-        """All segments: first those that are there, then the rest of the corpus. Raises ConfigError as
-        `read_segments` does, for an empty corpus, and for one whose partitions do not hang together."""
+        """Yields all segments: first those that were read before, then the rest of the corpus.
+
+        Raises ConfigError as `read_segments` does, for an empty corpus, and when the passages of a partition do not
+        follow one another.
+        """
         seen, known, position = SeenIds(), _Partitions(), CorpusPosition()
         number = 0
         factory = self._config.faiss.factory if self._config.encoder is not None else "Flat"
@@ -143,7 +146,7 @@ class IndexBuild:
             raise ConfigError(f"corpus {', '.join(config.corpus)} holds no passage; an index needs at least one")
 
     def segments(self) -> Iterator[Segment]:
-        """Those that were read so far."""
+        """Yields the segments that were read so far."""
         for number in itertools.count():
             file = self._segment_record(number)
             if not file.exists():
@@ -164,15 +167,15 @@ class IndexBuild:
         return segment
 
     def needs_vectors(self, segment: Segment) -> bool:
-        """Tells whether the segment is to be encoded yet."""
+        """Tells whether the segment is still to be encoded."""
         if self._config.encoder is None or (self.folder / MANIFEST).exists():
             return False
         shard = self._shard_file(segment.number // self._shard_segments)
         return not encoded_file(self.folder, segment.number).exists() and not shard.exists()
 
     def finish(self, encoder: Encoder | None, note: Callable[[str], None] = lambda _: None) -> Manifest:
-        """Assembles what was read and encoded, writes the manifest and puts the index in its place. `note` hears what
-        is done.
+        """Assembles what was read and encoded, writes the manifest and moves the index to its place; tells `note` each
+        step.
 
         Raises ConfigError when faiss cannot make or train such an index of these vectors.
         """
@@ -190,7 +193,7 @@ class IndexBuild:
         return read_manifest(self._output)[0]
 
     def discard(self) -> None:
-        """Forgets the unfinished build."""
+        """Deletes the unfinished build."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check_settings(self) -> None:
@@ -213,7 +216,7 @@ class IndexBuild:
 
     @property
     def _shard_segments(self) -> int:
-        """Segments in one shard."""
+        """Returns the number of segments in one shard."""
         return max(self._config.faiss.shard_passages // self._config.segment_passages, 1)
 
     def _segment_record(self, number: int) -> Path:
@@ -251,7 +254,7 @@ class IndexBuild:
         )
 
     def _template(self, segments: Sequence[Segment], dimension: int, note: Callable[[str], None]) -> Any:
-        """An empty index, trained if its kind needs that; the same one for every shard."""
+        """Returns an empty index, trained if its kind needs that. Every shard begins as a copy of it."""
         file = self._unfinished / "trained.faiss"
         if file.exists():
             return faiss.read_index(str(file))
@@ -269,8 +272,9 @@ class IndexBuild:
         return faiss.read_index(str(file))
 
     def _recall(self, segments: Sequence[Segment], note: Callable[[str], None]) -> dict[str, Any]:
-        """Returns how many of the 10 nearest neighbours of passages drawn at random the index finds,
-        themselves left out."""
+        """Returns the share of the 10 nearest neighbours that the index finds for passages drawn at random; none is its
+        own neighbour.
+        """
         file = self._unfinished / "recall.json"
         if not file.exists():
             note(f"measuring recall@{RECALL_AT} against an exact search")
@@ -292,7 +296,7 @@ class IndexBuild:
         return json.loads(file.read_text())
 
     def _rows(self, segments: Sequence[Segment], count: int) -> npt.NDArray[np.int64]:
-        """Distinct rows drawn with the seed, in ascending order."""
+        """Draws distinct rows with the seed and returns them in ascending order."""
         total = sum(segment.count for segment in segments)
         return np.sort(np.random.default_rng(self._config.seed).choice(total, size=min(count, total), replace=False))
 
@@ -300,7 +304,7 @@ class IndexBuild:
         return self._gather(segments, self._rows(segments, count))
 
     def _gather(self, segments: Sequence[Segment], rows: npt.NDArray[np.int64]) -> Vectors:
-        """The vectors of ascending `rows`."""
+        """Returns the vectors of ascending `rows`."""
         first, parts = 0, []
         for segment in segments:
             inside = rows[(rows >= first) & (rows < first + segment.count)] - first
@@ -351,12 +355,12 @@ class IndexBuild:
 def build_index(
     passages: Iterable[Passage], folder: str | Path, *, encoder: Encoder | None = None, **settings: Any
 ) -> Manifest:
-    """The index of a few passages, made in this process (by default with a HashingEncoder); `settings` are those of
+    """Builds the index of a few passages in this process, by default with a HashingEncoder; `settings` are those of
     IndexConfig.
 
-    Passages of one partition must come one after the other. The same passages and encoder give the same bytes. Raises
-    ConfigError when they do not, when there are none, and when `folder` exists and holds anything; OSError when the
-    disk is full. Nothing is left then.
+    Passages of one partition must follow one another. The same passages and encoder give the same bytes. Raises
+    ConfigError when a partition is torn apart, when there is no passage, and when `folder` holds anything; OSError when
+    the disk is full. It leaves nothing then.
     """
     encoder = encoder or HashingEncoder()
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
@@ -379,7 +383,8 @@ def build_index(
 
 def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
     """Writes the vectors of one segment, float32 [count, dimension].
-    For any number of processes, each with other segments.
+
+    Any number of processes may do so at the same time, each for segments of its own.
     """
     passages = [Passage(**row) for batch in read_batches(segment_file(folder, number)) for row in batch.to_pylist()]
     vectors = encoder.encode_passages(passages)
@@ -392,8 +397,8 @@ def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
 
 
 def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
-    """Makes an index folder of other people's files, which stay where they are: a faiss index and the jsonl that it was
-    built from.
+    """Makes an index folder of other people's files, a faiss index and the jsonl that it was built from. They stay
+    where they are.
 
     Raises ConfigError when they do not fit together, when the index is not by inner product, and when `output` holds
     something.
@@ -441,7 +446,8 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
 
 
 def make_index(config: FaissConfig, dimension: int) -> Any:
-    """An empty, untrained index by inner product.
+    """Returns an empty, untrained index by inner product.
+
     Raises ConfigError when faiss does not know the factory or the search parameters.
     """
     with _faiss_faults(config):
@@ -470,7 +476,7 @@ def write_faiss(index: Any, file: Path) -> None:
 
 
 class _Partitions:
-    """The row range of every partition, as segment after segment is read."""
+    """Collects the row range of every partition, segment after segment."""
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[int, int]] = {}
@@ -489,7 +495,7 @@ class _Partitions:
 
 
 def _lock(folder: Path, output: str) -> IO[bytes]:
-    """Held as long as the file is open; the system lets go of it when the process dies."""
+    """Locks the build for as long as the returned file is open; the system ends the lock when the process dies."""
     file = (folder / UNFINISHED / "lock").open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -511,8 +517,9 @@ def _faiss_faults(config: FaissConfig) -> Iterator[None]:
 
 @contextmanager
 def _threads(factory: str, graph_threads: int) -> Iterator[None]:
-    """A graph depends on who adds first, so that only one thread builds the same one twice;
-    other kinds take all cores."""
+    """Sets the threads that add vectors. A graph depends on who adds first, so only one thread builds the same graph
+    twice; other kinds take all cores.
+    """
     before = faiss.omp_get_max_threads()
     if "HNSW" in factory or "NSG" in factory:
         faiss.omp_set_num_threads(graph_threads)
@@ -523,7 +530,7 @@ def _threads(factory: str, graph_threads: int) -> Iterator[None]:
 
 
 def _train(index: Any, sample: Vectors) -> None:
-    """Trains with the centroids on GPUs, where there are any."""
+    """Trains the index, with the centroids on GPUs where there are any."""
     if num_visible_gpus():
         lists = faiss.try_extract_index_ivf(index)
         if lists is not None:
@@ -537,7 +544,7 @@ def _blocks(vectors: Vectors) -> Iterator[Vectors]:
 
 
 def _nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> list[npt.NDArray[np.int64]]:
-    """Rows of the `count` largest inner products for every query, by comparing all."""
+    """Returns the rows of the `count` largest inner products for every query by comparing all."""
     best: list[Scored] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
     first = 0
     for block in blocks:

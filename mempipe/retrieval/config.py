@@ -20,11 +20,11 @@ class RetrievalConfig(Section):
     index folder.
     """
     mode: Literal["auto", "dense", "lexical", "fusion"] = "auto"
-    """By vectors, by words (BM25), by both (reciprocal rank fusion), or by all that the index has."""
+    """Search by vectors, by words (BM25), by both (reciprocal rank fusion), or by all that the index has."""
     encoder_path: str = ""
     """Where the index's encoder lies on this cluster; empty: where it lay when the index was built."""
     num_passages: int = Field(5, ge=1)
-    """Passages per search when the call names no number: told in the tool schema and used by the retriever."""
+    """Passages per search when the call names no number; the tool schema says it and the retriever uses it."""
     max_passages: int = Field(10, ge=1)
     """The most passages that a call may ask for."""
     max_query_chars: int = Field(1000, ge=1)
@@ -32,11 +32,11 @@ class RetrievalConfig(Section):
     num_replicas: int = Field(1, ge=1)
     """Actors that answer searches, each with encoder, caches and passages."""
     shard_actors: int = Field(0, ge=0)
-    """Actors among which the vectors are split; 0:
-    every replica holds all of them (memory-mapped, shared by those on one machine).
+    """Actors among which the vectors are split; 0: every replica holds all of them, memory-mapped and shared on one
+    machine.
     """
     num_gpus: int = Field(0, ge=0)
-    """GPUs of every actor that holds vectors, to which its shards are dealt out in float16; 0: searched on CPUs."""
+    """GPUs of every actor that holds vectors; its shards are spread over them in float16. 0: CPUs search."""
     num_threads: int = Field(0, ge=0)
     """CPU threads with which one actor encodes and searches; 0: as many as the machine has cores."""
     batch_wait_ms: float = Field(2.0, ge=0)
@@ -101,13 +101,11 @@ class FaissConfig(Section):
     train_passages: int = Field(1_000_000, ge=1)
     """Passages drawn at random to train the kinds that need it (IVF, PQ, SQ8)."""
     shard_passages: int = Field(4_000_000, ge=1)
-    """Passages in one faiss file.
-    The build holds one shard in memory; shards can be searched by actors on several nodes.
+    """Passages in one faiss file, a shard. The build holds one shard in memory; actors on several nodes can share the
+    shards of a search.
     """
     graph_threads: int = Field(1, ge=1)
-    """Threads that add to an HNSW graph.
-    With more than one the graph, and so its checksum, differs from build to build.
-    """
+    """Threads that add to an HNSW graph. With more than one the graph and its checksum differ from build to build."""
 
 
 class IndexConfig(Section):

@@ -1,5 +1,5 @@
-"""Text encoders for dense retrieval:
-hashed bags of words, Hugging Face models such as E5, and sentence-transformers models.
+"""Text encoders for dense retrieval: hashed bags of words, Hugging Face models such as E5, and sentence-transformers
+models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Texts to vectors, float32 [n, dimension], of length 1 (0 for a text without a known word). Any string is a text.
+    """Makes vectors of texts, float32 [n, dimension], of length 1 (0 for a text without a known word). Any string is a
+    text.
 
     The same list gives the same vectors to the last bit, whatever was encoded before; equal texts of one list have
     equal vectors. Between lists a model's vector of a text may differ by rounding, since it depends on the texts that
@@ -41,7 +42,7 @@ class Encoder(Protocol):
     dimension: int
 
     def spec(self) -> dict[str, Any]:
-        """Returns what an index's manifest keeps: `make_encoder` makes the same encoder of it."""
+        """Returns what an index's manifest keeps; `make_encoder` makes the same encoder of it."""
         ...
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors: ...
@@ -50,8 +51,9 @@ class Encoder(Protocol):
 
 
 def _checked(init: Callable[P, None]) -> Callable[P, None]:
-    """The constructor of an encoder with its arguments checked against their types.
-    Raises ConfigError, one line per wrong setting.
+    """Returns the constructor of an encoder that checks its arguments against their types.
+
+    It raises ConfigError with one line per wrong setting.
     """
     validated = validate_call(init)
     parameters = list(inspect.signature(init).parameters)
@@ -124,7 +126,7 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
 def words(text: str) -> list[str]:
-    """The words that count, in order: case-folded, without accents, without `STOP_WORDS`."""
+    """Returns the words that count, in order: case-folded, without accents, without `STOP_WORDS`."""
     if not text.isascii():
         decomposed = unicodedata.normalize("NFKD", replace_surrogates(text))
         text = "".join(character for character in decomposed if not unicodedata.combining(character))
@@ -308,11 +310,11 @@ ENCODERS: dict[str, Callable[..., Encoder]] = {
 
 
 def make_encoder(spec: Mapping[str, Any], path: str = "") -> Encoder:
-    """The encoder that a config or an index's manifest describes: its kind and settings, those left out at their
-    defaults.
+    """Makes the encoder that a config or an index's manifest describes by its kind and settings; missing settings have
+    their defaults.
 
-    `path` says where the model lies now, if not where the spec says. Raises ConfigError when there is no such encoder
-    or setting, and when the spec has a dimension or fingerprint and the model's is another.
+    `path` is where the model lies now, if not where the spec says. Raises ConfigError when there is no such encoder or
+    setting, and when the model has another dimension or fingerprint than the spec.
     """
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in ENCODERS:
@@ -338,7 +340,7 @@ def check_same_encoder(found: Mapping[str, Any], expected: Mapping[str, Any]) ->
 
 
 def _model_folder(path: str) -> str:
-    """The folder of the model that an installed package of this name carries; `path` itself where there is none."""
+    """Returns the folder of the model that an installed package of this name carries, or `path` itself."""
     try:
         files = [] if Path(path).is_dir() else importlib.metadata.files(path) or []
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -354,7 +356,7 @@ def _check_positions(path: str, max_tokens: int, config: Any) -> None:
 
 
 def _fingerprint(weights: Mapping[str, Any], vocabulary: Mapping[str, int], *others: str) -> str:
-    """A hash of all weights (as float32), of the vocabulary, and of `others`."""
+    """Hashes all weights (as float32), the vocabulary, and `others`."""
     digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -365,12 +367,12 @@ def _fingerprint(weights: Mapping[str, Any], vocabulary: Mapping[str, int], *oth
 
 
 def _passage_text(passage: Passage) -> str:
-    """As wiki-18 writes it: title in quotes, newline, text."""
+    """Returns the passage as wiki-18 writes it: title in quotes, newline, text."""
     return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
 
 
 def _pooled(states: Any, mask: Any, pooling: str) -> Any:
-    """Vectors [rows, dimension] of states [rows, tokens, dimension]; `mask` [rows, tokens] is 1, then 0 for padding."""
+    """Pools states [rows, tokens, dimension] to [rows, dimension]; `mask` [rows, tokens] is 1, then 0 for padding."""
     if pooling == "cls":
         return states[:, 0]
     lengths = mask.sum(1, keepdim=True)
@@ -387,7 +389,8 @@ def _encode_distinct(
     *,
     normalize: bool = True,
 ) -> Vectors:
-    """Vectors in the order of `texts`; equal texts are encoded once.
+    """Returns vectors in the order of `texts` and encodes equal texts once.
+
     Raises RuntimeError for a vector that is not finite.
     """
     texts = [replace_surrogates(text) for text in texts]

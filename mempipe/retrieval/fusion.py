@@ -1,4 +1,4 @@
-"""Rankings, and those of several indexes made one."""
+"""Rankings, and how several of them become one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Scored = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, constant: int = 60) -> list[tuple[int, float]]:
-    """Rows and their scores, best first, ties by row: 1 / (constant + rank) from every ranking that holds the row
-    (Cormack et al. 2009).
+    """Returns rows and their scores, best first, ties by row. A score is the sum of 1 / (constant + rank) over the
+    rankings that hold the row (Cormack et al. 2009).
 
     A ranking holds rows, best first, each once; ranks start at 1. The order of the rankings changes nothing, not even
     the last digit.

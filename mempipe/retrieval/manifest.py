@@ -1,4 +1,4 @@
-"""The folder of an index: what its manifest says, and whether the files still are what it says.
+"""The folder of an index: its manifest, and checks that the files are still what it says.
 
     manifest.json     counts, encoder, faiss kind, row range of every partition; size and checksum of every file
     passages/         id, title, text and partition of every passage, as Arrow files in row order
@@ -31,8 +31,9 @@ class _Part(BaseModel):
 
 
 class FileRecord(_Part):
-    """One file's size and sha256; `sampled`:
-    of its size and 256 blocks spread over it, for files of others that are not read through.
+    """One file's size and sha256.
+
+    A `sampled` hash is of the size and of 256 blocks spread over the file: an adopted file is not read through.
     """
 
     bytes: int
@@ -53,7 +54,7 @@ class PassageFiles(_Part):
 
 class VectorFiles(_Part):
     encoder: dict[str, Any]
-    """What `mempipe.retrieval.encoders.make_encoder` makes it of."""
+    """What `mempipe.retrieval.encoders.make_encoder` makes the encoder of."""
     dimension: int
     factory: str
     """faiss' name of the index's kind."""
@@ -84,7 +85,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
+    """Returns the manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
     try:
         text = (folder / MANIFEST).read_bytes()
         values = json.loads(text)
@@ -131,7 +132,8 @@ def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0
 
 
 def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
-    """The mode that "auto" stands for, or the one that is wanted.
+    """Returns the wanted mode, or the one that "auto" stands for.
+
     Raises ConfigError when the index lacks what it needs.
     """
     natural = "lexical" if manifest.vectors is None else "dense" if manifest.lexical is None else "fusion"
@@ -143,8 +145,9 @@ def search_mode(wanted: str, manifest: Manifest, folder: Path) -> str:
 
 
 def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int) -> list[Path]:
-    """The shards of one part of the vectors:
-    parts follow one another in row order. Raises ConfigError when there are fewer shards.
+    """Returns the shards of one part of the vectors; parts follow one another in row order.
+
+    Raises ConfigError when there are fewer shards than parts.
     """
     files = manifest.vectors.files if manifest.vectors else []
     if num_parts > max(len(files), 1):
@@ -157,8 +160,7 @@ def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int)
 
 
 def verify(folder: str | Path) -> None:
-    """Reads the files and compares them with the manifest's checksums.
-    Raises ConfigError for a file that was changed."""
+    """Compares the files with the manifest's checksums. Raises ConfigError for a file that was changed."""
     folder = Path(folder)
     manifest, _ = read_manifest(folder)
     for name, record in manifest.files.items():

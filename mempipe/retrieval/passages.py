@@ -1,8 +1,6 @@
-"""The passages of an index, looked up by row: our own Arrow files, or the jsonl file that somebody else's index was
-built from.
+"""The passages of an index by row: Arrow files of our own, or the jsonl file that an adopted index was built from.
 
-Both are memory-mapped, so that opening 21 million passages takes seconds and a lookup microseconds, whatever lies in
-memory.
+Both are memory-mapped, so that opening 21 million passages takes seconds and a lookup microseconds.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ class Passages(Protocol):
 
 
 class ArrowPassages:
-    """Arrow IPC files one after the other; the columns are those of a corpus
-    (`mempipe.data.corpus.PASSAGE_COLUMNS`)."""
+    """Passages in Arrow IPC files, one file after the other (columns: `mempipe.data.corpus.PASSAGE_COLUMNS`)."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises ConfigError for a file that is not one of ours."""
@@ -82,7 +79,7 @@ class JsonlPassages:
 
 
 def read_batches(file: Path) -> list[pa.RecordBatch]:
-    """The memory-mapped record batches of one Arrow file of passages. Raises ConfigError for any other file."""
+    """Returns the memory-mapped record batches of an Arrow file of passages. Raises ConfigError for other files."""
     try:
         with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as reader:
             if not reader.schema.equals(PASSAGE_COLUMNS):
@@ -99,8 +96,7 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
 def line_offsets(file: Path) -> npt.NDArray[np.int64]:
     """Returns where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
 
-    Blank lines are skipped over only at the end of the file; elsewhere rows of the vectors and lines of the text would
-    part ways.
+    It skips blank lines at the end of the file only: elsewhere rows of vectors and lines of text would no longer match.
     """
     starts = [np.zeros(1, dtype=np.int64)]
     position = 0

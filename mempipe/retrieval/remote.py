@@ -29,13 +29,13 @@ from mempipe.types import Passage, SearchResult
 SNAPSHOT_HEADER = "x-mempipe-snapshot"
 UNKNOWN = "unknown"
 LIMITS = ("max_passages", "max_query_chars", "max_queries")
-"""Limits that /health tells and that a client keeps to."""
+"""Limits that /health names and that a client obeys."""
 MAX_ANSWER_BYTES = 2**28
 logger = logging.getLogger(__name__)
 
 
 class RemoteRetriever:
-    """The service at `url`. One `search` at a time; `check` and `cached` may be called while it runs."""
+    """A client of the service at `url`. One `search` at a time; `check` and `cached` may be called while it runs."""
 
     def __init__(self, url: str, config: RetrievalConfig) -> None:
         """Asks the service what it is, and repeats that for `config.timeout_s` while it cannot be reached.
@@ -89,8 +89,8 @@ class RemoteRetriever:
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
         """Returns the answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
-        Raises ServiceTimeout when the service did not answer in time however often it was asked, ServiceFault when it
-        refused, when its answer is not one, and when `close` was called meanwhile.
+        Raises ServiceTimeout when the service did not answer in time, ServiceFault when it refused, when its answer
+        cannot be read, and when `close` was called meanwhile.
         """
         self._under_way = self._portal.start_task_soon(self._search, queries)
         try:

@@ -1,8 +1,7 @@
-"""Retrieval: the passages of an index folder that answer a query best, and a batching front for many concurrent
-searches.
+"""Searches an index folder, and batches the searches of many callers.
 
-A search ranks by vectors (inner product), by words (BM25) or by both (reciprocal rank fusion), whichever the index has.
-An answer does not depend on the searches that share its batch.
+A search ranks by vectors (inner product), by words (BM25) or by both (reciprocal rank fusion), as the index allows. An
+answer does not depend on the searches that share its batch.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ class Retriever:
         checksums: bool = False,
         vectors: VectorIndex | None = None,
     ) -> None:
-        """`mode` is "dense", "lexical", "fusion", or "auto": all that the index has. `encoder` spares loading the one
-        that the manifest names, `encoder_path` says where that one lies now; `vectors` are the index's own, opened
-        elsewhere; `checksums` reads every byte.
+        """Opens the index. `mode` is "dense", "lexical", "fusion", or "auto": all that the index has.
 
-        Raises ConfigError when a file is missing, truncated, or not what the manifest says, when the encoder is
-        another, and when the index has not what the mode needs.
+        `encoder` replaces loading the one that the manifest names; `encoder_path` is where that one lies now. `vectors`
+        are the index's own, opened elsewhere. `checksums` reads every byte. Raises ConfigError when a file is missing,
+        truncated, or not what the manifest says, when the encoder is another, and when the index lacks what the mode
+        needs.
         """
         folder = Path(folder)
         manifest, self.snapshot = read_manifest(folder)
@@ -102,7 +101,7 @@ class Retriever:
 
     @property
     def partitions(self) -> list[str]:
-        """Names of the parts that can be searched on their own."""
+        """Returns the names of the parts that can be searched on their own."""
         return list(self._partitions)
 
     def check(self, query: Query) -> None:
@@ -117,7 +116,7 @@ class Retriever:
         return self._passages[row]
 
     def cached(self, query: Query) -> SearchResult | None:
-        """Returns the answer if it is known already."""
+        """Returns the answer if it is in the cache."""
         return self._cache.get(query)
 
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
@@ -145,8 +144,10 @@ class Retriever:
         return [results[query] for query in queries]
 
     def _ranked(self, queries: Sequence[Query]) -> list[Scored]:
-        """Searched together are those that ask for as many passages of the same partition:
-        how deep is searched may change an answer.
+        """Returns a ranking for every query.
+
+        It searches those together that ask for the same number of passages of the same partition, since the depth of a
+        search may change its answer.
         """
         vectors = self._encoder.encode_queries([query.text for query in queries]) if self._encoder else None
         groups: dict[tuple[int, str], list[int]] = {}
@@ -200,7 +201,7 @@ class Searcher(Protocol):
 
 
 class BatchingRetriever:
-    """The searches of many trajectories, gathered for `batch_wait_ms` and made together in a thread; for one event
+    """Gathers the searches of many trajectories for `batch_wait_ms` and makes them together in a thread; for one event
     loop at a time.
     """
 
@@ -216,8 +217,9 @@ class BatchingRetriever:
         self._thread = search_thread(config.num_threads)
 
     async def search(self, query: str, *, num_passages: int, partition: str = "") -> SearchResult:
-        """The best passages. Raises ValueError for a query that cannot be answered, RetrievalTimeout, and
-        RetrievalError.
+        """Returns the best passages.
+
+        Raises ValueError for a query that cannot be answered, RetrievalTimeout, and RetrievalError.
         """
         request = Query(text=query, num_passages=num_passages, partition=partition)
         self._retriever.check(request)  # here, so that one caller's mistake does not fail a batch
@@ -239,8 +241,8 @@ class BatchingRetriever:
 
     async def _flush(self) -> None:
         """Makes batch after batch until nobody waits; while one is searched, the next one gathers."""
-        # After a batch of one nobody else is likely to come; if somebody does, that search makes him wait for the next
-        # batch anyway.
+        # After a batch of one nobody else is likely to come. Whoever comes all the same waits for the search under way
+        # and joins the next batch.
         await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
@@ -274,7 +276,7 @@ def _batch_failed(num_searches: int, cause: Exception) -> RetrievalError:
 
 
 class ResultCache:
-    """The results used last; for any number of threads."""
+    """Keeps the results used last; for any number of threads."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,9 +1,8 @@
-"""Nearest passages by inner product: faiss indexes of any kind, one or several shards, memory-mapped, with an exact
-merge.
+"""Finds the nearest passages by inner product in faiss indexes of any kind, in one or several memory-mapped shards.
 
-An exhaustive index (Flat, SQ, PQ: every vector is compared) is searched exactly, whatever the batch: faiss proposes
+A search of an exhaustive index (Flat, SQ, PQ: every vector is compared) is exact, whatever the batch: faiss proposes
 candidates, and their score is the inner product with the stored vector in float64, rounded to float32; equal scores are
-ordered by row. So sharded equals unsharded. Other indexes (IVF, HNSW, transforms) answer as faiss does.
+ordered by row. So shards answer as one index. Other indexes (IVF, HNSW, transforms) answer as faiss does.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ SCAN_LIMIT = 2**14
 """
 SCAN_BLOCK = 2**20  # numbers at once, when all rows must be scored after all
 NUM_SPARE = 16
-"""Candidates beyond those asked for:
-faiss rounds otherwise, so that passages of nearly the same score may come in another order.
-"""
+"""Candidates beyond those asked for: faiss rounds scores in another way, which may reorder nearly equal ones."""
 GPU_TEMP_BYTES = 2**28
 """Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
 
 
 def search_thread(num_threads: int) -> ThreadPoolExecutor:
-    """A thread whose searches and encoders use `num_threads` CPU threads; 0: as many as the machine has cores.
+    """Returns an executor of one thread whose searches and encoders use `num_threads` CPU threads; 0: all cores.
 
-    OpenMP counts per calling thread, and Ray's actors start with one; so the number must be set where the work is done.
+    OpenMP counts per calling thread, and Ray's actors start with one, so the thread that does the work sets the number.
     """
     return ThreadPoolExecutor(
         max_workers=1, thread_name_prefix="search", initializer=_set_num_threads, initargs=(num_threads,)
@@ -59,14 +56,14 @@ def _set_num_threads(count: int) -> None:
 
 
 class VectorIndex(Protocol):
-    """Describes what a retriever needs of vectors, wherever they are."""
+    """Describes what a retriever needs of vectors, whether they are in this process or elsewhere."""
 
     num_vectors: int
     dimension: int
 
     def search(self, vectors: Vectors, count: int, *, rows: Rows | None = None) -> list[Scored]:
-        """The best `count` rows (of `rows`, None:
-        of all) for each of `vectors` [n, dimension]; fewer when there are no more.
+        """Returns the best `count` of `rows` (None: all) for each of `vectors` [n, dimension]; fewer where there are
+        fewer.
         """
         ...
 
@@ -75,10 +72,10 @@ class Shard:
     """One faiss index file, memory-mapped; its rows count from 0."""
 
     def __init__(self, path: str | Path, *, search: str = "", gpu: int | None = None) -> None:
-        """`search` are faiss search parameters, e.g. "nprobe=64"; `gpu` holds a copy in float16 that proposes the
-        candidates (None: faiss proposes them on CPUs).
+        """Opens the file. `search` are faiss search parameters, e.g. "nprobe=64".
 
-        Raises ConfigError when the file or the parameters are no good.
+        `gpu` gets a copy in float16 that proposes the candidates; None: faiss proposes them on CPUs. Raises ConfigError
+        when faiss cannot read the file or does not know the parameters.
         """
         self._index = read_index(Path(path))
         if search:
@@ -127,7 +124,7 @@ class Shard:
     def _candidates(
         self, vectors: Vectors, depth: int, rows: Rows
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Rows and scores [n, depth], by faiss; on the shard's GPU when all of it is searched."""
+        """Returns rows and scores [n, depth] of faiss, on the shard's GPU when all rows are searched."""
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         depth = min(depth, rows[1] - rows[0])
         if rows == (0, self.num_vectors):
@@ -140,13 +137,13 @@ class Shard:
         return found, scores
 
     def _scan(self, vector: Vectors, count: int, rows: Rows) -> Scored:
-        """The best rows by scoring every one, block by block."""
+        """Returns the best rows by scoring every one, block by block."""
         size = max(SCAN_BLOCK // max(np.count_nonzero(vector), 1), 1)
         blocks = [np.arange(first, min(first + size, rows[1])) for first in range(*rows, size)]
         return merge([_rank(block, self._stored(block), vector, count=count) for block in blocks], count)
 
     def _stored(self, rows: npt.NDArray[np.int64]) -> Vectors:
-        """The vectors of ascending `rows`, as they are kept (decoded, if the index compresses)."""
+        """Returns the stored vectors of ascending `rows`, decoded if the index compresses."""
         if self._plain is None:
             return self._index.reconstruct_batch(rows)
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
@@ -154,11 +151,11 @@ class Shard:
 
 
 class Shards:
-    """Several shards as one index: shard i holds the rows after those of shard i - 1."""
+    """Searches several shards as one index: shard i holds the rows after those of shard i - 1."""
 
     def __init__(self, shards: Sequence[VectorIndex], *, num_threads: int = 1) -> None:
-        """`num_threads` shards are searched at the same time:
-        for those that are elsewhere, since faiss itself takes all cores.
+        """`num_threads` shards are searched at the same time: more than one where they are elsewhere, since faiss
+        itself takes all cores.
         """
         self._shards = list(shards)
         self._threads = (
@@ -186,7 +183,7 @@ def _moved(answers: Sequence[Scored], offset: int) -> list[Scored]:
 
 
 def open_shards(files: Sequence[Path], *, search: str = "") -> VectorIndex:
-    """Returns the vectors in some shards' files, in this process, with the shards dealt out to the GPUs it sees."""
+    """Opens the shards' files in this process and spreads them over the GPUs that it sees."""
     num_gpus = num_visible_gpus()
     shards = [Shard(file, search=search, gpu=i % num_gpus if num_gpus else None) for i, file in enumerate(files)]
     return shards[0] if len(shards) == 1 else Shards(shards, num_threads=max(num_gpus, 1))
@@ -198,7 +195,7 @@ def num_visible_gpus() -> int:
 
 
 def merge(parts: Sequence[Scored], count: int) -> Scored:
-    """The best `count` of answers about different rows; equal scores by row."""
+    """Returns the best `count` of answers about different rows; equal scores by row."""
     if len(parts) == 1:
         return parts[0][0][:count], parts[0][1][:count]
     rows, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -207,7 +204,7 @@ def merge(parts: Sequence[Scored], count: int) -> Scored:
 
 
 def read_index(path: Path) -> Any:
-    """A faiss index by inner product, memory-mapped. Raises ConfigError for anything else."""
+    """Returns the memory-mapped faiss index by inner product. Raises ConfigError for anything else."""
     try:
         with path.open("rb") as file:
             is_inverted = file.read(2) == b"Iw"
@@ -232,8 +229,8 @@ def set_search_parameters(index: Any, search: str) -> None:
 
 
 def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, count: int | None = None) -> Scored:
-    """The best `count` (None:
-    all) of `rows`, which ascend and have `vectors` [len(rows), dimension]; equal scores by row.
+    """Returns the best `count` (None: all) of ascending `rows` with `vectors` [len(rows), dimension]; equal scores by
+    row.
     """
     columns = np.flatnonzero(query)
     if 4 * len(columns) < len(query):  # few words: most of a vector need not be read from memory
