@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
 from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
@@ -105,8 +106,8 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
             file_sha256(file),
             read_depths(file) if benchmark.num_docs else {},
         )
-    if suite.judge is not None:
-        asyncio.run(_check_endpoint(Endpoint(suite.judge)))
+    for reader in filter(None, (suite.judge, suite.recall)):
+        asyncio.run(_check_endpoint(Endpoint(reader)))
     planned = []
     for run in suite.runs:
         config = resolve_run(suite, run)
@@ -127,6 +128,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
                 "sampling": suite.sampling.model_dump(mode="json"),
                 "num_samples": suite.num_samples,
                 "judge": suite.judge.model if suite.judge is not None else None,
+                "recall": suite.recall.model if suite.recall is not None else None,
             }
             results = ResultFolder(suite.folder / run.name / label, json.loads(json.dumps(settings)))
             jobs.append(
@@ -166,6 +168,8 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         ]
         if suite.judge is not None:
             rows = asyncio.run(_judge(suite, rows))
+        if suite.recall is not None and not planned.config.agent_spec.grows:
+            rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
         job.results.append(waiting, rows)
         waiting.clear()
 
@@ -192,8 +196,8 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
         Cell(
             run=each.run.name,
             benchmark=job.benchmark,
-            rows=read_results(job.results.path),
-            memory=_memory_rates(each.config, job.results.path),
+            rows=(rows := read_results(job.results.path)),
+            memory=_memory_rates(each.config, job.results.path, rows),
         )
         for each in planned
         for job in each.jobs
@@ -222,11 +226,12 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     return paths
 
 
-def _memory_rates(config: RunConfig, results: Path) -> dict[str, float]:
+def _memory_rates(config: RunConfig, results: Path, rows: Sequence[ResultRow]) -> dict[str, float]:
     """Returns the memory-quality rates of a run on a set; none for an agent that carries its whole history."""
     if config.agent_spec.grows:
         return {}
-    return memory_quality(read_groups(results), memory_budget=config.budget.memory_limit)
+    rates = memory_quality(read_groups(results), memory_budget=config.budget.memory_limit)
+    return rates | recall_rates([counts for row in rows for counts in row.recalls])
 
 
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
@@ -303,6 +308,19 @@ async def _judge(suite: EvaluationSuite, rows: Sequence[ResultRow]) -> list[Resu
         return list(await asyncio.gather(*map(judged, rows)))
     finally:
         await endpoint.close()
+
+
+async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Returns the rows with what the reader recalls from the last memory of every attempt."""
+
+    async def asked(group: Group, row: ResultRow) -> ResultRow:
+        probes = [recall_probes(trajectory, group.question) for trajectory in group.trajectories]
+        return replace(row, recalls=await asyncio.gather(*(ask_recall(*each, reader.chat) for each in probes)))
+
+    try:
+        return list(await asyncio.gather(*map(asked, groups, rows)))
+    finally:
+        await reader.close()
 
 
 def _weights_sha256(config: RunConfig) -> str:

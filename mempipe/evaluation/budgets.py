@@ -40,6 +40,7 @@ _PER_ATTEMPT = (
     "total_tokens",
     "full_history_tokens_by_turn",
     "first_causes",
+    "recalls",
 )
 
 Sets = Mapping[str, Sequence[ResultRow]]

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from mempipe.data.trajectories import records_to_table
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
+from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
 from mempipe.files import whole_file, write_text
 from mempipe.settings import ConfigError
@@ -66,6 +67,8 @@ class ResultRow:
     """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
     first_causes: list[str] = field(default_factory=list)
     """Of wrong attempts, a `Cause`; "" for the others, and where the needed facts are not known."""
+    recalls: list[RecallCounts] = field(default_factory=list)
+    """What a reader filled in from the last memory; empty where none was asked."""
 
     def score(self, metric: str) -> float:
         """Returns the score in one of `METRICS`."""

@@ -107,6 +107,8 @@ class EvaluationSuite(Section):
     """Questions in one result file: what a killed evaluation loses at most."""
     judge: EndpointConfig | None = None
     """A model that says whether an answer means a golden one: a further metric, beside the others."""
+    recall: EndpointConfig | None = None
+    """A model that is asked for needed facts from each attempt's last memory alone (mempipe.evaluation.recall)."""
     tracking: TrackingConfig = TrackingConfig()
 
     @property

@@ -62,6 +62,7 @@ ALLOWED = {
     "mempipe.evaluation.budgets": (),
     "mempipe.evaluation.sweep": (),
     "mempipe.evaluation.judge": (),
+    "mempipe.evaluation.recall": (),
     "mempipe.evaluation.closed_book": (),
     "mempipe.reports.training": (),
     "mempipe.reports.evaluation": (),
