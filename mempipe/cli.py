@@ -92,6 +92,15 @@ def _add_run_commands(commands: Any) -> None:
     )
     _add_resume(train)
 
+    chain = _add(
+        commands,
+        "chain",
+        _chain,
+        "train stage after stage, and compare with and without the first: CONFIG [key=value ...]",
+    )
+    chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; the same command again goes on")
+    chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
+
     doctor = _add(
         commands, "doctor", _doctor, "check what can be known of a config of any kind, without starting anything"
     )
@@ -307,6 +316,18 @@ def _train(arguments: argparse.Namespace) -> None:
     from pipelines.train import main as train
 
     train(config, resume=arguments.resume)
+
+
+def _chain(arguments: argparse.Namespace) -> None:
+    from mempipe.checks.chain import check_chain
+    from mempipe.evaluation.chain import load_chain
+
+    chain = load_chain(arguments.config, arguments.overrides)
+    refuse(check_chain(chain))
+    say(f"{chain.folder}: checked; loading")
+    from pipelines.chain import main as run_chain
+
+    run_chain(chain)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -19,10 +19,11 @@ from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
-Kind = Literal["agent service", "service", "sweep", "evaluation", "index", "documents", "run"]
+Kind = Literal["agent service", "service", "chain", "sweep", "evaluation", "index", "documents", "run"]
 MARKS: dict[Kind, set[str]] = {
     "agent service": set(),  # told from a retrieval service by what it imports
     "service": {"applications"},
+    "chain": {"stages"},
     "documents": {"tokenizer"},
     "sweep": {"budgets"},
     "evaluation": {"benchmarks", "runs"},
@@ -32,6 +33,7 @@ MARKS: dict[Kind, set[str]] = {
 DESCRIBED: dict[Kind, str] = {
     "agent service": "an agent service",
     "service": "a retrieval service",
+    "chain": "a chain of training stages",
     "documents": "MemTrain's documents",
     "sweep": "a sweep over memory budgets",
     "evaluation": "an evaluation",
@@ -41,6 +43,7 @@ DESCRIBED: dict[Kind, str] = {
 COMMANDS: dict[Kind, str] = {
     "agent service": "`serve deploy`",
     "service": "`serve deploy`",
+    "chain": "`mempipe chain`",
     "documents": "`mempipe data memtrain`",
     "sweep": "`mempipe sweep`",
     "evaluation": "`mempipe evaluate`",

@@ -1,6 +1,7 @@
 """Makes what a run needs before it starts, where the config asks for it.
 
-With a `world`, questions, corpus, index, tokenizer and model come from the seed. With `cloze`, questions and index come
+With a `world`, questions, corpus and index come from the seed, and so do tokenizer and model unless model.path names
+one. With `cloze`, questions and index come
 from the passages of data.corpus; with model.source, the model is imported.
 """
 
@@ -85,7 +86,7 @@ def _fits(renderer: Renderer[Any], question: Question) -> bool:
 
 def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
     train_worlds, held_out = worlds(config)
-    index, model = run.folder / "index", run.folder / "model"
+    index, model = run.folder / "index", Path(config.model.path or run.folder / "model")
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
     if not validation.exists():
         seed, hops = config.seed, wanted.hops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mempipe.checks.chain import check_chain
 from mempipe.checks.evaluation import check_suite
 from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.checks.machine import Devices
@@ -11,6 +12,7 @@ from mempipe.checks.retrieval import check_build, check_documents, check_service
 from mempipe.checks.run import check_run
 from mempipe.checks.sweep import check_sweep
 from mempipe.config import RunConfig
+from mempipe.evaluation.chain import load_chain
 from mempipe.evaluation.suite import load_suite
 from mempipe.evaluation.sweep import load_sweep
 from mempipe.loader import (
@@ -34,6 +36,8 @@ def examine(
     """
     devices = None if num_gpus is None else Devices(num_gpus=num_gpus)
     kind = kind_of(load_values(path))
+    if kind == "chain":
+        return check_chain(load_chain(path, overrides), devices=devices)
     if kind == "evaluation":
         return check_suite(load_suite(path, overrides), devices=devices)
     if kind == "sweep":

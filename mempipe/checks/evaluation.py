@@ -21,7 +21,7 @@ from mempipe.settings import ConfigError
 def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> list[Finding]:
     """Returns all findings about an evaluation; `devices` as in `check_run`."""
     findings = [check_writable(suite.folder, setting="output")]
-    findings += [_benchmark(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
+    findings += [check_benchmark(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
     configs: list[tuple[EvaluatedRun, RunConfig]] = []
     for run in suite.runs:
         try:
@@ -40,7 +40,9 @@ def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> li
     ]
 
 
-def _benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
+def check_benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
+    """Checks that the set's file is there and begins with a question."""
+
     def check() -> None:
         file = find_file(benchmark, data_dir=data_dir)
         if not is_remote(file):

@@ -1,0 +1,135 @@
+"""Training stages, each from the model that the one before it left, and the question whether the first one helped: the
+later stages are also trained without it, and both are evaluated on the same sets. One YAML file, `mempipe chain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from mempipe.config import RunConfig
+from mempipe.engines.config import SamplingConfig
+from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluatedRun, EvaluationSuite, merged
+from mempipe.loader import load_values, parse_section
+from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.tracking.config import TrackingConfig
+
+ALONE = "-alone"
+EVALUATION = "evaluation"
+
+
+class Stage(Section):
+    """A training run."""
+
+    config: str
+    """Its YAML file."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a run, nested as in its file, that replace those of `config`."""
+
+
+class ChainConfig(Section):
+    """All of a chain; its folder is output/name, with one folder per stage and one for the evaluation."""
+
+    name: FolderName = "chain"
+    """The folder of the chain is output/name."""
+    output: str = "runs"
+    """Where chains have their folders."""
+    stages: dict[FolderName, Stage] = Field(min_length=2)
+    """The runs by name, in order. The first one begins with its own model, every other with the one before."""
+    compare: bool = True
+    """Train the later stages without the first one too, from the model that the first one began with."""
+    benchmarks: list[Benchmark] = Field(default_factory=list)
+    """Question sets of the table; empty: the held-out questions of the last stage."""
+    data_dir: str = ""
+    """Where the sets lie that are named without a file."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """How the table's answers are sampled."""
+    bootstrap: Bootstrap = Bootstrap()
+    ray_address: str = ""
+    """A running cluster; empty: the job's own cluster, or a local one."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow: the chain is a run, and its stages and the evaluation are children of it."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output) / self.name
+
+    @field_validator("stages")
+    @classmethod
+    def _names_are_free(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
+        for name in stages:
+            if name == EVALUATION or name.endswith(ALONE):
+                raise ValueError(f"stages: {name} is a folder of the chain itself; choose another name")
+        return stages
+
+
+def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> ChainConfig:
+    """Reads the chain that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides, kind="chain"), ChainConfig)
+
+
+def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> list[RunConfig]:
+    """Returns the runs of a chain, in order: its stages, then those without the first one.
+
+    Raises ConfigError, which names the stage.
+    """
+    names = list(chain.stages)
+    runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
+    first = runs[0].model
+    for name in names[1:]:
+        runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
+    if chain.compare:
+        model = {"path": first.path, "source": first.source}
+        for name in names[1:]:
+            runs.append(_run(chain, name, name + ALONE, model=model, tracking=tracking))
+            model = _export_of(runs[-1])
+    return runs
+
+
+def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: TrackingConfig) -> EvaluationSuite:
+    """Returns the evaluation of the last stage, with and without the first one."""
+    last = list(chain.stages)[-1]
+    compared = [run.folder for run in runs if run.name in (last, last + ALONE)]
+    benchmarks = chain.benchmarks or [Benchmark(name="held-out", file=_held_out(compared[0], runs))]
+    return EvaluationSuite(
+        name=EVALUATION,
+        output=str(chain.folder),
+        ray_address=chain.ray_address,
+        data_dir=chain.data_dir,
+        runs=[EvaluatedRun(name=folder.name, config=str(folder)) for folder in compared],
+        benchmarks=benchmarks,
+        sampling=chain.sampling,
+        bootstrap=chain.bootstrap,
+        tracking=tracking,
+    )
+
+
+def _run(
+    chain: ChainConfig, stage: str, name: str, *, model: dict[str, str], tracking: TrackingConfig | None
+) -> RunConfig:
+    where = {"name": name, "output": str(chain.folder), "ray_address": chain.ray_address}
+    kept = {} if tracking is None else {"tracking": tracking.model_dump()}
+    try:
+        values = merged(load_values(chain.stages[stage].config, kind="run"), chain.stages[stage].settings)
+        return parse_section(merged(values, {**where, "model": model, **kept}), RunConfig)
+    except ConfigError as error:
+        raise ConfigError(f"stages: {stage}: {error}") from error
+
+
+def _export_of(run: RunConfig) -> dict[str, str]:
+    return {"path": str(run.folder / "huggingface"), "source": ""}
+
+
+def _held_out(folder: Path, runs: Sequence[RunConfig]) -> str:
+    """Returns the held-out questions of the run in this folder: those that it made itself, or data.validation."""
+    (run,) = (run for run in runs if run.folder == folder)
+    if run.world is not None:
+        return str(folder / "world" / "validation.parquet")
+    if run.cloze is not None:
+        return str(folder / "questions" / "test.parquet")
+    if not run.data.validation:
+        raise ConfigError(f"benchmarks is empty, and the stage {folder.name} has no data.validation; name a set")
+    return run.data.validation

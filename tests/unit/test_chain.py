@@ -1,0 +1,138 @@
+"""A chain of trainings: which model each stage begins with, and what MLflow is told of them. No training is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from mempipe.checks.chain import check_chain
+from mempipe.cli import main as command
+from mempipe.config import RunConfig
+from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, load_chain
+from mempipe.evaluation.suite import EvaluationSuite
+from mempipe.loader import parse_section
+from mempipe.settings import ConfigError
+from mempipe.tracking.tracker import Tracker, last_run_id
+from pipelines import chain as pipeline
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+
+
+def tiny(output: Path, **changes: Any) -> ChainConfig:
+    values = yaml.safe_load((CONFIGS / "tiny_chain.yaml").read_text()) | {"output": str(output)} | changes
+    for stage in values["stages"].values():
+        stage["config"] = str(CONFIGS.parent.parent / stage["config"])
+    return parse_section(values, ChainConfig)
+
+
+def test_every_stage_begins_with_the_model_that_the_one_before_left(tmp_path):
+    runs = chain_runs(tiny(tmp_path))
+    assert [run.name for run in runs] == ["memtrain", "memagent", "memagent-alone"]
+    assert [run.agent.name for run in runs] == ["memtrain", "memagent", "memagent"]
+    folder = tmp_path / "tiny-chain"
+    assert [run.folder for run in runs] == [folder / run.name for run in runs]
+    assert [run.model.path for run in runs] == ["", str(folder / "memtrain" / "huggingface"), ""]
+    with_it, alone = (run.model_dump(exclude={"name", "model"}) for run in runs[1:])
+    assert with_it == alone, "equal steps, equal everything"
+
+
+def test_the_later_stages_begin_without_the_first_where_the_first_began(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    stages = {
+        "one": {"config": str(CONFIGS / "tiny_memtrain.yaml"), "settings": {"model": {"path": str(model)}}},
+        "two": {"config": str(CONFIGS / "memagent_qwen2.5-7b.yaml")},
+        "three": {"config": str(CONFIGS / "mem1_qwen2.5-7b.yaml"), "settings": {"num_steps": 7}},
+    }
+    chain = parse_section({"output": str(tmp_path), "name": "c", "stages": stages}, ChainConfig)
+    runs = {run.name: run for run in chain_runs(chain)}
+    begins = {name: run.model.path.removeprefix(f"{tmp_path}/") for name, run in runs.items()}
+    assert begins == {
+        "one": "model",
+        "two": "c/one/huggingface",
+        "three": "c/two/huggingface",
+        "two-alone": "model",
+        "three-alone": "c/two-alone/huggingface",
+    }
+    assert runs["three"].num_steps == runs["three-alone"].num_steps == 7
+    assert [run.name for run in chain_runs(chain.model_copy(update={"compare": False}))] == ["one", "two", "three"]
+
+
+def test_the_table_compares_the_last_stage_with_and_without_the_first(tmp_path):
+    chain = tiny(tmp_path)
+    suite = chain_table(chain, chain_runs(chain), chain.tracking)
+    assert [run.name for run in suite.runs] == ["memagent", "memagent-alone"]
+    assert [Path(run.config).name for run in suite.runs] == ["memagent", "memagent-alone"]
+    assert suite.benchmarks[0].file == str(tmp_path / "tiny-chain" / "memagent" / "world" / "validation.parquet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"stages.memagent.settings.agent.nme": "x"}, "stages: memagent: agent.nme is not a setting"),
+        ({"stages.evaluation.config": "c.yaml"}, "stages: evaluation is a folder of the chain itself"),
+        ({"stages.memagent.config": "/nowhere.yaml"}, "stages: memagent: cannot read config /nowhere.yaml"),
+        ({"stages": {"one": {"config": "c.yaml"}}}, "stages"),
+        ({"sampling.temprature": 1}, "sampling.temprature is not a setting; did you mean sampling.temperature"),
+    ],
+)
+def test_a_wrong_chain_is_refused_by_name(changes, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent.parent)
+    overrides = [f"output={tmp_path}", *(f"{name}={yaml.safe_dump(value).strip()}" for name, value in changes.items())]
+    overrides = [override.removesuffix("\n...") for override in overrides]
+    with pytest.raises(ConfigError, match=sentence):
+        check_chain(load_chain(CONFIGS / "tiny_chain.yaml", overrides))
+
+
+def test_a_chain_is_no_training_run(capsys):
+    assert command(["train", str(CONFIGS / "tiny_chain.yaml")]) == 2
+    assert (
+        "describes a chain of training stages, not a training run; `mempipe chain` takes it" in capsys.readouterr().err
+    )
+
+
+def test_stages_are_children_of_the_chain_in_mlflow_also_when_it_goes_on(tmp_path, monkeypatch):
+    begun: list[tuple[str, str]] = []
+    broken = True
+
+    def train(run: RunConfig, *, resume: str) -> None:
+        begun.append((run.name, resume))
+        tracker = Tracker(run.tracking, folder=run.folder, run_name=run.name, run_config={})
+        tracker.finish()
+        if broken and run.name == "memagent":
+            raise RuntimeError("killed")
+
+    def evaluate(suite: EvaluationSuite) -> list[Path]:
+        begun.append((suite.name, suite.tracking.parent_run_id))
+        return []
+
+    monkeypatch.setattr(pipeline.train, "main", train)
+    monkeypatch.setattr(pipeline.evaluate, "main", evaluate)
+    chain = tiny(tmp_path)
+    with pytest.raises(RuntimeError, match="killed"):
+        pipeline.main(chain)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    parent = last_run_id(chain.folder)
+    assert parent is not None and client.get_run(parent).info.status == "FAILED"
+    broken = False
+    pipeline.main(chain)
+    assert last_run_id(chain.folder) == parent and client.get_run(parent).info.status == "FINISHED"
+    assert [name for name, _ in begun] == [
+        "memtrain",
+        "memagent",
+        "memtrain",
+        "memagent",
+        "memagent-alone",
+        "evaluation",
+    ]
+    assert {resume for name, resume in begun if name != "evaluation"} == {"auto"} and begun[-1] == (
+        "evaluation",
+        parent,
+    )
+    for name in ("memtrain", "memagent", "memagent-alone"):
+        child = last_run_id(chain.folder / name)
+        assert child is not None and client.get_run(child).data.tags["mlflow.parentRunId"] == parent
