@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,6 +52,25 @@ def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], 
 def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
     """Makes the configured agent, bound to an engine and a retriever."""
     return config.agent_spec.agent(make_renderer(config, tokenizer=tokenizer), generate=generate, search=search)
+
+
+def make_training_rollout(
+    config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn
+) -> RolloutFn:
+    """Makes the agent's `rollout` for training: with budget.memory_choices every group draws one of them, by its id
+    and the run's seed, so that a group that is played again has the same."""
+    choices = getattr(config.budget, "memory_choices", [])
+    limits = [config.budget.model_copy(update={"memory_tokens": tokens}) for tokens in choices] or [config.budget]
+    agents = [
+        make_agent(config.model_copy(update={"budget": limit}), tokenizer=tokenizer, generate=generate, search=search)
+        for limit in limits
+    ]
+
+    async def rollout(question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory:
+        agent = random.Random(f"{config.seed}:{group_id}:memory").choice(agents)
+        return await agent.rollout(question, trajectory_id=trajectory_id, group_id=group_id, member=member)
+
+    return rollout
 
 
 class RolloutFn(Protocol):

@@ -21,7 +21,7 @@ from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
-from mempipe.rollout import agent_code, make_agent, run_group
+from mempipe.rollout import agent_code, make_agent, make_training_rollout, run_group
 from mempipe.types import Group, Question, Trajectory
 
 
@@ -39,7 +39,7 @@ class DriverSpec:
     namespace: str
     generators: list[str]
     retrievers: list[str]
-    admission: str = ""  # name of the actor that says when a group may start; empty: at once
+    admission: str = ""  # name of the actor that says when a group of the training may start; empty: none is trained on
     endpoint: EndpointConfig | None = None  # completes instead of the generators
     record_failures: bool = False  # a question that does not fit, or an endpoint that fails, gives a group that says so
 
@@ -62,14 +62,13 @@ class Driver:
                 replicas, config=config.generation, sampling=spec.sampling, stop_token_ids=stop_token_ids
             )
         self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
-        self.agent = make_agent(
-            config, tokenizer=tokenizer, generate=generators.generate, search=self._retrievers.search
-        )
+        bound = {"tokenizer": tokenizer, "generate": generators.generate, "search": self._retrievers.search}
+        self._play = make_training_rollout(config, **bound) if spec.admission else make_agent(config, **bound).rollout
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
         """Plays one attempt. Errors in an agent of the user's own name the user's file."""
         with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion,)):
-            return await self.agent.rollout(question, **ids)
+            return await self._play(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:
         """Returns the group's trajectories, scored. Plays the whole group again after a fault of the machinery.

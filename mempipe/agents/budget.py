@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from mempipe.settings import Section
 
@@ -56,6 +56,9 @@ class MemoryBudget(Budget):
     """
     on_overflow: Literal["cut", "end"] = "cut"
     """A memory longer than memory_tokens is cut at a token boundary, or ends the trajectory."""
+    memory_choices: list[PositiveInt] = []
+    """Set: while training, every group draws its limit of the memory from these, in place of memory_tokens, and the
+    prompt set states it as {memory_tokens}: one policy for several budgets."""
 
     @model_validator(mode="after")
     def _message_holds_memory(self) -> MemoryBudget:
@@ -63,6 +66,22 @@ class MemoryBudget(Budget):
             raise ValueError(
                 f"budget.memory_message_tokens is {self.memory_message_tokens}, less than budget.memory_tokens "
                 f"{self.memory_tokens}: a full memory could never be written"
+            )
+        return self
+
+    @field_validator("memory_choices")
+    @classmethod
+    def _no_choice_twice(cls, choices: list[int]) -> list[int]:
+        if len(set(choices)) < len(choices):
+            raise ValueError(f"budget.memory_choices is {choices}; every limit stands in it once")
+        return choices
+
+    @model_validator(mode="after")
+    def _choices_fit(self) -> MemoryBudget:
+        if max(self.memory_choices, default=0) > self.memory_tokens:
+            raise ValueError(
+                f"budget.memory_choices is {self.memory_choices}, but budget.memory_tokens {self.memory_tokens}: set "
+                "it to the largest of them, which decides what a context must hold"
             )
         return self
 

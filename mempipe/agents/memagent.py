@@ -109,7 +109,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
     def from_settings(
         cls, config: MemAgentConfig, budget: MemAgentBudget, *, limits: SearchLimits, tokenizer: Tokenizer
     ) -> MemAgentRenderer:
-        prompts = load_prompts(config.prompts or "memagent", MemAgentPrompts)
+        prompts = load_prompts(config.prompts or "memagent", MemAgentPrompts, memory=budget)
         return cls(tokenizer, prompts=prompts, budget=budget, chunk_first=config.chunk_first, compat=config.compat)
 
     def chunks(self, question: Question) -> list[list[int]]:

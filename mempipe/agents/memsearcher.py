@@ -151,7 +151,7 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
     def from_settings(
         cls, config: MemSearcherConfig, budget: MemSearcherBudget, *, limits: SearchLimits, tokenizer: Tokenizer
     ) -> MemSearcherRenderer:
-        prompts = load_prompts(config.prompts or "memsearcher", MemSearcherPrompts)
+        prompts = load_prompts(config.prompts or "memsearcher", MemSearcherPrompts, memory=budget)
         search = SearchTool.of(limits, name=config.tool_name, num_passages=config.compat.num_passages)
         tools = Toolbox(search=search, own=load_tools(config.tools, taken=[search.name]))
         return cls(tokenizer, prompts=prompts, tools=tools, budget=budget, compat=config.compat)

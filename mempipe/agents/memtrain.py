@@ -209,7 +209,7 @@ def make_renderer(
     """Makes the renderer that the settings describe."""
     return MemTrainRenderer(
         tokenizer,
-        prompts=load_prompts(config.prompts or "memtrain", MemTrainPrompts),
+        prompts=load_prompts(config.prompts or "memtrain", MemTrainPrompts, memory=budget),
         budget=budget,
         chunk_first=config.chunk_first,
         compat=config.compat,

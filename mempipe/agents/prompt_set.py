@@ -10,10 +10,13 @@ from typing import ClassVar, TypeVar
 
 import yaml
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.settings import ConfigError
 
 BUILT_IN = Path(__file__).parent / "prompts"
 SLOTS = ("tools", "question", "memory", "chunk", "call", "passages", "turns_left", "title", "text", "index")
+MEMORY_TOKENS = "{memory_tokens}"
+"""Stands in any text for the limit of the memory."""
 REPEATABLE = "passage"
 """The key whose slots may stand in it more than once."""
 
@@ -49,9 +52,11 @@ class PromptSet:
 P = TypeVar("P", bound=PromptSet)
 
 
-def load_prompts(name: str, kind: type[P]) -> P:
-    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. Raises
-    ConfigError.
+def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None) -> P:
+    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. With `memory`
+    its limit stands where a text says {memory_tokens}.
+
+    Raises ConfigError, also when the limit changes from group to group and no text states it.
     """
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
@@ -67,6 +72,14 @@ def load_prompts(name: str, kind: type[P]) -> P:
     if not isinstance(values, dict) or set(values) != set(kind.names()):
         found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {kind.names()}")
+    if memory is not None:
+        if memory.memory_choices and not any(MEMORY_TOKENS in str(text) for text in values.values()):
+            raise ConfigError(
+                f"budget.memory_choices is {memory.memory_choices}, but no text of agent.prompts {name!r} says which "
+                f"of them holds; write {MEMORY_TOKENS} into one"
+            )
+        limit = str(memory.memory_tokens)
+        values = {key: t.replace(MEMORY_TOKENS, limit) if isinstance(t, str) else t for key, t in values.items()}
     return kind(**values)
 
 

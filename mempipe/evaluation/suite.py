@@ -162,6 +162,8 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     values = merged(run_values(run), run.settings)
     for name in _NOT_EVALUATED:
         values.pop(name, None)
+    if "budget" in values:  # only training draws a limit
+        values["budget"] = {name: given for name, given in values["budget"].items() if name != "memory_choices"}
     model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
     if model:
         values["model"] = {**values.get("model", {}), "path": model, "source": ""}

@@ -1,0 +1,97 @@
+"""One policy for several memory budgets: every group of a training draws one, and is told which."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from agent_builders import Library, ScriptedEngine, build_question, build_tokenizer
+
+from mempipe.agents.memsearcher import MemSearcherPrompts
+from mempipe.agents.prompt_set import BUILT_IN, load_prompts
+from mempipe.config import RunConfig
+from mempipe.evaluation.suite import EvaluatedRun, run_config
+from mempipe.loader import parse_config
+from mempipe.rollout import make_agent, make_renderer, make_training_rollout
+from mempipe.settings import ConfigError
+from mempipe.types import Trajectory
+
+CHOICES = [2, 4, 8]
+SEARCH = 'look</think><tool_call>{"name": "wikipedia_search", "arguments": {"query": "q"}}</tool_call>'
+MEMORY = "<memory>one two three four five six seven eight nine ten eleven twelve</memory>"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    texts = yaml.safe_load((BUILT_IN / "memsearcher.yaml").read_text())
+    texts["memory_prefill"] = ""
+    texts["system"] += " Your memory holds {memory_tokens} tokens."
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump(texts))
+    return parse_config(
+        {
+            "agent": {"prompts": str(tmp_path / "prompts.yaml")},
+            "budget": {"memory_tokens": 8, "memory_message_tokens": 200, "memory_choices": CHOICES},
+            "model": {"path": "m"},
+        }
+    )
+
+
+async def play(config: RunConfig, group_id: str, *, training: bool) -> tuple[int, Trajectory]:
+    """The limit that the policy was told, and its attempt."""
+    tokenizer = build_tokenizer()
+    engine = ScriptedEngine(tokenizer, [SEARCH, MEMORY, "so</think>\\boxed{Paris}"])
+    bound: dict[str, Any] = {"tokenizer": tokenizer, "generate": engine, "search": Library()}
+    rollout = make_training_rollout(config, **bound) if training else make_agent(config, **bound).rollout
+    trajectory = await rollout(build_question(), trajectory_id=f"{group_id}/0", group_id=group_id, member=0)
+    told = re.search(r"Your memory holds (\d+) tokens", tokenizer.decode(engine.prompts[0]))
+    assert told is not None
+    return int(told[1]), trajectory
+
+
+async def test_a_group_is_told_the_limit_that_its_memories_are_cut_to(config):
+    limits = set()
+    for number in range(12):
+        told, trajectory = await play(config, f"0/q{number}", training=True)
+        assert trajectory.contexts[0].num_new_memory_tokens == told and trajectory.contexts[0].memory_truncated
+        limits.add(told)
+    assert limits == set(CHOICES)
+
+
+async def test_a_group_that_is_played_again_has_the_same_limit_and_another_seed_draws_anew(config):
+    groups = [f"0/q{number}" for number in range(12)]
+    drawn = [(await play(config, group, training=True))[0] for group in groups]
+    again = [(await play(config, group, training=True))[0] for group in groups]
+    other = [(await play(config.model_copy(update={"seed": 2}), group, training=True))[0] for group in groups]
+    assert drawn == again != other
+
+
+async def test_an_evaluation_has_the_limit_that_its_config_names(config):
+    assert (await play(config, "g", training=False))[0] == 8
+    settings = config.model_dump(mode="json", include={"agent", "budget", "model"})
+    settings["budget"]["memory_tokens"] = 2
+    measured = run_config(EvaluatedRun(name="a", settings=settings))
+    told, trajectory = await play(measured, "g", training=False)
+    assert told == 2 == trajectory.contexts[0].num_new_memory_tokens
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"memory_tokens": 4, "memory_choices": [4, 8]}, r"memory_choices is \[4, 8\], but budget.memory_tokens 4"),
+        ({"memory_tokens": 8, "memory_choices": [8, 8]}, "every limit stands in it once"),
+        ({"memory_choices": [0]}, "memory_choices.0 is 0"),
+    ],
+)
+def test_choices_that_cannot_work_are_refused(budget, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"budget": budget})
+
+
+def test_a_limit_that_no_prompt_states_is_refused(config):
+    silent = config.model_copy(update={"agent": config.agent.model_copy(update={"prompts": ""})})
+    with pytest.raises(ConfigError, match=r"no text of agent.prompts 'memsearcher' says which"):
+        make_renderer(silent, tokenizer=build_tokenizer())
+    assert "{memory_tokens}" in load_prompts(config.agent.prompts, MemSearcherPrompts).system
