@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,22 @@ def test_no_prompt_about_a_document_shows_what_is_asked(files, made, tmp_path):
         for form in question.golden_answers:
             assert not any(can_be_read(renderer.tokenizer.decode(prompt), form, "number") for prompt in shown)
     assert num_recalls == 24
+
+
+def test_a_build_does_not_go_on_with_the_index_of_another_corpus(files, made, tmp_path):
+    build_index(PASSAGES, tmp_path / "index")
+    build_memtrain.main(config(files, tmp_path, index=str(tmp_path / "index")))
+    shutil.rmtree(tmp_path / "index")
+    build_index(PASSAGES[:40], tmp_path / "index")
+    with pytest.raises(ConfigError, match=r"was begun with snapshot '.*', now it is '.*'; choose another name"):
+        build_memtrain.main(config(files, tmp_path, index=str(tmp_path / "index")))
+
+
+def test_a_script_without_capitals_needs_another_finder(files, made, tmp_path):
+    passages = [Passage(id=f"p{i}", title="家", text="这座古老的房子是为安娜建造的。" * 6) for i in range(12)]
+    build_index(passages, tmp_path / "index")
+    with pytest.raises(ConfigError, match=r"rejected: 12 no_entity; a text whose script has no capital letters needs"):
+        build_memtrain.main(config(files, tmp_path, index=str(tmp_path / "index")))
 
 
 def test_the_command_builds_and_shows(files, made, tmp_path, capsys):
