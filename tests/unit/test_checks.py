@@ -96,21 +96,23 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
         (tmp_path / "data" / "wiki18_e5").symlink_to(tiny / "index")
     several = [replace(question, context="A text.") for question in read_questions(tiny / "questions.jsonl")]
     parquet = [*tables, "hotpotqa_long_validation", *(f"ruler_hqa/test_{length}" for length in lengths)]
-    for file in [*(f"data/{name}" for name in parquet), "runs/quickstart/world/validation"]:
+    for file in [*(f"data/{name}" for name in parquet), "data/reference/corpus", "runs/quickstart/world/validation"]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         write_questions(tmp_path / f"{file}.parquet", several)
     with_targets = [replace(question, recall_targets=[["A text"]]) for question in several]
-    (tmp_path / "runs" / "memtrain_wiki18").mkdir(parents=True)
-    for name in ("documents", "held_out"):
-        write_questions(tmp_path / "runs" / "memtrain_wiki18" / f"{name}.parquet", with_targets)
+    for corpus in ("wiki18", "reference"):
+        (tmp_path / "runs" / f"memtrain_{corpus}").mkdir(parents=True)
+        for name in ("documents", "held_out"):
+            write_questions(tmp_path / "runs" / f"memtrain_{corpus}" / f"{name}.parquet", with_targets)
+    if path.stem != "index_reference":
+        (tmp_path / "data" / "reference_index").symlink_to(tiny / "index")
+    with_long_contexts(tiny / "model", tmp_path / "models" / "smollm2")
     if path.stem.startswith("tiny_"):
         for name in ("quickstart", "quickstart_react", "quickstart_mem1", "quickstart_memagent"):
             finished_run(Path("runs") / name.replace("_", "-"), ROOT / f"jobs/configs/{name}.yaml", tiny)
     if path.stem.startswith("evaluate"):
         for name in ("memsearcher-qwen2.5-3b", "memagent-qwen2.5-7b"):
-            shutil.copytree(tiny / "model", tmp_path / "runs" / name)
-            values = json.loads((tiny / "model" / "config.json").read_text())
-            longer = json.dumps(values | {"max_position_embeddings": 32768})
-            (tmp_path / "runs" / name / "config.json").write_text(longer)
+            with_long_contexts(tiny / "model", tmp_path / "runs" / name)
     values = yaml.safe_load(path.read_text())
     if path.stem == "memtrain_wiki18":
         overrides = [f"index={tiny / 'index'}", f"output={tmp_path / 'runs'}"]
@@ -119,6 +121,12 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     else:
         overrides = []
     assert fatals(examine(str(path.relative_to(ROOT)), overrides, num_gpus=64)) == []
+
+
+def with_long_contexts(model: Path, folder: Path) -> None:
+    shutil.copytree(model, folder)
+    values = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 32768}))
 
 
 def finished_run(folder: Path, config: Path, tiny: Path) -> None:
