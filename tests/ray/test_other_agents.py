@@ -1,4 +1,4 @@
-"""ReAct, MEM1 and MemAgent through the whole real job in miniature:
+"""ReAct, MEM1, MemAgent and MemTrain through the whole real job in miniature:
 a short warm start, two learner steps, evaluations, export.
 """
 
@@ -20,7 +20,7 @@ SCRIPT_ENDS = {EndReason.ANSWERED, EndReason.MAX_TURNS}
 """How attempts end that keep to the grammar of the script; others have not learned it yet."""
 
 
-@pytest.mark.parametrize("agent", ["react", "mem1", "memagent"])
+@pytest.mark.parametrize("agent", ["react", "mem1", "memagent", "memtrain"])
 def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tmp_path):
     overrides = [
         *FEW_PROCESSES,
@@ -29,7 +29,10 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
         "warm_start.num_clean_trajectories=900",
         "warm_start.tokens_per_step=1024",
     ]
-    command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"quickstart_{agent}.yaml"))
+    if agent == "memtrain":  # the reference scores its recall samples too, and no group may be dropped
+        overrides += ["algorithm.kl_coef=0.001", "algorithm.filter_zero_variance=false", "agent.num_recalls=2"]
+    config = "tiny_memtrain" if agent == "memtrain" else f"quickstart_{agent}"
+    command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"{config}.yaml"))
     done = run(command, marked=Marked(), cwd=ROOT, writes=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
@@ -43,7 +46,11 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
     assert len(trajectories) == 2 * 12, "before and after"
     ends = Counter(trajectory.end_reason for trajectory in trajectories)
     assert sum(ends[end] for end in SCRIPT_ENDS) >= 0.5 * len(trajectories), ends
-    contexts = {"react": {1}, "memagent": {5}}.get(agent, set(range(1, 7)))
+    contexts = {"react": {1}, "memagent": {5}, "memtrain": {5}}.get(agent, set(range(1, 7)))
     assert {len(trajectory.contexts) for trajectory in trajectories} <= contexts
     turns = [len(context_tokens_by_turn(trajectory, growing=agent == "react")) for trajectory in trajectories]
     assert max(turns) > 1
+    if agent == "memtrain":
+        assert {len(trajectory.recalls) for trajectory in trajectories} <= {0, 2}
+        assert all("measure/recall" in row for row in steps)
+        assert 0 <= steps[0]["learner/kl_ref"] < 0.1, "the policy has hardly moved from the reference yet"
