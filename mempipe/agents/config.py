@@ -1,4 +1,4 @@
-"""What the settings of all agents have in common. Each agent's own settings stand in its file."""
+"""Settings that all agents have. Each agent's own settings are in its file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CompatConfig(Section):
     preset: str = "none"
     """Sets the flags below as that code behaves; a flag that is named beside it wins."""
     question_mark: bool = False
-    """A question that does not end in "?" is given one."""
+    """Add "?" to a question that does not end in one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -35,11 +35,11 @@ class CompatConfig(Section):
 
 
 class SearchCompat(CompatConfig):
-    """The same of an agent that searches."""
+    """Switches of an agent that searches."""
 
     num_passages: int | None = Field(None, ge=1)
-    """Passages of a search that names no number, whatever retrieval.num_passages makes the tool schema promise; null:
-    what it promises.
+    """Passages of a search that names no number, where published code returns another number than its tool schema
+    says; null: retrieval.num_passages, as the schema says.
     """
 
 

@@ -50,7 +50,7 @@ class MemAgentBudget(MemoryBudget):
     chunk_tokens: int = Field(5000, ge=1)
     """Tokens of the long text that one context reads (MemAgent: 5000)."""
     max_chunks: int = Field(0, ge=0)
-    """Longer texts are refused; 0: none is. Nothing is ever left out of a text that is read."""
+    """The most chunks of a text; longer texts are refused. 0: no limit. The agent reads a text whole or not at all."""
 
     def parts(self) -> dict[str, int]:
         start = {"question": self.question_tokens, "memory": self.memory_tokens}

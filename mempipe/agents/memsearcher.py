@@ -44,7 +44,7 @@ class MemSearcherCompat(SearchCompat):
     box_in_thought: bool = False
     """A box inside a thought is an answer too."""
     literal_newlines: bool = False
-    """After every passage stands a backslash and an n, twice, instead of what the prompt set puts between passages."""
+    """Write a backslash and an n, twice, after every passage in place of what the prompt set puts between passages."""
 
 
 class MemSearcherConfig(AgentConfig):

@@ -39,7 +39,7 @@ class MemTrainConfig(MemAgentConfig):
     num_recalls: int = Field(8, ge=0)
     """Recall samples of every attempt (G2 in the paper); 0: reconstruction only."""
     recall_last_step: bool = True
-    """The memory after the last chunk may be asked too. The paper does not say."""
+    """Let a recall ask for the memory after the last chunk too; the paper does not say whether it may."""
 
 
 class MemTrainBudget(MemAgentBudget):
@@ -66,7 +66,7 @@ class MemTrainPrompts(MemAgentPrompts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Holds what the memory of one attempt is asked for."""
+    """Holds what the recalls of one attempt ask for."""
 
     step: int  # chunks that have been read, from 1
     chunk: int  # of them the one that is asked about, from 0
