@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.checks.findings import refuse
+from mempipe.engines.gpus import GPUS
 from mempipe.environment import EVERY_PROCESS
 from mempipe.progress import say
 from mempipe.settings import ConfigError
@@ -109,6 +110,13 @@ def _add_run_commands(commands: Any) -> None:
     _add_resume(doctor)
     doctor.add_argument(
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
+    )
+
+    doctor.add_argument(
+        "--gpu",
+        choices=sorted(GPUS),
+        default="",
+        help="their type: prints the seconds of a step as well, by arithmetic",
     )
 
     config = _add(commands, "config", _config, "print a complete config with every setting's default and meaning")
@@ -405,7 +413,9 @@ def _budgets(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from mempipe.checks.doctor import examine
 
-    findings = examine(arguments.config, arguments.overrides, resume=arguments.resume, num_gpus=arguments.devices)
+    findings = examine(
+        arguments.config, arguments.overrides, resume=arguments.resume, num_gpus=arguments.devices, gpu=arguments.gpu
+    )
     for finding in findings:
         print(finding)
     return EXIT_CONFIG if any(finding.fatal for finding in findings) else 0

@@ -12,6 +12,7 @@ from mempipe.checks.retrieval import check_build, check_documents, check_service
 from mempipe.checks.run import check_run
 from mempipe.checks.sweep import check_sweep
 from mempipe.config import RunConfig
+from mempipe.engines.gpus import GPUS
 from mempipe.evaluation.chain import load_chain
 from mempipe.evaluation.suite import load_suite
 from mempipe.evaluation.sweep import load_sweep
@@ -28,13 +29,23 @@ from mempipe.settings import ConfigError
 
 
 def examine(
-    path: str, overrides: Sequence[str] = (), *, resume: Resume = "never", num_gpus: int | None = None
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    resume: Resume = "never",
+    num_gpus: int | None = None,
+    gpu: str = "",
 ) -> list[Finding]:
-    """Returns all findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere.
+    """Returns all findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere, and `gpu`
+    is their type, a name of `mempipe.engines.gpus`.
 
     Raises ConfigError when the settings themselves are wrong.
     """
-    devices = None if num_gpus is None else Devices(num_gpus=num_gpus)
+    if gpu and num_gpus is None:
+        raise ConfigError(f"--gpu {gpu} says of which type, but not how many; say so by --devices N")
+    devices = None
+    if num_gpus is not None:
+        devices = Devices(num_gpus=num_gpus, gpu=gpu, **({"gpu_gib": GPUS[gpu].gib} if gpu else {}))
     kind = kind_of(load_values(path))
     if kind == "chain":
         return check_chain(load_chain(path, overrides), devices=devices)

@@ -27,6 +27,8 @@ class Devices:
     """Memory of the smallest GPU."""
     host_gib: float = 0.0
     """Memory of the machine; 0: unknown, for a cluster that is elsewhere."""
+    gpu: str = ""
+    """The type of GPU, of `mempipe.engines.gpus`; empty: not known, and no seconds are estimated."""
 
 
 def devices_here() -> Devices:

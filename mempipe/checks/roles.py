@@ -11,12 +11,15 @@ from mempipe.capacity import (
     engine_memory,
     learner_memory,
     model_shape,
+    reference_memory,
     trained_parameters,
     weight_width,
 )
 from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
+from mempipe.costs import step_costs
+from mempipe.engines.gpus import GPUS
 from mempipe.placement import Demand, Plan, needs_reference, plan
 from mempipe.settings import ConfigError
 
@@ -45,7 +48,11 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]
     findings.append(ok(f"model: {shape.num_parameters / 1e9:.2f} B parameters, {trained / 1e9:.4f} B trained"))
     if devices.num_gpus:
-        return [*findings, *_gpu_memory(placed.applied(config), shape, placed, devices.gpu_gib, training=training)]
+        planned = placed.applied(config)
+        findings += _gpu_memory(planned, shape, placed, devices.gpu_gib, training=training)
+        if devices.gpu and training and not any(finding.fatal for finding in findings):
+            findings += _seconds(planned, shape, placed, devices)
+        return findings
     return [*findings, *_host_memory(config, shape, trained, devices.host_gib, training=training)]
 
 
@@ -57,6 +64,10 @@ def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, tr
         ranks, tokens = placed.num_ranks, config.learner.max_tokens_per_micro_batch
         text = f"learner rank of {ranks}: {needed:.1f} of {gib:.0f} GiB, with a micro-batch of {tokens} tokens"
         findings.append(fatal(text) if needed > gib else ok(text))
+        if references := len(placed.seats("reference")):
+            needed = reference_memory(config, shape).peak / GIB
+            text = f"reference, {references} of them: {needed:.1f} of {gib:.0f} GiB"
+            findings.append(fatal(text) if needed > gib else ok(text))
     weights = engine_memory(config, shape, tensor_parallel=placed.tensor_parallel).held
     room = gib * GIB * config.generation.gpu_memory_utilization - weights
     context = _context_bytes(config, shape) / placed.tensor_parallel
@@ -65,6 +76,20 @@ def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, tr
         f"{max(0, math.floor(room / context))} of them (generation.max_num_seqs {config.generation.max_num_seqs})"
     )
     return [*findings, fatal(text) if room < context else ok(text)]
+
+
+def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) -> list[Finding]:
+    """Says what a step takes and what it waits for."""
+    costs = step_costs(config, shape, placed, GPUS[devices.gpu])
+    parts = {"engines": costs.generate, "reference": costs.reference, "learner": costs.learn, "driver": costs.driver}
+    parts |= {"sync": costs.sync, "longest trajectory": costs.longest}
+    listed = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items() if seconds)
+    return [
+        note(
+            f"a step on {devices.num_gpus} x {devices.gpu}: about {costs.total:.0f} s for {costs.tokens / 1e6:.1f} "
+            f"million tokens ({listed}); it waits for {costs.bottleneck}. Arithmetic, not measured (docs/scale.md)"
+        )
+    ]
 
 
 def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, training: bool) -> list[Finding]:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from mempipe.engines.gpus import GPUS
 from mempipe.engines.model import PolicyModel
 
 GIB = 2**30
-PEAK_TERAFLOPS = {"A100": 312.0, "L40S": 362.0, "H20": 148.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-"""Dense bfloat16 operations per second of a GPU, by a word of its name, in 1e12; from its maker's data sheet."""
 
 
 class TrainingFlops:
@@ -46,4 +45,4 @@ def peak_teraflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    return next((value for name, value in PEAK_TERAFLOPS.items() if name in words), None)
+    return next((gpu.teraflops for name, gpu in GPUS.items() if name in words), None)

@@ -1,0 +1,108 @@
+"""The arithmetic of seconds, against figures worked out by hand, and how it answers to more GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mempipe.capacity import GIB, KNOWN
+from mempipe.checks.doctor import examine
+from mempipe.cli import main
+from mempipe.costs import COMPUTE_SHARE, MEMORY_SHARE, StepCosts, Workload, engine_speed, step_costs, sync_seconds
+from mempipe.engines.gpus import GPUS
+from mempipe.loader import load_config
+from mempipe.placement import Demand, Plan, plan
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+THREE = KNOWN["Qwen/Qwen2.5-3B-Instruct"]
+H100 = GPUS["H100"]
+
+
+def planned(*overrides: str, gpus: int = 8, preset: str = "memsearcher_qwen2.5-3b") -> tuple[StepCosts, Plan]:
+    config = load_config(CONFIGS / f"{preset}.yaml", overrides)
+    made = plan(config, Demand.of_training(config), [gpus], gpu_bytes=80 * GIB)
+    return step_costs(made.applied(config), KNOWN[config.model.path], made, H100), made
+
+
+def test_an_average_trajectory_takes_half_of_every_limit_and_whole_chunks():
+    searching = Workload.of(load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml"))
+    assert (searching.contexts, searching.context_tokens) == (3, (695 + 1024 + 1024 + 3000 + 1088) / 2)
+    assert (searching.sampled_tokens, searching.most_sampled_tokens) == ((1024 + 1088) / 2, 5 * (1024 + 1088))
+    reading = Workload.of(load_config(CONFIGS / "memagent_qwen2.5-7b.yaml"))
+    assert (reading.contexts, reading.context_tokens) == (9, 5000 + (695 + 1024 + 1024) / 2)
+    growing = Workload.of(load_config(CONFIGS / "react_qwen2.5-3b.yaml"))
+    assert growing.contexts == 1
+
+
+def test_the_learner_needs_six_operations_a_weight_and_token_and_two_more_to_recompute():
+    costs, _ = planned()
+    tokens = 256 * 5 * 3 * 3415.5
+    attention = 36 * 16 * 128 * 3415.5
+    by_hand = 8 * tokens * (THREE.num_parameters + attention) / (4 * 989e12 * COMPUTE_SHARE)
+    assert costs.tokens == tokens and costs.learn == pytest.approx(by_hand)
+    assert costs.reference == pytest.approx(2 * tokens * THREE.num_parameters / (989e12 * COMPUTE_SHARE))
+    kept, _ = planned("model.gradient_checkpointing=false")
+    assert kept.learn == pytest.approx(costs.learn * 6 / 8)
+
+
+def test_an_engine_is_bound_by_memory_with_few_sequences_and_by_operations_with_many():
+    config = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml")
+    _, made = planned()
+    engine = engine_speed(config, THREE, made, H100, context_tokens=100)
+    weights = 2 * THREE.num_parameters / (3.35e12 * MEMORY_SHARE)
+    assert engine.step_seconds(1) == pytest.approx(weights + 0.003, rel=0.01)
+    many = 100_000 * 2 * THREE.num_parameters / (989e12 * COMPUTE_SHARE)
+    assert engine.step_seconds(100_000) == pytest.approx(many + 0.003)
+    assert engine.most_sequences == config.generation.max_num_seqs
+
+
+def test_a_cache_that_is_small_bounds_the_sequences():
+    config = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml")
+    _, made = planned()
+    room = 80 * GIB * 0.85 - 2 * THREE.num_parameters - 2 * GIB
+    engine = engine_speed(config, THREE, made, H100, context_tokens=8192)
+    assert engine.most_sequences == int(room / (2 * 36 * 2 * 128 * 2 * 8192))
+
+
+def test_weights_travel_twice_and_an_adapter_is_small():
+    config = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml")
+    _, made = planned()
+    by_hand = 2 * 2 * THREE.num_parameters / (450e9 * MEMORY_SHARE)
+    assert sync_seconds(config, THREE, made, H100) == pytest.approx(by_hand)
+    lora = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml", ["model.lora_rank=16"])
+    assert sync_seconds(lora, THREE, replace(made, transfer="mempipe_shm"), H100) < 1
+
+
+def test_what_a_step_waits_for_changes_with_the_number_of_each_role():
+    assert planned()[0].bottleneck == "the learner"
+    more_ranks, _ = planned("learner.num_ranks=16", "reference.num_replicas=4", gpus=23)
+    assert more_ranks.bottleneck == "the engines" and more_ranks.total < planned()[0].total
+    engines, _ = planned("learner.num_ranks=64", "reference.num_replicas=64", "generation.num_replicas=64", gpus=192)
+    assert engines.bottleneck == "the longest trajectory"
+    assert planned(preset="memagent_qwen2.5-7b", gpus=32)[0].bottleneck == "the reference"
+
+
+def test_without_lag_rollout_and_learning_come_one_after_the_other():
+    beside, after = planned()[0], planned("algorithm.max_off_policy_steps=0")[0]
+    assert beside.total == pytest.approx(
+        max(beside.generate, beside.reference, beside.learn + beside.driver) + beside.sync
+    )
+    assert after.total == pytest.approx(max(after.generate, after.reference) + after.learn + after.driver + after.sync)
+    shared, made = planned(gpus=1)
+    assert made.kind == "colocated" and shared.total > shared.generate + shared.learn
+
+
+def test_doctor_tells_memory_seconds_and_what_a_step_waits_for():
+    found = [str(finding) for finding in examine(str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), num_gpus=8, gpu="H100")]
+    said = "\n".join(found)
+    assert "reference, 1 of them:" in said and "learner rank of 4:" in said
+    assert "a step on 8 x H100: about" in said and "it waits for the learner" in said
+    without = "\n".join(map(str, examine(str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), num_gpus=8)))
+    assert "a step on" not in without
+
+
+def test_a_type_without_a_number_is_refused(capsys):
+    assert main(["doctor", str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), "--gpu", "H100"]) == 2
+    assert "--devices N" in capsys.readouterr().err
