@@ -86,7 +86,8 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
     say(f"{len(planned)} trials, {len(commands)} of them to do")
     if not commands:
         return
-    with connected(sweep.ray_address, name=sweep.name):
+    model = next((trial.training.model for trial in planned if trial.training is not None), None)
+    with connected(sweep.ray_address, name=sweep.name, model=model):
         failed = run_trials(
             commands,
             folder=sweep.folder / "tune",

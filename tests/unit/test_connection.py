@@ -1,0 +1,31 @@
+"""A cluster that cannot be reached, or does not start, is said in a sentence."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import ray
+
+from mempipe.actors.launch import LaunchError, connected
+
+
+def test_nobody_at_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with (
+        pytest.raises(LaunchError, match=rf"cannot reach the Ray cluster at '{address}'"),
+        connected(address, name="x"),
+    ):
+        pass
+
+
+def test_a_node_that_does_not_come_up(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(**options):
+        raise Exception("The current node timed out\n during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(LaunchError, match=r"Ray did not start: The current node timed out during startup\.$"):
+        connected("", name="x").__enter__()
