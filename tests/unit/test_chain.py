@@ -12,12 +12,15 @@ from mlflow import MlflowClient
 from mempipe.checks.chain import check_chain
 from mempipe.cli import main as command
 from mempipe.config import RunConfig
+from mempipe.data.qa import read_questions
 from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, load_chain
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.loader import parse_section
+from mempipe.loader import load_config, parse_section
+from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.tracking.tracker import Tracker, last_run_id
 from pipelines import chain as pipeline
+from pipelines.prepare import prepare
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 
@@ -68,6 +71,17 @@ def test_the_table_compares_the_last_stage_with_and_without_the_first(tmp_path):
     assert [run.name for run in suite.runs] == ["memagent", "memagent-alone"]
     assert [Path(run.config).name for run in suite.runs] == ["memagent", "memagent-alone"]
     assert suite.benchmarks[0].file == str(tmp_path / "tiny-chain" / "memagent" / "world" / "validation.parquet")
+
+
+def test_a_world_takes_the_model_that_it_is_given(tmp_path):
+    world = ["world.num_train_worlds=1", "world.num_train_questions=4", "world.num_validation_questions=8"]
+    model = tmp_path / "exported"
+    run = load_config(CONFIGS / "tiny_memtrain.yaml", [*world, f"model.path={model}", f"output={tmp_path}"])
+    made = prepare(Run(run))
+    assert made.model.path == str(model) and not (made.folder / "model").exists()
+    questions = read_questions(made.data.train)
+    assert all(question.recall_targets and question.context for question in questions)
+    assert not any([q.golden_answers[0]] in q.recall_targets for q in questions)
 
 
 @pytest.mark.parametrize(
