@@ -58,6 +58,7 @@ SHORT = [
     f"world.num_validation_questions={NUM_QUESTIONS}",
     "warm_start.num_clean_trajectories=2000",  # enough for a model that searches and forgets
     "warm_start.num_noisy_trajectories=500",
+    "optimizer.lr=8e-4",  # eight steps must show something
     "optimizer.schedule=constant",
 ]
 CHECKPOINTS = ["checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}"]
