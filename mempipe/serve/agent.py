@@ -7,7 +7,6 @@ what is under way ends on the weights that it began with.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -18,165 +17,32 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve import Application, metrics
-from ray.serve.handle import DeploymentHandle
+from ray.serve import Application
 from ray.serve.schema import LoggingConfig
-from starlette.types import ASGIApp
 
 from mempipe.checks.findings import refuse
 from mempipe.checks.service import check_agent_service
-from mempipe.engines.endpoint import Endpoint
-from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.serve import front
-from mempipe.serve.agent_app import make_app
-from mempipe.serve.answering import Answering, Engine
-from mempipe.serve.api import AnswerReply
+from mempipe.serve.agent_replica import AgentReplica
 from mempipe.serve.config import AgentServiceConfig, Replicas
-from mempipe.serve.errors import ApiError
+from mempipe.serve.generator_replica import GeneratorReplica
 from mempipe.serve.keys import load_keys
 from mempipe.serve.local import local_serve
-from mempipe.serve.roles import EndpointEngine, GeneratorReplica, RetrieverReplica, ServedEngine, call
+from mempipe.serve.retriever_replica import RetrieverReplica
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
-from mempipe.serve.store import Store
 from mempipe.settings import ConfigError
-from mempipe.types import SearchResult
 
 NAME = "agent"
 HEALTH_CHECK_PERIOD_S = 2.0
-READY_TIMEOUT_S = 5.0
-SECONDS = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
-"""Bounds of the latency histograms."""
-
-
-class AgentReplica:
-    """The routes, and the agents behind them. Holds neither weights nor index."""
-
-    def __init__(self, config: AgentServiceConfig, retriever: DeploymentHandle | None) -> None:
-        _log_as_serve_does()
-        self._config = config
-        self._served = served = resolve(config)
-        self._retriever = retriever
-        self._tokenizer = load_tokenizer(served.main.model.path)
-        self._engine: Engine | None = None
-        self._answering = Answering(
-            served.name,
-            served.agents,
-            tokenizer=self._tokenizer,
-            engine=self._current_engine,
-            search=self._search,
-            sampling=served.sampling,
-            max_turns=config.max_turns,
-            timeout_s=config.timeout_s,
-        )
-        self._store = Store(
-            served.state / "service.sqlite",
-            lifetime_s=config.session_hours * 3600,
-            max_document_bytes=config.max_document_bytes,
-        )
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return make_app(
-            self._answering,
-            self._store,
-            self._config,
-            keys=load_keys(self._config.keys),
-            metrics=ServeMetrics(),
-            health=self._health,
-        )
-
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Turns to the engines of the application `generator`, once they answer; requests under way keep theirs."""
-        config, main = self._config, self._served.main
-        if config.endpoint is not None:
-            stop_texts = main.agent_spec.stop_texts
-            endpoint = Endpoint(config.endpoint, tokenizer=self._tokenizer, stop_texts=stop_texts)
-            self._engine = EndpointEngine(endpoint=endpoint, version=config.endpoint.model)
-            return
-        handle = serve.get_app_handle(user_config["generator"])
-        self._engine = ServedEngine(
-            handle=handle,
-            version=await handle.version.remote(),
-            stop_token_ids=sorted(self._tokenizer.stop_token_ids),
-            timeout_s=main.generation.timeout_s,
-        )
-
-    def _current_engine(self) -> Engine:
-        assert self._engine is not None, "Serve calls reconfigure before any request"
-        return self._engine
-
-    async def _search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
-        assert self._retriever is not None, "an agent that searches has an index"
-        timeout_s = self._served.main.retrieval.timeout_s
-        return await call(self._retriever.search, query, num_passages, partition, role="retriever", timeout_s=timeout_s)
-
-    async def _health(self) -> dict[str, Any]:
-        """The state of engine and retriever. Raises ApiError 503."""
-        detail: dict[str, Any] = {}
-        try:
-            engine = self._current_engine()
-            if isinstance(engine, ServedEngine):
-                detail["generator"] = await call(engine.handle.version, role="generator", timeout_s=READY_TIMEOUT_S)
-            if self._retriever is not None:
-                detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
-        except Exception as error:
-            raise ApiError(503, f"not ready: {error}") from error
-        return detail
-
-
-def _log_as_serve_does() -> None:
-    """Sends the service's records where Serve's own go: JSON lines, with the id of the request."""
-    logger = logging.getLogger("mempipe.serve")
-    logger.handlers = logging.getLogger("ray.serve").handlers
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
-class ServeMetrics:
-    """Numbers for Prometheus, at the metrics port of every Ray node (`mempipe.serve.journal.Metrics`)."""
-
-    def __init__(self) -> None:
-        def counter(name: str, description: str, *tags: Any) -> metrics.Counter:
-            names: Any = tags  # Ray's annotation is of a tuple of one
-            return metrics.Counter(f"mempipe_{name}", description, names)
-
-        def histogram(name: str, description: str, *tags: Any) -> metrics.Histogram:
-            names: Any = tags
-            return metrics.Histogram(f"mempipe_{name}", description, boundaries=SECONDS, tag_keys=names)
-
-        self._requests = counter("requests", "Requests by path and status.", "path", "status")
-        self._seconds = histogram("request_seconds", "Seconds from request to answer.", "path")
-        self._answers = counter("answers", "Answers by agent and how they ended.", "agent", "end_reason")
-        self._turns = counter("turns", "Turns of agents.", "agent")
-        self._tokens = counter("tokens", "Tokens, by whether they were read or sampled.", "agent", "kind")
-        self._stages = histogram("stage_seconds", "Seconds of one turn in engine and retriever.", "stage")
-        self._memory = metrics.Gauge("mempipe_memory_share", "Share of the memory budget in use.", ("agent",))
-
-    def requested(self, path: str, status: int, seconds: float) -> None:
-        self._requests.inc(1, {"path": path, "status": str(status)})
-        self._seconds.observe(seconds, {"path": path})
-
-    def answered(self, reply: AnswerReply) -> None:
-        agent = {"agent": reply.agent}
-        self._answers.inc(1, {**agent, "end_reason": reply.end_reason})
-        for kind, count in (("read", reply.usage.prompt_tokens), ("sampled", reply.usage.completion_tokens)):
-            if count:
-                self._tokens.inc(count, {**agent, "kind": kind})
-        for turn in reply.turns:
-            self._turns.inc(1, agent)
-            self._stages.observe(turn.generate_seconds, {"stage": "generate"})
-            self._stages.observe(turn.search_seconds, {"stage": "search"})
-            if turn.memory_limit:
-                self._memory.set(turn.memory_tokens / turn.memory_limit, agent)
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The agents and retrievers of the settings in `args` (`AgentServiceConfig`), which ask the engines of the
-    application `generator`. Raises ConfigError.
+    """Returns the application of agents and retrievers for `serve deploy jobs/configs/agent_service.yaml`.
 
-    `serve deploy jobs/configs/agent_service.yaml`; another application of engines is named by the user_config of the
-    deployment `agent`.
+    `args` are settings of AgentServiceConfig. The agents ask the engines of the application `generator`, or of the one
+    that the user_config of the deployment `agent` names. Raises ConfigError.
     """
     args = dict(args)
     engines = args.pop("generator", "generator")
@@ -185,8 +51,10 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def generator(args: dict[str, Any]) -> Application:
-    """The engines of the settings in `args` (`AgentServiceConfig`; what is about agents is not looked at). Raises
-    ConfigError."""
+    """Returns the application of engines for the same `args`, of which it uses those about the run.
+
+    Raises ConfigError.
+    """
     config = parse_section(args, AgentServiceConfig)
     if config.endpoint is not None:
         raise ConfigError(f"endpoint is {config.endpoint.url!r}, which samples; there are no engines to start")
@@ -227,7 +95,7 @@ def _engines(config: AgentServiceConfig, served: ServedRun) -> Application:
 
 
 def _deployment(replica: Any, name: str, replicas: Replicas) -> Any:
-    """A deployment with as many replicas as the settings say."""
+    """Returns a deployment with as many replicas as the settings say."""
     deployment: Any = serve.deployment(replica)
     options: dict[str, Any] = {"name": name, "health_check_period_s": HEALTH_CHECK_PERIOD_S}
     if replicas.min == replicas.max:
@@ -242,16 +110,16 @@ def _resources(num_gpus: int) -> dict[str, Any]:
 
 
 class LocalService:
-    """The service on a local Serve: its two applications, and how new weights take over."""
+    """The service on a local Serve: it deploys the two applications, and new weights beside the old ones."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._engines = ""
 
     def deploy(self) -> str:
-        """Brings the service up, or up to what its files say now; returns the version of the weights.
+        """Deploys the service as its files are now, and returns the version of the weights.
 
-        New weights are loaded beside the old ones, which go when nothing is under way on them. Raises ConfigError.
+        Engines of new weights start beside the old ones, which end when no request uses them. Raises ConfigError.
         """
         config = parse_section(self._settings, AgentServiceConfig)
         served = resolve(config)
@@ -270,7 +138,7 @@ class LocalService:
 
 
 def _wait_until_drained(timeout_s: float) -> None:
-    """Until no agent replica of before works on anything, or the time is over."""
+    """Waits until every earlier agent replica has finished its requests, or the time is over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         states = serve.status().applications[NAME].deployments[NAME].replica_states
@@ -281,10 +149,10 @@ def _wait_until_drained(timeout_s: float) -> None:
 
 @contextmanager
 def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[tuple[str, LocalService]]:
-    """A local Ray cluster that answers questions, until the end of the block; gives its address and the service.
+    """Serves on a local Ray cluster until the end of the block; yields its address and the service.
 
-    Raises ConfigError before anything starts: for wrong settings, a port that is taken, a host that others reach
-    without API keys, and when a cluster is meant.
+    Raises ConfigError before anything starts: for wrong settings, a port that is taken, a host that other machines
+    reach without API keys, and a RAY_ADDRESS.
     """
     config = parse_section(settings, AgentServiceConfig)
     resolve(config)
@@ -297,7 +165,7 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
 
 
 def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
-    """`mempipe serve`: serves until Ctrl-C or SIGTERM; SIGHUP loads new weights of the same run."""
+    """Serves until Ctrl-C or SIGTERM (`mempipe serve`); SIGHUP loads new weights of the same run."""
     stop, wake = threading.Event(), threading.Event()
     source = settings.get("run") or settings.get("checkpoint")
     print(f"starting the service of {source} ...", flush=True)

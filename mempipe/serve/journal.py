@@ -1,4 +1,4 @@
-"""What is noted of every request: an id, a log record, and numbers for Prometheus."""
+"""Notes an id, a log record and numbers for Prometheus for every request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Metrics(Protocol):
-    """Says where numbers go. `mempipe.serve.agent` sends them to Prometheus through Ray Serve."""
+    """Says where numbers go. `mempipe.serve.prometheus` sends them to Ray's metrics port."""
 
     def requested(self, path: str, status: int, seconds: float) -> None:
-        """A request to `path` was answered."""
+        """Counts an answered request to `path`."""
         ...
 
     def answered(self, reply: AnswerReply) -> None:
-        """A question was answered."""
+        """Counts an answered question."""
         ...
 
 
@@ -75,6 +75,6 @@ class Journal:
 
 
 def route_of(path: str) -> str:
-    """The part of the service that a path belongs to: few names, whatever is asked for."""
+    """Returns the part of the service that a path belongs to: one of few names, whatever a client asks for."""
     head = "/".join(path.split("/")[:3])
     return head if head in ROUTES else "other"

@@ -91,6 +91,8 @@ ALLOWED = {
     "mempipe.retrieval.remote": ("faiss",),
     "mempipe.serve.gate": (),
     "mempipe.serve.agent_app": (),
+    "mempipe.serve.agent_replica": ("ray", "transformers"),
+    "mempipe.serve.retriever_replica": ("faiss",),
     "mempipe.serve.retrieval_app": ("faiss",),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_section
 from mempipe.retrieval.build import build_index
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.generator_replica import GeneratorReplica, WrongWeights
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -107,6 +110,12 @@ def test_the_command_says_what_is_wrong_before_it_starts_anything(run, capsys, m
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert main(["serve", str(run)]) == 2
     assert "agent_service.yaml" in capsys.readouterr().err
+
+
+async def test_an_engine_starts_on_no_other_weights_than_it_was_deployed_for(run):
+    replica: Any = SimpleNamespace()
+    with pytest.raises(WrongWeights, match="not other; deploy them as another model"):
+        await GeneratorReplica.__init__(replica, served(run=str(run)).main, "other")
 
 
 def test_other_weights_have_another_version(run, tmp_path):

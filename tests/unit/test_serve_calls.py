@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from mempipe.engines.generator import EngineDead
+from mempipe.serve.calls import RoleUnavailable, call
 from mempipe.serve.front import Front, middlewares
-from mempipe.serve.roles import RoleUnavailable, call
 
 
 class Response:

@@ -1,0 +1,108 @@
+"""The agents and their routes as a Ray Serve deployment. It imports neither an engine nor an index, and starts fast."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from mempipe.engines.endpoint import Endpoint
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.serve.agent_app import make_app
+from mempipe.serve.answering import Answering, Engine
+from mempipe.serve.calls import EndpointEngine, ServedEngine, call
+from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.errors import ApiError
+from mempipe.serve.keys import load_keys
+from mempipe.serve.prometheus import PrometheusMetrics
+from mempipe.serve.served_run import resolve
+from mempipe.serve.store import Store
+from mempipe.types import SearchResult
+
+READY_TIMEOUT_S = 5.0
+
+
+class AgentReplica:
+    """The routes and the agents of the service. It holds neither weights nor index."""
+
+    def __init__(self, config: AgentServiceConfig, retriever: DeploymentHandle | None) -> None:
+        _log_as_serve_does()
+        self._config = config
+        self._served = served = resolve(config)
+        self._retriever = retriever
+        self._tokenizer = load_tokenizer(served.main.model.path)
+        self._engine: Engine | None = None
+        self._answering = Answering(
+            served.name,
+            served.agents,
+            tokenizer=self._tokenizer,
+            engine=self._current_engine,
+            search=self._search,
+            sampling=served.sampling,
+            max_turns=config.max_turns,
+            timeout_s=config.timeout_s,
+        )
+        self._store = Store(
+            served.state / "service.sqlite",
+            lifetime_s=config.session_hours * 3600,
+            max_document_bytes=config.max_document_bytes,
+        )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return make_app(
+            self._answering,
+            self._store,
+            self._config,
+            keys=load_keys(self._config.keys),
+            metrics=PrometheusMetrics(),
+            health=self._health,
+        )
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Takes the engines of the application `generator` once they answer; requests under way keep theirs."""
+        config, main = self._config, self._served.main
+        if config.endpoint is not None:
+            stop_texts = main.agent_spec.stop_texts
+            endpoint = Endpoint(config.endpoint, tokenizer=self._tokenizer, stop_texts=stop_texts)
+            self._engine = EndpointEngine(endpoint=endpoint, version=config.endpoint.model)
+            return
+        handle = serve.get_app_handle(user_config["generator"])
+        self._engine = ServedEngine(
+            handle=handle,
+            version=await handle.version.remote(),
+            stop_token_ids=sorted(self._tokenizer.stop_token_ids),
+            timeout_s=main.generation.timeout_s,
+        )
+
+    def _current_engine(self) -> Engine:
+        assert self._engine is not None, "Serve calls reconfigure before any request"
+        return self._engine
+
+    async def _search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
+        assert self._retriever is not None, "an agent that searches has an index"
+        timeout_s = self._served.main.retrieval.timeout_s
+        return await call(self._retriever.search, query, num_passages, partition, role="retriever", timeout_s=timeout_s)
+
+    async def _health(self) -> dict[str, Any]:
+        """Returns the state of engine and retriever. Raises ApiError 503."""
+        detail: dict[str, Any] = {}
+        try:
+            engine = self._current_engine()
+            if isinstance(engine, ServedEngine):
+                detail["generator"] = await call(engine.handle.version, role="generator", timeout_s=READY_TIMEOUT_S)
+            if self._retriever is not None:
+                detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
+        except Exception as error:
+            raise ApiError(503, f"not ready: {error}") from error
+        return detail
+
+
+def _log_as_serve_does() -> None:
+    """Sends the service's log records where Serve's own go: JSON lines with the id of the request."""
+    logger = logging.getLogger("mempipe.serve")
+    logger.handlers = logging.getLogger("ray.serve").handlers
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
