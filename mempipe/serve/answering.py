@@ -1,7 +1,6 @@
-"""From a request to an answer: the agent of training and evaluation, bound to what the service generates and searches
-with.
+"""Answers a request with the agent of training and evaluation, bound to the engine and the retriever of the service.
 
-Without Ray and without HTTP. What happens is told to `Emit` while it happens.
+It knows neither Ray nor HTTP. `Emit` hears each event when it happens.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request that was found right, ready to be played."""
+    """A checked request, ready to be played."""
 
     agent: str
     config: RunConfig
@@ -88,8 +87,8 @@ class Answering:
         max_turns: int,
         timeout_s: float,
     ) -> None:
-        """`agents` are configs by the name that a request calls them by, the service's own first. `engine` gives the
-        weights that are served now; a request keeps those that it began with. `max_turns` is the most that a request
+        """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
+        that are served now; a request keeps those that it began with. `max_turns` is the most that a request
         may ask for. Raises ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
@@ -105,9 +104,9 @@ class Answering:
             self._kept(agent, "{}")
 
     async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None) -> Plan:
-        """Checks a request, in a thread, since a long text takes its time to become tokens.
+        """Checks a request in a thread, since the encoding of a long text takes time.
 
-        `text` is what the agent reads; `memory` what it starts from, None for its own beginning. Raises ApiError.
+        The agent reads `text` and starts from `memory`, or from its own beginning for None. Raises ApiError.
         """
         return await asyncio.to_thread(self._plan, request, text, memory)
 
@@ -187,7 +186,7 @@ class Answering:
         return SamplingConfig.model_validate(self._sampling.model_dump() | changes.model_dump(exclude_none=True))
 
     def _renderer(self, agent: str, changes: BudgetChanges) -> Renderer[Any]:
-        """The agent's renderer within the changed budget. Raises ApiError 400."""
+        """Returns the agent's renderer within the changed budget. Raises ApiError 400."""
         if changes.max_turns is not None and changes.max_turns > self._max_turns:
             message = f"budget.max_turns is {changes.max_turns}, more than the {self._max_turns} that are allowed"
             raise ApiError(400, message, param="budget.max_turns")
@@ -199,7 +198,7 @@ class Answering:
             raise ApiError(400, str(error), param="budget") from error
 
     def _render(self, agent: str, changes: str) -> Renderer[Any]:
-        """The renderer of an agent within its budget, changed by the JSON object `changes`. Raises ConfigError."""
+        """Makes the renderer of an agent within its budget and the JSON object `changes`. Raises ConfigError."""
         config = self.agents[agent]
         limits = BudgetChanges.model_validate_json(changes).model_dump(exclude_none=True)
         budget = config.budget
@@ -225,7 +224,7 @@ class Answering:
         return [attempt.result() for attempt in attempts]
 
     async def _play(self, plan: Plan, engine: Engine, request_id: str, member: int, emit: Emit) -> Trajectory:
-        """One attempt, which tells what it does."""
+        """Plays one attempt and emits its events."""
         spec, contexts = plan.config.agent_spec, list[Context]()
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
@@ -259,20 +258,20 @@ class Answering:
 
 
 def joined(objectives: Sequence[str]) -> str:
-    """The question that asks them all, as evaluations join them (`mempipe.evaluation.benchmarks`)."""
+    """Joins objectives to one question, as evaluations do (`mempipe.evaluation.benchmarks`)."""
     if len(objectives) == 1:
         return objectives[0]
     return "; ".join(text if text.endswith("?") else f"{text}?" for text in objectives)
 
 
 def noted(memory: str, question: str, answer: str | None) -> str:
-    """A memory with one more exchange of a conversation, on a line of its own."""
+    """Returns the memory with one more exchange of a conversation on a line of its own."""
     line = f"{' '.join(question.split())} {' '.join((answer or 'no answer').split())}"
     return f"{memory}\n{line}" if memory else line
 
 
 def turn_replies(trajectory: Trajectory, plan: Plan) -> list[TurnReply]:
-    """The contexts of a trajectory as the service shows them."""
+    """Returns the contexts of a trajectory as the service shows them."""
     spec, limit = plan.config.agent_spec, plan.renderer.budget.memory_limit
     return [
         _turn(context, spec.thought(context.action), history, limit)
@@ -305,7 +304,7 @@ def _turn(context: Context, thought: str, history: int, limit: int | None) -> Tu
 
 
 def changes(before: str, after: str) -> tuple[list[str], list[str]]:
-    """The runs of words that `after` has and `before` has not, and the other way round."""
+    """Returns the runs of words that only `after` has, and those that only `before` has."""
     old, new = before.split(), after.split()
     added, dropped = [], []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -320,7 +319,7 @@ def _passage(passage: Any) -> PassageReply:
 
 
 def _most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, float | None]:
-    """The first attempt with the answer that most attempts gave, and their share; unanswered ones have no vote."""
+    """Returns the first attempt with the most frequent answer, and its share; attempts without answer have no vote."""
     votes = Counter(normalize_answer(t.answer) for t in trajectories if t.answer is not None)
     if not votes:
         return trajectories[0], None if len(trajectories) == 1 else 0.0
@@ -330,7 +329,7 @@ def _most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, floa
 
 
 def _usage(trajectories: Sequence[Trajectory]) -> Usage:
-    """Tokens that were read and sampled, over all contexts and attempts."""
+    """Counts the tokens that were read and sampled over all contexts and attempts."""
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
     read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
@@ -345,7 +344,7 @@ def _next_memory(question: Question, trajectory: Trajectory) -> str:
 
 
 def _starting_from(renderer: Renderer[Any], memory: str, *, agent: str) -> Renderer[Any]:
-    """The renderer with `memory` in place of the empty one. Raises ApiError 400 for an agent that keeps none."""
+    """Returns the renderer with `memory` in place of the empty one. Raises ApiError 400 for an agent without memory."""
     if not hasattr(renderer, "empty_memory"):
         raise ApiError(400, f"agent {agent!r} carries no memory from one question to the next", param="agent")
     token_ids = fitted(renderer, memory)
@@ -357,7 +356,7 @@ def _starting_from(renderer: Renderer[Any], memory: str, *, agent: str) -> Rende
 
 
 def fitted(renderer: Renderer[Any], memory: str) -> list[int]:
-    """The ids of a memory; of one that is longer than its budget, those of its newest lines."""
+    """Returns the ids of a memory, or of the newest lines of one that is longer than its budget."""
     limit, kept, used = renderer.budget.memory_limit, list[str](), 0
     for line in reversed(memory.split("\n")):
         used += len(renderer.encode(line)) + 1

@@ -27,7 +27,7 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """A request that is refused, with its status, a sentence, and the field or the code that a program may look at."""
+    """Refuses a request with a status, a sentence, and the field or code that a program may look at."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,26 +37,26 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The error as clients of the OpenAI API expect it."""
+    """Returns the error as clients of the OpenAI API expect it."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     body = ErrorBody(message=str(error), type=kind, param=error.param, code=error.code)
     return ErrorReply(error=body).model_dump()
 
 
 def error_reply(error: ApiError) -> JSONResponse:
-    """The whole answer, with Retry-After where the same request may be made again."""
+    """Returns the whole answer, with Retry-After where the same request may be made again."""
     return JSONResponse(error_body(error), error.status, retry_header(error.status))
 
 
 def refuse(status: int, message: str) -> JSONResponse:
-    """The answer of a refusal that needs no more than a sentence (`mempipe.serve.gate.Refuse`)."""
+    """Returns the answer of a refusal that needs one sentence (`mempipe.serve.gate.Refuse`)."""
     return error_reply(ApiError(status, message))
 
 
 def sentence(where: Sequence[int | str], error: Any) -> str:
     """Returns what is wrong with a request, and where; `error` is one of pydantic's.
 
-    Without the whole input, which may hold what cannot be encoded, and is large when it is too large.
+    It leaves out most of the input, which may be large and may hold text that cannot be encoded.
     """
     name = ".".join(map(str, where)) or "the body"
     if error["type"] == "json_invalid":

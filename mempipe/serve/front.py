@@ -1,7 +1,7 @@
-"""What stands in Serve's HTTP proxy, before all replicas: a request whose replica died is answered with 503.
+"""A middleware of Serve's HTTP proxy, before all replicas: it answers a request whose replica died with 503.
 
-Serve itself closes the connection then. RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.front:middlewares, in
-the environment that Ray is started with, puts it there; `mempipe serve` does so itself.
+Serve itself would close the connection. Ray installs it when it is started with
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.front:middlewares, which `mempipe serve` sets itself.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ class Front:
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve's proxy."""
+    """Returns what Serve's proxy adds to its application."""
     return [Middleware(Front)]

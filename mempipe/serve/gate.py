@@ -20,12 +20,12 @@ Refuse = Callable[[int, str], Response]
 
 
 def problem(status: int, detail: str) -> JSONResponse:
-    """FastAPI's error format, with Retry-After where the same request may be made again (429, 503)."""
+    """Returns a refusal in FastAPI's error format, with Retry-After where it may be asked again (429, 503)."""
     return JSONResponse({"detail": detail}, status, retry_header(status))
 
 
 def retry_header(status: int) -> dict[str, str] | None:
-    """The Retry-After header of an answer with this status."""
+    """Returns the Retry-After header of an answer with this status; None where it has none."""
     return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
 
 
@@ -84,7 +84,7 @@ class Gate:
             self._in_flight -= 1
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body, or a part of it that is too long already; None when the client hung up."""
+        """Reads the body, or a part that is too long already. Returns None when the client hung up."""
         body = bytearray()
         more = True
         while more and len(body) <= self._max_body_bytes:

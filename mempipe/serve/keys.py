@@ -33,7 +33,7 @@ _SCRYPT = {"n": 2**13, "r": 8, "p": 1, "dklen": 32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
-    """Holds what is kept of a key."""
+    """The record of a key: its secret can be checked, not read."""
 
     name: str
     id: str
@@ -42,7 +42,7 @@ class KeyRecord:
 
     @classmethod
     def read(cls, line: str) -> KeyRecord:
-        """The record of one line. Raises ConfigError, without showing the line."""
+        """Reads the record of one line. Raises ConfigError, which does not show the line."""
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise ConfigError("a line of the API keys is not NAME:ID:SALT:HASH; `mempipe key NAME` makes one")
@@ -58,7 +58,7 @@ class KeyRecord:
 
 
 def new_key(name: str) -> tuple[str, KeyRecord]:
-    """A fresh key and what is kept of it. Raises ConfigError for a name that cannot stand in a line."""
+    """Makes a key and the record that is kept of it. Raises ConfigError for a name that cannot stand in a line."""
     if not re.fullmatch(r"[\w.@-]{1,64}", name):
         raise ConfigError(f"the name of a key is {name!r}; expected letters, digits and . _ @ -")
     key_id, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
@@ -66,7 +66,7 @@ def new_key(name: str) -> tuple[str, KeyRecord]:
 
 
 def load_keys(file: str = "") -> list[KeyRecord]:
-    """The records of the file and of MEMPIPE_API_KEYS; # starts a comment. Raises ConfigError."""
+    """Reads the records of the file and of MEMPIPE_API_KEYS; # starts a comment. Raises ConfigError."""
     try:
         lines = Path(file).read_text().splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:
@@ -150,7 +150,7 @@ class Access:
         await self._app({**scope, "state": {**scope.get("state", {}), "owner": owner}}, receive, send)
 
     async def _owner(self, scope: Scope) -> str:
-        """The name of the caller's key. Raises ApiError 401 or 403."""
+        """Returns the name of the caller's key. Raises ApiError 401 or 403."""
         headers = Headers(scope=scope)
         if not self._keys:
             client = (scope.get("client") or ("",))[0]

@@ -13,7 +13,7 @@ from mempipe.actors.launch import connected
 
 @contextmanager
 def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
-    """A local Ray cluster with Serve's HTTP proxy, until the end of the block; gives its address."""
+    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=name):
         try:

@@ -46,9 +46,9 @@ class RetrievalReplica:
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application of the settings in `args` (`ServiceConfig`), of which `index` is needed. Raises ConfigError.
+    """Returns the application for `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`.
 
-    `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`
+    `args` are settings of ServiceConfig, of which `index` is needed. Raises ConfigError.
     """
     config = parse_section(args, ServiceConfig)
     check_index(config.index, mode=config.mode, num_gpus=config.num_gpus)
@@ -66,9 +66,9 @@ def app(args: dict[str, Any]) -> Application:
 
 @contextmanager
 def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
-    """A local Ray cluster that serves the index, until the end of the block; gives the address.
+    """Serves the index on a local Ray cluster until the end of the block; yields its address.
 
-    Raises ConfigError for wrong settings and a port that is taken, before anything starts, and when a cluster is meant.
+    Raises ConfigError before anything starts: for wrong settings, a port that is taken, and a RAY_ADDRESS.
     """
     refuse(check_service(parse_section(settings, ServiceConfig), host=host, port=port))
     application = app(settings)
@@ -78,7 +78,7 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
 
 
 def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
-    """`mempipe index serve`: serves until Ctrl-C or SIGTERM."""
+    """Serves until Ctrl-C or SIGTERM (`mempipe index serve`)."""
     stop = threading.Event()
     print(f"starting the service of {settings['index']} ...", flush=True)
     with served(settings, host=host, port=port) as url:

@@ -26,7 +26,7 @@ class ServedRun:
 
     @property
     def main(self) -> RunConfig:
-        """The config of the service's own agent, which also says what engine and retriever are like."""
+        """Returns the config of the service's own agent, which also describes engine and retriever."""
         return next(iter(self.agents.values()))
 
     @property
@@ -64,7 +64,7 @@ def weights_version(path: str) -> str:
 
 
 def _run(config: AgentServiceConfig) -> RunConfig:
-    """The run of the service's own agent."""
+    """Returns the run of the service's own agent."""
     source = EvaluatedRun(
         name="serve",
         config=config.run,
@@ -79,13 +79,13 @@ def _run(config: AgentServiceConfig) -> RunConfig:
 
 
 def _further(source: str, main: RunConfig) -> RunConfig:
-    """Another agent under the weights and the index of the first."""
+    """Returns another agent under the weights and the index of the first."""
     run = run_config(EvaluatedRun(name="serve", config=source, checkpoint=main.model.path), name="serve", ordered=False)
     return run.model_copy(update={"model": main.model, "retrieval": main.retrieval, "generation": main.generation})
 
 
 def _absolute(path: str) -> str:
-    """Replicas work in folders of their own."""
+    """Returns an absolute path, since replicas work in folders of their own."""
     return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 

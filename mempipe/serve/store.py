@@ -1,6 +1,6 @@
-"""What the service keeps between requests, in one SQLite file: sessions, and documents that are uploaded in pieces.
+"""Keeps sessions, and documents that come in pieces, in one SQLite file.
 
-A restart or a lost replica loses none of it. Replicas on one machine share the file.
+They outlive a restart and a lost replica. Replicas on one machine share the file.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Document:
 
 
 class Store:
-    """The file. Every call opens it anew in a thread, so that any number of tasks and processes may use it."""
+    """The file. Every call opens it again in a thread, so that any number of tasks and processes may use it."""
 
     def __init__(
         self, path: Path, *, lifetime_s: float, max_items: int = 1000, max_document_bytes: int = 2**26
     ) -> None:
-        """`lifetime_s` is how long a session or document lives after its last use, `max_items` how many of each one
-        owner may have. Raises ConfigError when the file cannot be made."""
+        """A session or document lives `lifetime_s` seconds after its last use; an owner may have `max_items` of each.
+        Raises ConfigError when the file cannot be made."""
         self._path = path
         self._lifetime_s = lifetime_s
         self._max_items = max_items
@@ -78,7 +78,7 @@ class Store:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
 
     async def create_session(self, owner: str) -> Session:
-        """A session with an empty memory. Raises ApiError 429 when the owner has too many."""
+        """Creates a session with an empty memory. Raises ApiError 429 when the owner has too many."""
 
         def create(database: sqlite3.Connection) -> Session:
             self._check_room(database, "sessions", owner)
@@ -99,7 +99,7 @@ class Store:
         return await self._run(create)
 
     async def sessions(self, owner: str) -> list[Session]:
-        """The owner's sessions, oldest first."""
+        """Returns the owner's sessions, oldest first."""
         query = f"SELECT {_SESSION} FROM sessions WHERE owner=? AND expires_at>? ORDER BY created_at, id"
         rows = await self._run(lambda database: database.execute(query, (owner, time.time())).fetchall())
         return [Session(**row) for row in rows]
@@ -113,8 +113,10 @@ class Store:
         await self._delete("sessions", session_id, owner)
 
     async def claim(self, session_id: str, owner: str, *, for_s: float) -> Session:
-        """The session, kept for one question for at most `for_s` seconds. Raises ApiError 404, and 409 when another
-        question of it is under way."""
+        """Claims the session for one question for at most `for_s` seconds.
+
+        Raises ApiError 404, and 409 when another question of it is under way.
+        """
 
         def claim(database: sqlite3.Connection) -> Session:
             session, now = _session(database, session_id, owner), time.time()
@@ -141,7 +143,7 @@ class Store:
         await self._run(release)
 
     async def create_document(self, owner: str) -> Document:
-        """An empty document. Raises ApiError 429 when the owner has too many."""
+        """Creates an empty document. Raises ApiError 429 when the owner has too many."""
 
         def create(database: sqlite3.Connection) -> Document:
             self._check_room(database, "documents", owner)
@@ -158,8 +160,10 @@ class Store:
         return await self._run(create)
 
     async def append(self, document_id: str, owner: str, piece: bytes, *, start: int | None) -> Document:
-        """Adds a piece at the end. `start`, where it is given, is the byte that the piece begins at: a piece that is
-        sent again is not added again. Raises ApiError 404, 409 for another start, 413 for a document that is too long.
+        """Adds a piece at the end.
+
+        `start`, where it is given, is the byte that the piece begins at, so that a piece that is sent again is not
+        added again. Raises ApiError 404, 409 for another start, 413 for a document that is too long.
         """
 
         def append(database: sqlite3.Connection) -> Document:
@@ -187,7 +191,7 @@ class Store:
         return await self._run(lambda database: _document(database, document_id, owner))
 
     async def text(self, document_id: str, owner: str) -> str:
-        """The whole document. Raises ApiError 404, and 400 when it is not UTF-8."""
+        """Returns the whole document. Raises ApiError 404, and 400 when it is not UTF-8."""
 
         def read(database: sqlite3.Connection) -> str:
             document = _document(database, document_id, owner)
@@ -215,7 +219,7 @@ class Store:
         await self._run(delete)
 
     def _check_room(self, database: sqlite3.Connection, table: str, owner: str) -> None:
-        """Forgets what has expired. Raises ApiError 429 when the owner has as many as one may have."""
+        """Deletes what has expired. Raises ApiError 429 when the owner has as many as allowed."""
         database.execute(f"DELETE FROM {table} WHERE expires_at<=?", (time.time(),))
         count = database.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
         if count >= self._max_items:
