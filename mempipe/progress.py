@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,11 +19,39 @@ if TYPE_CHECKING:  # a run's settings take half a second to load, and `--help` w
     from mempipe.runs import Run
 
 LINE_EVERY_S = 15.0
+STALL_S = 120.0
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
     """Prints what begins now or has just been done, with the time of day: starting takes minutes."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def watched(items: Iterator[T], *, waited_for: Callable[[], str], after_s: float = STALL_S) -> Generator[T, None, None]:
+    """Yields the items. When the next one is late it prints what `waited_for` says: after `after_s` seconds, then after
+    twice as many, and so on.
+    """
+    while True:
+        came = threading.Event()
+        watch = threading.Thread(target=_say_while_late, args=(came, waited_for, after_s), daemon=True)
+        watch.start()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            came.set()
+            watch.join()
+        yield item
+
+
+def _say_while_late(came: threading.Event, waited_for: Callable[[], str], after_s: float) -> None:
+    waited = 0.0
+    while not came.wait(after_s):
+        waited += after_s
+        after_s *= 2
+        say(f"nothing has come for {waited:.0f} s; it waits for {waited_for()}")
 
 
 class Progress:

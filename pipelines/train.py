@@ -33,7 +33,7 @@ from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.progress import Progress, closing_table, say
+from mempipe.progress import Progress, closing_table, say, watched
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
@@ -178,7 +178,7 @@ def learn(
         TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step),
         references=roles.references,
     )
-    collector = Collector(groups, admission, config.algorithm)
+    collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm)
     exports = Exports(run, roles.learners, source=config.model.path)
     training, other_phases = time.perf_counter(), sum(run.seconds.values())
     with (

@@ -90,6 +90,11 @@ class BatchedServer:
         self._function = function
         self._callers: dict[str, _Caller] = {}
 
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are being answered."""
+        return sum(len(caller.running) for caller in self._callers.values())
+
     async def exchange(self, name: str, requests: Sequence[Request]) -> list[Answer]:
         """Takes in requests of caller `name` and returns its answers that are ready, in the order in which they became
         so.

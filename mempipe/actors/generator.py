@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import ray
 from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.weights import Proof, WeightHandle
 from mempipe.placement import Transfer
@@ -84,6 +84,14 @@ class GeneratorActor:
         held = await self._engine.held_weights()
         return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])
 
+    async def take_load(self) -> EngineLoad:
+        """How busy the engine was since the last call, and how long its last weights took."""
+        return self._engine.take_load()
+
+    async def under_way(self) -> int:
+        """Completions that are being sampled, or wait to be."""
+        return self._desk.num_under_way
+
     async def shutdown(self) -> None:
         """Ends the engine's processes; the actor itself is killed afterwards."""
         await self._engine.shutdown()
@@ -96,12 +104,10 @@ class GeneratorActor:
         """The rendezvous of a transfer between GPUs."""
         await self._engine.connect(init_info)
 
-    async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> float:
-        """Takes version `policy_version` between two completions; returns the seconds it took."""
+    async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:
+        """Takes version `policy_version` between two completions."""
         await self._awake()
-        started = time.perf_counter()
         await self._engine.load_weights(weights, policy_version=policy_version)
-        return time.perf_counter() - started
 
     async def _generate(
         self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]

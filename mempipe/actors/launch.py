@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from mempipe.actors.weight_store import WeightStore
 from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
+from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import check_engines
 from mempipe.environment import EVERY_PROCESS
@@ -51,6 +53,7 @@ from mempipe.rl.packing import MicroBatch
 
 START_TIMEOUT_S = 900.0
 KNOCK_TIMEOUT_S = 10.0
+ANSWER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
 WEIGHT_STORE = "weights"
@@ -109,6 +112,7 @@ class Roles(RolloutActors):
     references: ReferencePool | None
     canary: list[list[int]] = field(default_factory=list)
     """Token sequences that learner and engines score after every sync (promise 5)."""
+    _num_served_bytes: int | None = None
 
     def new_admission(self, *, policy_version: int) -> tuple[str, Handle]:
         """A fresh gate for one stream, and its name."""
@@ -140,6 +144,7 @@ class Roles(RolloutActors):
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
         hold them, CanaryFailed when one computes otherwise.
         """
+        started = time.perf_counter()
         if self.plan.transfer != "mempipe_shm":
             self.learners.send_weights(policy_version, list(self.generators.values()))
         else:
@@ -153,11 +158,36 @@ class Roles(RolloutActors):
                 phase=f"loading weights of version {policy_version}",
                 timeout_s=self.config.generation.timeout_s,
             )
-        return self._check(policy_version)
+        sent = {"sync/send_seconds": time.perf_counter() - started, "sync/megabytes": self._served_bytes() / 1e6}
+        return sent | self._check(policy_version)
+
+    def waited_for(self) -> str:
+        """Says which role the trajectories under way wait for. It asks every engine and retriever, and starts
+        nothing."""
+        roles = {"completions in the engines": self.generators, "searches in the retrievers": self.retrievers}
+        counts, silent = Counter[str](), []
+        for work, actors in roles.items():
+            pending = {name: actor.under_way.remote() for name, actor in actors.items()}
+            for name, reference in pending.items():
+                try:
+                    counts[work] += ray.get(reference, timeout=ANSWER_S)
+                except (GetTimeoutError, RayError):
+                    silent.append(name)
+        if silent:
+            return f"{', '.join(silent)}, without an answer for {ANSWER_S:g} s"
+        if not counts.total():
+            return "the reference or the code of agent, reward and tools: no engine and no retriever has anything to do"
+        return ", ".join(f"{count} {work}" for work, count in counts.most_common() if count)
+
+    def _served_bytes(self) -> int:
+        if self._num_served_bytes is None:
+            self._num_served_bytes = self.learners.num_served_bytes()
+        return self._num_served_bytes
 
     def _check(self, policy_version: int) -> dict[str, float]:
         started = time.perf_counter()
         pending = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
+        loads = {name: actor.take_load.remote() for name, actor in self.generators.items()}
         checksums, scores = self.learners.checksums(), self.learners.score(self.canary)
         generation = self.config.generation
         proofs = wait_for(
@@ -170,7 +200,7 @@ class Roles(RolloutActors):
             "canary_mean_difference": gap.mean,
             "canary_max_difference": gap.maximum,
             "sync/check_seconds": time.perf_counter() - started,
-        }
+        } | load_metrics(list(wait_for(loads, phase="asking for load", timeout_s=generation.timeout_s).values()))
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:

@@ -95,6 +95,9 @@ class LearnerActor:
     def send_weights(self, policy_version: int) -> None:
         self._sender.send(policy_version)
 
+    def num_served_bytes(self) -> int:
+        return self._learner.num_served_bytes
+
     def updates_done(self) -> int:
         return self._learner.num_updates_done
 
@@ -185,6 +188,10 @@ class LearnerGroup:
         """Gives the engines of `open_transfer` the current weights as `policy_version`; returns when all serve them."""
         sent = [rank.send_weights.remote(policy_version) for rank in self.ranks]
         self._get("sending weights", sent, beside=engines)
+
+    def num_served_bytes(self) -> int:
+        """What a sync sends to an engine."""
+        return self._get("counting bytes", [self.ranks[0].num_served_bytes.remote()])[0]
 
     def updates_done(self) -> int:
         """Optimiser updates of the learner as it is now. Raises LearnerLost when the ranks do not say so at once, or

@@ -69,5 +69,9 @@ class RetrieverActor:
         """Takes queries and gives results (`mempipe.actors.pools.RetrieverPool`)."""
         return await self._desk.exchange(caller, requests)
 
+    async def under_way(self) -> int:
+        """Searches that are being made."""
+        return self._desk.num_under_way
+
     async def _search(self, query: str, num_passages: int, partition: str) -> SearchResult:
         return await self._retriever.search(query, num_passages=num_passages, partition=partition)

@@ -14,6 +14,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -24,6 +25,7 @@ import torch
 from mempipe import environment
 from mempipe.engines.checksums import HeldWeights, added
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
 from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
@@ -95,6 +97,7 @@ class Generator:
         self._idle.set()
         self._open.set()
         self._under_way = 0
+        self._load = EngineLoad()
         self._transfer_failure: str | None = None
         self._adapter: LoRARequest | None = None  # what completions are sampled with, once there is one
 
@@ -142,7 +145,9 @@ class Generator:
         params = _sampling_params(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids, stop_texts=self._stop_texts, seed=seed
         )
-        return _completion(await self._run(token_ids, params))
+        output = await self._run(token_ids, params)
+        self._load.count_prompt(len(token_ids), output.num_cached_tokens or 0)
+        return _completion(output)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, each given all ids before it, at temperature 1; the prefix cache is not used.
@@ -190,8 +195,10 @@ class Generator:
         """
         async with self._update:
             self._open.clear()
+            started = time.perf_counter()
             try:
                 await self._idle.wait()
+                self._load.drain_seconds = time.perf_counter() - started
                 self._live()
                 self._transfer_failure = (
                     f"the engine holds no whole set of weights: loading version {policy_version} failed"
@@ -212,6 +219,7 @@ class Generator:
                     )
                 self.policy_version = policy_version
                 self._transfer_failure = None
+                self._load.load_seconds = time.perf_counter() - started - self._load.drain_seconds
             finally:
                 if not self._asleep:
                     self._open.set()
@@ -232,6 +240,11 @@ class Generator:
             finally:
                 if not self._asleep:
                     self._open.set()
+
+    def take_load(self) -> EngineLoad:
+        """What the engine counted since the last call."""
+        load, self._load = self._load, EngineLoad()
+        return load
 
     def check_alive(self) -> None:
         """Raises EngineDead when the engine is not running."""
@@ -302,6 +315,7 @@ class Generator:
         if self._transfer_failure is not None:
             raise WeightTransferFailed(self._transfer_failure)
         self._under_way += 1
+        self._load.most_under_way = max(self._load.most_under_way, self._under_way)
         self._idle.clear()
         try:
             yield engine

@@ -228,6 +228,12 @@ class Learner:
             return self.full_state_dict()
         return adapter_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
 
+    @property
+    def num_served_bytes(self) -> int:
+        """What a sync sends to an engine: all weights, or with LoRA the adapter."""
+        parameters = self._trained if self.settings.model.lora_rank else list(self.policy.lm.parameters())
+        return sum(parameter.numel() for parameter in parameters) * self.dtype.itemsize
+
     def checksums(self) -> dict[str, int]:
         """The checksum of every weight as the engine holds it. All ranks must call it together."""
         return weight_checksums(self.policy, dtype=self.dtype)

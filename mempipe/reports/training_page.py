@@ -63,6 +63,16 @@ _SMALL_CHARTS = [
     ("Spread of rewards", number, [("reward_std", "standard deviation")]),
     ("Turns per trajectory", number, [("turns", "turns")]),
     ("Sampled tokens per second", number, [("tokens_per_second", "tokens/s")]),
+    ("Completions under way in an engine, at most", number, [("engine/under_way_max", "completions")]),
+    ("Prompt tokens that the prefix cache held", percent, [("engine/prefix_hit_rate", "tokens")]),
+    (
+        "Seconds of a sync",
+        number,
+        [("sync/send_seconds", "weights sent and loaded"), ("sync/drain_seconds", "of them waiting for completions")],
+    ),
+    ("Megabytes of a sync, to each engine", number, [("sync/megabytes", "MB")]),
+    ("Model FLOPs utilisation", percent, [("model_flops_utilization", "MFU")]),
+    ("Most memory of a learner rank, GiB", number, [("peak_memory_gib", "GiB")]),
 ]
 _LINE_STYLES = ("after", "history", "extra")
 

@@ -394,8 +394,9 @@ class DeafGenerator(GeneratorActor):
     async def become_deaf(self) -> None:
         self._deaf = True
 
-    async def load_weights(self, weights: Any, policy_version: int) -> float:
-        return 0.0 if self._deaf else await super().load_weights(weights, policy_version)
+    async def load_weights(self, weights: Any, policy_version: int) -> None:
+        if not self._deaf:
+            await super().load_weights(weights, policy_version)
 
 
 class ConfinedLearner(LearnerActor):

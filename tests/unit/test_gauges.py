@@ -10,6 +10,7 @@ from mempipe.engines import gauges
 from mempipe.engines.gauges import TrainingFlops, peak_teraflops
 from mempipe.engines.learner import _metrics
 from mempipe.engines.model import PolicyModel
+from mempipe.engines.weights import pack_weights
 
 CPU = torch.device("cpu")
 
@@ -55,3 +56,11 @@ def test_every_update_reports_its_gauges(tmp_path):
     (update,) = pack(samples(1))
     (metrics,) = make_learner(save_model(tmp_path)).step([update])
     assert metrics["teraflops_per_rank"] > 0 and 0.1 < metrics["peak_memory_gib"] < 100
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_targets": ["q_proj", "down_proj"]}])
+def test_the_bytes_of_a_sync_are_those_that_are_packed(tmp_path, lora):
+    learner = make_learner(save_model(tmp_path), **lora)
+    packed = pack_weights(learner.served_state_dict())
+    header = 8 + int.from_bytes(packed[:8].tobytes(), "little")  # safetensors' own
+    assert learner.num_served_bytes == packed.nbytes - header
