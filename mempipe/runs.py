@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import ValidationError
 
 from mempipe.config import RunConfig
 from mempipe.files import LOCK_FILE, lock, write_text
@@ -150,7 +151,9 @@ def _check_same(config: RunConfig) -> None:
         ) from error
     refused = [
         f"{key} {now!r} (was {before!r})"
-        for key, before, now in sorted(_differences(saved, config.model_dump(mode="json")), key=itemgetter(0))
+        for key, before, now in sorted(
+            _differences(_completed(saved), config.model_dump(mode="json")), key=itemgetter(0)
+        )
         if not any(f"{key}.".startswith(f"{free}.") for free in FREE_SETTINGS)
     ]
     if refused:
@@ -158,6 +161,14 @@ def _check_same(config: RunConfig) -> None:
             f"{config.folder} was started with other settings, which change what is learnt: {', '.join(refused)}; "
             "continue with the old values, or give the run another `name`"
         )
+
+
+def _completed(saved: Any) -> Any:
+    """Returns the settings of a run with the defaults of those that this version knows and the run did not."""
+    try:
+        return RunConfig.model_validate(saved).model_dump(mode="json")
+    except ValidationError:  # a setting that is gone, or damage: the comparison names it
+        return saved
 
 
 def unfinished(folder: Path) -> str:

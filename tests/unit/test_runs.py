@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mempipe.config import RunConfig
 from mempipe.loader import parse_config
@@ -47,6 +48,16 @@ def test_what_changes_the_learning_is_refused_with_both_values(begun):
     text = str(error.value)
     assert "learner.old_logprobs 'recompute' (was 'sampler'), optimizer.lr 0.5 (was 1e-06);" in text
     assert "num_ranks 2" not in text
+
+
+def test_a_run_of_a_version_without_a_setting_goes_on_with_its_default(begun):
+    file = config(begun).folder / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    del saved["algorithm"]["dual_clip"]
+    file.write_text(yaml.safe_dump(saved))
+    assert saved_state(config(begun), resume="always") is not None
+    with pytest.raises(ConfigError, match=r"algorithm\.dual_clip 5\.0 \(was 3\.0\);"):
+        saved_state(config(begun, algorithm={"dual_clip": 5.0}), resume="always")
 
 
 def test_every_free_setting_exists():
