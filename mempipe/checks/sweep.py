@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mempipe.checks.evaluation import check_suite
+from mempipe.checks.evaluation import check_benchmark, check_suite
 from mempipe.checks.findings import Finding, fatal
 from mempipe.checks.machine import Devices, check_writable
 from mempipe.checks.run import check_run
@@ -27,4 +27,7 @@ def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[F
 def _of(trial: Trial, devices: Devices | None) -> list[Finding]:
     if trial.training is None:
         return check_suite(trial.suite, devices=devices)
-    return check_run(trial.training, resume="auto", devices=devices)
+    own = str(trial.training.folder)  # what the training makes itself is not there yet
+    files = [benchmark for benchmark in trial.suite.benchmarks if not benchmark.file.startswith(own)]
+    findings = check_run(trial.training, resume="auto", devices=devices)
+    return findings + [check_benchmark(benchmark, data_dir=trial.suite.data_dir) for benchmark in files]

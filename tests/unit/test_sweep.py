@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.evaluation.sweep import SweepConfig, Trial, check_same, load_sweep, trials, write_configs
@@ -117,6 +118,15 @@ def test_a_budget_that_the_agent_does_not_allow_is_refused_before_anything_start
     file.write_text(yaml.safe_dump(config(tmp_path, runs=runs).model_dump(mode="json")))
     assert command(["sweep", str(file)]) == 2 and "budget.memory_tokens 8" in capsys.readouterr().err
     assert not (tmp_path / "small").exists()
+
+
+def test_a_set_that_is_not_there_is_refused_before_the_first_training(tmp_path):
+    runs = [{"name": "mem", "config": QUICKSTART}]
+    missing = tmp_path / "no.parquet"
+    sets = [{"name": "own", "file": "{run}/world/validation.parquet"}, {"name": "other", "file": str(missing)}]
+    sweep = config(tmp_path, runs=runs, benchmarks=sets, train=True)
+    fatal = [finding.text for finding in check_sweep(sweep) if finding.fatal]
+    assert fatal == [f"mem-memory-{n}-seed-1: benchmarks: other: {missing} does not exist" for n in (4, 8)]
 
 
 def test_a_trial_is_finished_when_every_question_of_every_set_has_its_row(tmp_path):
