@@ -1,14 +1,18 @@
-"""The agent service on Ray Serve, under a real engine and index: one start for all, replicas killed at the end."""
+"""The agent service on Ray Serve: the command by itself, then one start on a real engine and index for all other tests.
+
+Replicas are killed and weights replaced at the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
+import signal
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,25 +22,25 @@ import httpx
 import openai
 import pytest
 import ray
+from ray import serve
+from standins import ANSWER, completions_server
 
-from mempipe.actors.driver import Driver
-from mempipe.actors.launch import launch_rollout_actors
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
+from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.loader import parse_section
+from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+from mempipe.rollout import make_agent
 from mempipe.serve.agent import LocalService, served_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import resolve, weights_version
-from mempipe.types import Question, Trajectory
+from mempipe.types import Completion, Question, Trajectory
+from tools.processes import Marked, free_ports
+from tools.processes import Running as RunningCommand
 
 NUM_QUESTIONS = 12
 TIMEOUT_S = 120.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return bound.getsockname()[1]
 
 
 @dataclass
@@ -46,7 +50,6 @@ class Running:
     url: str
     local: LocalService
     run: Path
-    settings: dict[str, Any]
     questions: list[Question]
     evaluated: dict[str, Trajectory] = field(default_factory=dict)
 
@@ -55,29 +58,64 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(world: RunConfig, tmp_path_factory) -> Iterator[Running]:
-    shutil.copytree(world.model.path, world.folder / "huggingface")  # what a finished run leaves
-    settings = {"run": str(world.folder), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
+def finished(world: RunConfig) -> Path:
+    """The folder of a finished run."""
+    shutil.copytree(world.model.path, world.folder / "huggingface")
+    return world.folder
+
+
+def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finished, tmp_path):
+    """First: it starts a cluster of its own. A server elsewhere samples, so that no engine has to start."""
+    marked, (port,) = Marked(), free_ports(1)
+    with completions_server() as url:
+        endpoint = [f"endpoint.url={url}", "endpoint.model=other", f"endpoint.tokenizer={world.model.path}"]
+        command = [sys.executable, "-m", "mempipe.cli", "serve", str(finished), *endpoint, f"state={tmp_path}"]
+        serving = RunningCommand([*command, "--port", str(port)], marked=marked, cwd=tmp_path)
+        try:
+            serving.wait_until(lambda: "curl" in serving.stdout)
+            assert f"serving {finished} at http://127.0.0.1:{port}" in serving.stdout
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/answer", json={"question": "who ?"}, timeout=TIMEOUT_S)
+            reply = answer.json()
+            assert (answer.status_code, reply["answer"].strip()) == (200, ANSWER), answer.text
+            assert reply["model_version"] == "other"
+            serving.process.send_signal(signal.SIGHUP)
+            serving.wait_until(lambda: "serving weights other" in serving.stdout)
+            serving.process.send_signal(signal.SIGINT)
+            ended = serving.wait()
+            assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+            assert marked.survivors() == []
+        finally:
+            marked.end()
+
+
+@pytest.fixture(scope="module")
+def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Running]:
+    settings = {"run": str(finished), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
     settings |= {"retriever_replicas": {"min": 2, "max": 2}, "settings": {"generation": {"timeout_s": 60.0}}}
     questions = read_questions(world.data.validation)[:NUM_QUESTIONS]
-    with served_agent(settings, host="127.0.0.1", port=free_port()) as (url, local):
-        service = Running(url, local, world.folder, settings, questions)
-        service.evaluated = evaluated(service)
+    with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
+        service = Running(url, local, finished, questions)
+        config = resolve(parse_section(settings, AgentServiceConfig)).main
+        engines = f"generator-{weights_version(str(finished / 'huggingface'))}"
+        service.evaluated = asyncio.run(evaluated(config, engines, questions))
         yield service
     assert not ray.is_initialized()
 
 
-def evaluated(service: Running) -> dict[str, Trajectory]:
-    """What `mempipe evaluate` would play: its driver, on engines of its own, greedily."""
-    config = resolve(parse_section(service.settings, AgentServiceConfig)).main
-    with launch_rollout_actors(config, ray.get_runtime_context().namespace) as engines:
+async def evaluated(config: RunConfig, engines: str, questions: Sequence[Question]) -> dict[str, Trajectory]:
+    """Plays the questions as an evaluation does, greedily, on the engine of the service and an index of its own."""
+    tokenizer, engine = load_tokenizer(config.model.path), serve.get_app_handle(engines)
+    stop_token_ids = sorted(tokenizer.stop_token_ids)
+    index = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
 
-        async def play() -> list[Any]:
-            driver = Driver(engines.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=1))
-            return await asyncio.gather(*(driver.play(question.id, question) for question in service.questions))
+    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        greedy = SamplingConfig(temperature=0.0)
+        return await engine.generate.remote(list(token_ids), max_tokens, greedy, stop_token_ids)
 
-        groups = asyncio.run(play())
-    return {group.question.text: group.trajectories[0] for group in groups}
+    player = make_agent(config, tokenizer=tokenizer, generate=generate, search=index.search)
+    ids = {"group_id": "g", "member": 0}
+    played = [player.rollout(question, trajectory_id=question.id, **ids) for question in questions]
+    return {q.text: trajectory for q, trajectory in zip(questions, await asyncio.gather(*played), strict=True)}
 
 
 def is_right(service: Running, question: Question, reply: dict[str, Any]) -> bool:
