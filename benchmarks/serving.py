@@ -4,7 +4,9 @@
 
 One run prints requests/s with p50 and p99 latency at 1, 8 and 32 clients for both, their ratio (aim: 0.85), and the
 seconds per turn, so that a bounded memory can be compared with a full history by running it for a ReAct run as well.
-The engine of the direct loop and that of the service are of the same settings, and never work at the same time.
+Then it lets a service that works on OVERLOAD_IN_FLIGHT requests at a time have four times the requests that it can
+answer, and prints what is shed, the p99 of what is answered against that of one client alone (aim: 3), and the memory
+of the agent's process before and after. The engines have the same settings and never work at the same time.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+import psutil
 import ray
 
 from mempipe.actors.driver import Driver
@@ -34,8 +36,12 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import ServedRun, resolve
 from mempipe.settings import ConfigError
 from mempipe.types import Question
+from tools.processes import free_ports
 
 CLIENTS = (1, 8, 32)
+OVERLOAD = 4
+OVERLOAD_IN_FLIGHT = 4
+T = TypeVar("T")
 Ask = Callable[[Question], Awaitable[list[float]]]
 """Asks one question; gives the seconds of its turns."""
 
@@ -99,27 +105,75 @@ def directly(served: ServedRun, questions: Sequence[Question], *, seconds: float
         return asyncio.run(run())
 
 
-def over_http(settings: dict[str, Any], questions: Sequence[Question], *, seconds: float) -> dict[int, Measured]:
-    """The service, asked over real sockets."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
+@dataclass
+class Clients:
+    """Asks a service over real sockets."""
+
+    http: httpx.AsyncClient
+    reads: bool
+
+    async def post(self, question: Question) -> httpx.Response:
+        body = {"question": question.text, "partition": question.partition}
+        body |= {"text": question.context} if question.context and self.reads else {}
+        return await self.http.post("/v1/answer", json=body)
+
+    async def ask(self, question: Question) -> list[float]:
+        answer = await self.post(question)
+        answer.raise_for_status()
+        return [turn["generate_seconds"] + turn["search_seconds"] for turn in answer.json()["turns"]]
+
+
+def with_service(settings: dict[str, Any], work: Callable[[Clients], Awaitable[T]]) -> T:
+    """Starts the service, and returns what `work` makes of it."""
+    reads = resolve(parse_section(settings, AgentServiceConfig)).main.agent_spec.reads
+    (port,) = free_ports(1)
     with served_agent(settings, host="127.0.0.1", port=port) as (url, _):
 
-        async def run() -> dict[int, Measured]:
-            limits = httpx.Limits(max_connections=max(CLIENTS))
-            async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        async def run() -> T:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+                return await work(Clients(http, reads))
 
-                async def ask(question: Question) -> list[float]:
-                    body = {"question": question.text, "partition": question.partition}
-                    body |= {"text": question.context} if question.context and reads else {}
-                    answer = await client.post("/v1/answer", json=body)
-                    answer.raise_for_status()
-                    return [turn["generate_seconds"] + turn["search_seconds"] for turn in answer.json()["turns"]]
-
-                return await measure_all(ask, questions, seconds=seconds)
-
-        reads = resolve(parse_section(settings, AgentServiceConfig)).main.agent_spec.reads
         return asyncio.run(run())
+
+
+@dataclass
+class Overloaded:
+    """Holds what a service did under more requests than it can answer."""
+
+    alone: Measured
+    sustainable: Measured
+    answers: list[tuple[int, float]]
+    """Status and seconds of every request."""
+    mebibytes: tuple[float, float]
+    """Memory of the agent's process, before and after."""
+
+
+async def overload(clients: Clients, questions: Sequence[Question], *, seconds: float) -> Overloaded:
+    """Sends requests at OVERLOAD times the rate that the service sustains, whatever becomes of them."""
+
+    async def one(number: int, rate: float) -> tuple[int, float]:
+        await asyncio.sleep(number / rate)
+        began = time.perf_counter()
+        answer = await clients.post(questions[number % len(questions)])
+        return answer.status_code, time.perf_counter() - began
+
+    await measure(clients.ask, questions, num_clients=1, seconds=min(seconds, 3.0))  # warm-up
+    alone = await measure(clients.ask, questions, num_clients=1, seconds=seconds)
+    sustainable = await measure(clients.ask, questions, num_clients=OVERLOAD_IN_FLIGHT, seconds=seconds)
+    rate, before = OVERLOAD * sustainable.rate, agent_mebibytes()
+    answers = await asyncio.gather(*(one(number, rate) for number in range(int(rate * seconds))))
+    return Overloaded(alone, sustainable, answers, (before, agent_mebibytes()))
+
+
+def agent_mebibytes() -> float:
+    """Returns the memory of the agent replicas of this machine."""
+    found = [process for process in psutil.process_iter(["cmdline"]) if is_agent(process.info["cmdline"] or [])]
+    return sum(process.memory_info().rss for process in found) / 2**20
+
+
+def is_agent(command: Sequence[str]) -> bool:
+    return bool(command) and command[0].startswith("ray::ServeReplica:agent:agent")
 
 
 def report(direct: dict[int, Measured], served: dict[int, Measured]) -> None:
@@ -133,6 +187,16 @@ def report(direct: dict[int, Measured], served: dict[int, Measured]) -> None:
     print("\n| turn | direct, seconds | service, seconds |\n|---|---|---|")
     for turn in sorted(direct[1].by_turn.keys() & served[1].by_turn.keys()):
         print(f"| {turn} | {fmean(direct[1].by_turn[turn]):.3f} | {fmean(served[1].by_turn[turn]):.3f} |")
+
+
+def report_overload(found: Overloaded) -> None:
+    statuses = Counter(status for status, _ in found.answers)
+    accepted = [seconds for status, seconds in found.answers if status == 200]
+    p99_ms, alone_ms = 1000 * float(np.percentile(accepted, 99)), found.alone.milliseconds(99)
+    print(f"\n{OVERLOAD} times the sustainable {found.sustainable.rate:.2f} requests/s: statuses {dict(statuses)}")
+    print(f"p99 of the answered {p99_ms:.0f} ms, {p99_ms / alone_ms:.2f} times that of one client ({alone_ms:.0f} ms)")
+    before, after = found.mebibytes
+    print(f"memory of the agent {before:.0f} MiB before, {after:.0f} MiB after")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,7 +215,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions = read_questions(file)[: arguments.num_questions]
     direct = directly(served, questions, seconds=arguments.seconds)
     assert not ray.is_initialized()
-    report(direct, over_http(settings, questions, seconds=arguments.seconds))
+    seconds = arguments.seconds
+    report(direct, with_service(settings, lambda each: measure_all(each.ask, questions, seconds=seconds)))
+    limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
+    report_overload(with_service(limited, lambda each: overload(each, questions, seconds=seconds)))
 
 
 if __name__ == "__main__":
