@@ -99,7 +99,9 @@ class StepCosts:
     tokens: float
     generate: float
     longest: float
-    """The longest trajectory alone: no number of engines makes a step without lag shorter."""
+    """The longest trajectory alone, which no number of engines makes shorter."""
+    rounds: int
+    """Learner steps that it has time for: with a lag more than one."""
     reference: float
     learn: float
     driver: float
@@ -110,7 +112,7 @@ class StepCosts:
     def bottleneck(self) -> str:
         """What the step waits for most."""
         seconds = {
-            "the longest trajectory": self.longest if self.longest > self.generate else 0.0,
+            "the longest trajectory": self.longest / self.rounds,
             "the engines": self.generate,
             "the reference": self.reference,
             "the learner": self.learn + self.driver,
@@ -197,6 +199,7 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
         tokens=tokens,
         generate=generate,
         longest=longest,
+        rounds=algorithm.max_off_policy_steps + 1,
         reference=reference,
         learn=learn,
         driver=driver,
