@@ -220,7 +220,7 @@ class Servers:
 
 
 class Totals(NamedTuple):
-    """What had been done when a learner step was served."""
+    """Holds what had been done when a learner step was served."""
 
     seconds: float
     tokens: float
@@ -231,7 +231,7 @@ class Totals(NamedTuple):
 
 @dataclass(slots=True)
 class PlayedGroup:
-    """What is known of a group: its tokens, and the version of every message."""
+    """Counts a group's tokens, and keeps the version of every message."""
 
     left: int
     tokens: float = 0.0

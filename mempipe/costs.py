@@ -14,17 +14,17 @@ from mempipe.engines.gpus import Gpu
 from mempipe.placement import Plan, needs_reference
 
 COMPUTE_SHARE = 0.4
-"""Of the data sheet's operations, what long matrix products reach; measured ones of published runs are 0.3 to 0.5."""
+"""The share of the data sheet's operations that long matrix products reach: an assumption."""
 MEMORY_SHARE = 0.7
-"""Of the data sheet's memory and link rates."""
+"""The share of the data sheet's memory and link rates that is reached: an assumption."""
 ENGINE_STEP_S = 0.003
 """What an engine step costs beside the GPU's work: scheduling, sampling, detokenising."""
 STORE_BYTES_PER_SECOND = 1e9
 """Weights as bytes: packed, copied to the object store and from there into an engine."""
 DRIVER_S_PER_MILLION = 0.2
-"""Of the driver, for a million tokens (`benchmarks/driver_step.py`)."""
+"""Seconds of the driver for a million tokens (`benchmarks/driver_step.py`, on a busy machine)."""
 CHUNKS = 8
-"""Read by an agent that reads, where the length of the text decides."""
+"""Chunks of a text, which in truth its length decides: an assumption for agents that read."""
 INJECTED = {"question", "memory", "observation", "chunk", "marks"}
 """The parts of a context that are not sampled."""
 
@@ -45,7 +45,7 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig) -> Workload:
-        """Half of the turns, and contexts that fill half of every limit; a chunk is always whole."""
+        """Assumes half of the turns, and contexts that fill half of every limit; a chunk is always whole."""
         parts = config.budget.parts()
         tokens = sum(size if name == "chunk" else size / 2 for name, size in parts.items())
         messages = [size for name, size in parts.items() if name not in INJECTED]
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How fast one engine samples."""
+    """Says how fast one engine samples."""
 
     weight_seconds: float
     """To read all weights once."""
@@ -84,7 +84,8 @@ class Engine:
     most_sequences: int
 
     def step_seconds(self, sequences: float) -> float:
-        """Of one token of each of so many sequences: reading memory or computing, whichever takes longer."""
+        """Returns the seconds in which each of `sequences` gets one token: those of reading memory or of computing,
+        whichever takes longer."""
         reading = self.weight_seconds + sequences * self.cache_seconds
         return max(reading, sequences * self.compute_seconds) + ENGINE_STEP_S
 
@@ -110,7 +111,7 @@ class StepCosts:
 
     @property
     def bottleneck(self) -> str:
-        """What the step waits for most."""
+        """Names what the step waits for most."""
         seconds = {
             "the longest trajectory": self.longest / self.rounds,
             "the engines": self.generate,
@@ -122,7 +123,7 @@ class StepCosts:
 
 
 def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, context_tokens: float) -> Engine:
-    """One engine of the plan."""
+    """Returns the speed of one engine of the plan."""
     width, tensor_parallel = weight_width(config.model), plan.tensor_parallel
     bandwidth = gpu.terabytes_per_second * 1e12 * MEMORY_SHARE * tensor_parallel
     cache_bytes = shape.kv_bytes_per_token(width) * context_tokens
@@ -139,7 +140,7 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
 def learner_seconds(
     config: RunConfig, shape: Shape, gpu: Gpu, *, num_ranks: int, contexts: float, work: Workload
 ) -> float:
-    """Forward and backward over so many contexts, by the operations that they need."""
+    """Returns the seconds of forward and backward over `contexts`, by the operations that they need."""
     trained = trained_parameters(config.model, shape) / shape.num_parameters
     passes = 4 + 2 * min(trained, 1)  # the gradient of weights that do not train is not computed
     if config.model.gradient_checkpointing:
@@ -155,7 +156,7 @@ def learner_seconds(
 
 
 def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float:
-    """Weights gathered from the ranks and sent to the engines, which take them at the same time."""
+    """Returns the seconds in which weights are gathered from the ranks and sent to all engines at the same time."""
     served = trained_parameters(config.model, shape) if config.model.lora_rank else shape.num_parameters
     size = served * weight_width(config.model)
     if plan.transfer == "mempipe_shm":
@@ -164,7 +165,7 @@ def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float
 
 
 def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Workload | None = None) -> StepCosts:
-    """The seconds of a step of the config as the plan runs it (`Plan.applied`). Searches are not counted."""
+    """Returns the seconds of a step of the config as the plan runs it (`Plan.applied`), without searches."""
     work = work or Workload.of(config)
     algorithm = config.algorithm
     trajectories = algorithm.groups_per_step * algorithm.group_size

@@ -14,12 +14,8 @@ from pathlib import Path
 
 from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table
 from mempipe.progress import say
-from mempipe.tracking.config import TrackingConfig
-from mempipe.tracking.tracker import Tracker, last_run_id, tracking_uri
 from pipelines import evaluate, train
-
-RUN_ID_TIMEOUT_S = 60.0
-"""The longest wait for MLflow; a server that is away costs the children their parent, and nothing else."""
+from pipelines.parent_run import parent_run
 
 
 def main(chain: ChainConfig) -> list[Path]:
@@ -28,16 +24,7 @@ def main(chain: ChainConfig) -> list[Path]:
     Raises ConfigError for a stage that cannot work, before it starts; what else fails raises a RuntimeError or
     OSError, and the same call goes on from there.
     """
-    tracker = Tracker(
-        chain.tracking,
-        folder=chain.folder,
-        run_name=chain.name,
-        run_config=chain.model_dump(mode="json"),
-        resume_run_id=last_run_id(chain.folder),
-    )
-    status = "FAILED"
-    try:
-        tracking = _tracking_of_children(chain, tracker.run_id(RUN_ID_TIMEOUT_S))
+    with parent_run(chain.tracking, folder=chain.folder, name=chain.name, settings=chain) as (tracker, tracking):
         runs = chain_runs(chain, tracking)
         for number, run in enumerate(runs, start=1):
             say(f"{chain.name}: training {number} of {len(runs)}, {run.name}")
@@ -45,13 +32,4 @@ def main(chain: ChainConfig) -> list[Path]:
         paths = evaluate.main(chain_table(chain, runs, tracking))
         for path in paths:
             tracker.log_artifact(path.absolute())
-        status = "FINISHED"
         return paths
-    finally:
-        tracker.finish(status)
-
-
-def _tracking_of_children(chain: ChainConfig, run_id: str | None) -> TrackingConfig:
-    """Returns the tracking of the stages: into the same MLflow, below the chain's own run."""
-    uri = tracking_uri(chain.tracking, chain.folder)
-    return chain.tracking.model_copy(update={"uri": uri, "parent_run_id": run_id or ""})

@@ -18,7 +18,7 @@ from mempipe.types import Group
 
 
 class Exporter(Protocol):
-    """What writes the present policy as a Hugging Face folder (`LearnerGroup`)."""
+    """Writes the present policy as a Hugging Face folder, as `LearnerGroup` does."""
 
     def export(self, folder: Path, *, source: str) -> None: ...
 

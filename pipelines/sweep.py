@@ -28,10 +28,8 @@ from mempipe.progress import say
 from mempipe.reports.budgets import verdict, write_budget_report
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
-from mempipe.tracking.tracker import Tracker, last_run_id, tracking_uri
-
-PARENT_TIMEOUT_S = 60.0
-"""How long trials wait for the sweep's MLflow run, below which theirs belong."""
+from mempipe.tracking.tracker import Tracker
+from pipelines.parent_run import parent_run
 
 
 class TrialsFailed(RuntimeError):
@@ -42,25 +40,9 @@ def main(sweep: SweepConfig, *, resume: Resume = "never") -> list[Path]:
     """Runs what is missing of the sweep and returns the report's files. Raises ConfigError before anything starts, and
     TrialsFailed when a trial failed for good."""
     begin(sweep, trials(sweep), resume=resume)
-    tracker = Tracker(
-        sweep.tracking,
-        folder=sweep.folder,
-        run_name=sweep.name,
-        run_config=sweep.model_dump(mode="json"),
-        resume_run_id=last_run_id(sweep.folder),
-    )
-    done = False
-    try:
-        parent = tracker.run_id(PARENT_TIMEOUT_S) if sweep.tracking.enabled else None
-        if sweep.tracking.enabled and parent is None:
-            say("MLflow does not answer: the trials' runs will not stand below the sweep's")
-        planned = trials(sweep, tracking_uri=tracking_uri(sweep.tracking, sweep.folder), parent_run_id=parent or "")
-        run_missing(sweep, planned)
-        paths = report(sweep, tracker)
-        done = True
-        return paths
-    finally:
-        tracker.finish("FINISHED" if done else "FAILED")
+    with parent_run(sweep.tracking, folder=sweep.folder, name=sweep.name, settings=sweep) as (tracker, tracking):
+        run_missing(sweep, trials(sweep, tracking=tracking))
+        return report(sweep, tracker)
 
 
 def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> None:

@@ -92,7 +92,7 @@ class BatchedServer:
 
     @property
     def num_under_way(self) -> int:
-        """Requests that are being answered."""
+        """Counts requests that are being answered."""
         return sum(len(caller.running) for caller in self._callers.values())
 
     async def exchange(self, name: str, requests: Sequence[Request]) -> list[Answer]:

@@ -85,11 +85,11 @@ class GeneratorActor:
         return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])
 
     async def take_load(self) -> EngineLoad:
-        """How busy the engine was since the last call, and how long its last weights took."""
+        """Returns how busy the engine was since the last call, and how long its last weights took."""
         return self._engine.take_load()
 
     async def under_way(self) -> int:
-        """Completions that are being sampled, or wait to be."""
+        """Counts completions that are being sampled, or wait to be."""
         return self._desk.num_under_way
 
     async def shutdown(self) -> None:

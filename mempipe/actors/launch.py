@@ -245,7 +245,9 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
         raise LaunchError(
             f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
         ) from error
-    except Exception as error:  # what Ray raises for a node that does not come up is of no narrower type
+    except Exception as error:
+        if type(error) is not Exception:  # which Ray raises, as it is, for a node that does not come up
+            raise
         raise LaunchError(f"Ray did not start: {' '.join(str(error).split())}") from error
     try:
         take_note_of_pool_arguments()

@@ -177,7 +177,7 @@ class LearnerGroup:
     def open_transfer(
         self, engines: Sequence[Handle], *, tensor_parallel: int, backend: Literal["nccl", "ipc"]
     ) -> None:
-        """From now on `send_weights` goes from GPU memory to GPU memory."""
+        """Connects the ranks with the engines, so that `send_weights` goes from GPU memory to GPU memory."""
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
         self._all(
             "opening the weight transfer",
@@ -190,7 +190,7 @@ class LearnerGroup:
         self._get("sending weights", sent, beside=engines)
 
     def num_served_bytes(self) -> int:
-        """What a sync sends to an engine."""
+        """Returns the bytes that a sync sends to an engine."""
         return self._get("counting bytes", [self.ranks[0].num_served_bytes.remote()])[0]
 
     def updates_done(self) -> int:
@@ -208,7 +208,7 @@ class LearnerGroup:
         self._all("checkpoint", lambda rank, _: rank.save.remote(folder.absolute(), position, keep))
 
     def start_save(self, folder: Path, position: Position, *, keep: int) -> None:
-        """As `save`, but the ranks write in the background; the checkpoint before is finished first."""
+        """Does what `save` does in the background, after the checkpoint before is finished."""
         self._all("checkpoint", lambda rank, _: rank.start_save.remote(folder.absolute(), position, keep))
 
     def finish_save(self) -> None:
@@ -251,7 +251,7 @@ class LearnerGroup:
 
 
 def _interface(address: str) -> str | None:
-    """The network interface of this machine that has the address."""
+    """Returns the network interface of this machine that has the address; None when none has."""
     found = psutil.net_if_addrs().items()
     return next((name for name, own in found if address in (entry.address for entry in own)), None)
 

@@ -70,7 +70,7 @@ class RetrieverActor:
         return await self._desk.exchange(caller, requests)
 
     async def under_way(self) -> int:
-        """Searches that are being made."""
+        """Counts searches that are being made."""
         return self._desk.num_under_way
 
     async def _search(self, query: str, num_passages: int, partition: str) -> SearchResult:

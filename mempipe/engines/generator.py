@@ -242,7 +242,7 @@ class Generator:
                     self._open.set()
 
     def take_load(self) -> EngineLoad:
-        """What the engine counted since the last call."""
+        """Returns what the engine counted since the last call, and begins anew."""
         load, self._load = self._load, EngineLoad()
         return load
 

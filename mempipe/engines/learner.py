@@ -99,7 +99,7 @@ class Learner:
 
     @property
     def lr(self) -> float:
-        """Of the next update."""
+        """Returns the learning rate of the next update."""
         schedule = self.settings.optimizer
         per_step = self.settings.algorithm.updates_per_step if self.settings.objective == "policy" else 1
         return schedule.lr * lr_factor(
@@ -230,7 +230,7 @@ class Learner:
 
     @property
     def num_served_bytes(self) -> int:
-        """What a sync sends to an engine: all weights, or with LoRA the adapter."""
+        """Returns the bytes that a sync sends to an engine: of all weights, or with LoRA of the adapter."""
         parameters = self._trained if self.settings.model.lora_rank else list(self.policy.lm.parameters())
         return sum(parameter.numel() for parameter in parameters) * self.dtype.itemsize
 

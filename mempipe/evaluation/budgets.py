@@ -59,7 +59,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an agent reached under one budget, over all its seeds."""
+    """Holds what an agent reached under one budget, over all its seeds."""
 
     sets: Sets
     score: Interval

@@ -53,6 +53,8 @@ class RecallCounts:
     recalled: int
     recalled_without: int
     """Filled rightly without the memory."""
+    unasked: int = 0
+    """Gaps for which the reader could not be reached."""
 
 
 def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list[Probe]]:
@@ -75,7 +77,9 @@ def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list
 
 
 async def ask_recall(memory: str, probes: Sequence[Probe], ask: AskFn) -> RecallCounts:
-    """Asks the reader for every gap, with the memory and without it. A probe that it could not be asked is left out."""
+    """Asks the reader for every gap, with the memory and without it. Where it cannot be reached the gap is counted as
+    unasked.
+    """
 
     async def filled(probe: Probe, notes: str) -> bool | None:
         try:
@@ -91,6 +95,7 @@ async def ask_recall(memory: str, probes: Sequence[Probe], ask: AskFn) -> Recall
         asked=len(pairs),
         recalled=sum(bool(with_memory) for with_memory, _ in pairs),
         recalled_without=sum(bool(without) for _, without in pairs),
+        unasked=len(probes) - len(pairs),
     )
 
 
@@ -101,11 +106,14 @@ def recall_prompt(notes: str, statement: str) -> str:
 
 
 def recall_rates(counts: Sequence[RecallCounts]) -> dict[str, float]:
-    """Returns recall_rate and recall_without_memory, both of all gaps; nothing where none was asked for."""
-    asked = sum(each.asked for each in counts)
-    if not asked:
+    """Returns recall_rate and recall_without_memory, shares of the gaps that were asked for, and recall_unasked, the
+    share of all gaps that were not; nothing where there was no gap.
+    """
+    asked, unasked = sum(each.asked for each in counts), sum(each.unasked for each in counts)
+    if not asked + unasked:
         return {}
-    return {
-        "recall_rate": sum(each.recalled for each in counts) / asked,
-        "recall_without_memory": sum(each.recalled_without for each in counts) / asked,
-    }
+    rates = {"recall_unasked": unasked / (asked + unasked)}
+    if asked:
+        rates["recall_rate"] = sum(each.recalled for each in counts) / asked
+        rates["recall_without_memory"] = sum(each.recalled_without for each in counts) / asked
+    return rates

@@ -22,6 +22,7 @@ from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, reso
 from mempipe.files import write_text
 from mempipe.loader import load_values, parse_section
 from mempipe.settings import ConfigError
+from mempipe.tracking.config import TrackingConfig
 
 RUN = "{run}"
 SWEEP_FILE = "sweep.yaml"
@@ -106,16 +107,15 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
     return parse_section(load_values(path, overrides, kind="sweep"), SweepConfig)
 
 
-def trials(sweep: SweepConfig, *, tracking_uri: str = "", parent_run_id: str = "") -> list[Trial]:
-    """Returns every trial of the sweep, agent by agent and budget by budget; all of them record to the same MLflow and
-    below the same run.
+def trials(sweep: SweepConfig, *, tracking: TrackingConfig | None = None) -> list[Trial]:
+    """Returns every trial of the sweep, agent by agent and budget by budget; all of them record as `tracking` says
+    (None: as the sweep).
 
     Raises ConfigError when an agent's config cannot be read, or does not allow one of the budgets.
     """
-    tracking = sweep.tracking.model_dump() | {"parent_run_id": parent_run_id}
-    tracking["uri"] = tracking_uri or tracking["uri"]
+    recorded = (tracking or sweep.tracking).model_dump()
     return [
-        _trial(sweep, run, tokens, seed, tracking)
+        _trial(sweep, run, tokens, seed, recorded)
         for run in sweep.runs
         for tokens in (sweep.budgets if _has_memory_budget(run) else [None])
         for seed in sweep.seeds

@@ -95,7 +95,7 @@ class AgentReplica:
                 detail["generator"] = await call(engine.handle.version, role="generator", timeout_s=READY_TIMEOUT_S)
             if self._retriever is not None:
                 detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
-        except Exception as error:
+        except Exception as error:  # whatever keeps a part from answering, the service is not ready
             raise ApiError(503, f"not ready: {error}") from error
         return detail
 

@@ -16,9 +16,8 @@ class TrackingConfig(Section):
     """MLflow server; empty: MLFLOW_TRACKING_URI, else the sqlite file `mlflow.db` in `output`, for all its runs."""
     experiment: str = "mempipe"
     """The MLflow experiment that runs belong to."""
-    parent_run_id: str = ""
-    """The MLflow run that this one is a part of: its child there. `mempipe chain` sets it."""
     traces_per_step: int = Field(2, ge=0)
     """Trajectories logged as MLflow traces."""
     parent_run_id: str = ""
-    """The MLflow run that this one is a part of, as a trial is of a sweep; empty: none."""
+    """The MLflow run that this one is a part of, as a trial is of a sweep and a stage of a chain, which set it; empty:
+    none."""

@@ -7,32 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from result_builders import answered
 
 from mempipe.cli import main
 from mempipe.evaluation.budgets import MeasuredRun, budget_curve, pooled, study_evaluation, study_runs
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
 from mempipe.settings import ConfigError
-from mempipe.types import EndReason, Group, Question, Trajectory
-
-
-def answered(rights: list[bool]) -> list[Group]:
-    return [
-        Group(
-            id=str(i),
-            question=Question(id=str(i), text="Which?", golden_answers=["Nile"]),
-            trajectories=[
-                Trajectory(
-                    id="t",
-                    group_id=str(i),
-                    member=0,
-                    contexts=[],
-                    end_reason=EndReason.ANSWERED,
-                    answer="Nile" if right else "Rhine",
-                )
-            ],
-        )
-        for i, right in enumerate(rights)
-    ]
 
 
 def rows(rights: list[bool]) -> list[ResultRow]:

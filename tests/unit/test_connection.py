@@ -24,8 +24,12 @@ def test_a_node_that_does_not_come_up(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def init(**options):
-        raise Exception("The current node timed out\n during startup.")
+        raise error
 
+    error = Exception("The current node timed out\n during startup.")
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(LaunchError, match=r"Ray did not start: The current node timed out during startup\.$"):
+        connected("", name="x").__enter__()
+    error = TypeError("init() got an unexpected keyword argument")  # a mistake of ours keeps its name and its trace
+    with pytest.raises(TypeError):
         connected("", name="x").__enter__()

@@ -182,7 +182,7 @@ async def load(rate: float, *, max_in_flight: int) -> list[tuple[int, float]]:
 
 
 def p99(answers: list[tuple[int, float]]) -> float:
-    """Of the requests that were answered."""
+    """Returns the 99th percentile of the seconds of answered requests."""
     return float(np.percentile([seconds for status, seconds in answers if status == 200], 99))
 
 

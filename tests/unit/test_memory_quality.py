@@ -155,8 +155,7 @@ def test_copied_runs_of_five_words_are_counted_once():
 
 
 def test_words_that_nothing_needed_holds_are_irrelevant():
-    """Of "Film Lee nothing cold" the last two words stand in no needed passage that was read; "born" is of the
-    question, "Oslo" is a needed value."""
+    # "nothing" and "cold" stand in no needed passage that was read; "born" is of the question, "Oslo" a needed value.
     memories = attempt(turn(0, "film", "other", after="Film Lee nothing cold"), turn(1, before="x", after="born Oslo"))
     counts = trajectory_quality(memories, QUESTION)
     assert (counts.irrelevant_words, counts.judged_words) == (2, 6)

@@ -108,7 +108,7 @@ async def test_what_the_reader_fills_in_without_the_memory_is_counted_apart():
         asked=2, recalled=2, recalled_without=1
     )
     assert await ask_recall(memory, probes, Reader(dead="directed").chat) == RecallCounts(
-        asked=1, recalled=1, recalled_without=0
+        asked=1, recalled=1, recalled_without=0, unasked=1
     )
 
 
@@ -125,4 +125,6 @@ async def test_rows_take_the_counts_of_every_attempt_and_rates_are_ratios_of_sum
     read = await with_recalls(reader, [group, failed], rows)  # pyrefly: ignore[bad-argument-type]
     assert [counts.asked for counts in read[0].recalls] == [2, 1] and read[1].recalls == [] and reader.closed
     rates = recall_rates([counts for row in read for counts in row.recalls])
-    assert rates == {"recall_rate": 1 / 3, "recall_without_memory": 0.0} and recall_rates([]) == {}
+    assert rates == {"recall_rate": 1 / 3, "recall_without_memory": 0.0, "recall_unasked": 0.0}
+    assert recall_rates([]) == {}
+    assert recall_rates([RecallCounts(asked=0, recalled=0, recalled_without=0, unasked=2)]) == {"recall_unasked": 1.0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from result_builders import answered
 
 from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
@@ -15,7 +16,7 @@ from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.evaluation.sweep import SweepConfig, Trial, check_same, load_sweep, trials, write_configs
 from mempipe.loader import load_config, parse_section
 from mempipe.settings import ConfigError
-from mempipe.types import EndReason, Group, Question, Trajectory
+from mempipe.tracking.config import TrackingConfig
 from pipelines.sweep import TrialsFailed, begin, run_missing, trials_at_once
 from pipelines.sweep import main as sweep_main
 
@@ -40,23 +41,7 @@ def config(output: Path, **changes: Any) -> SweepConfig:
 
 def finish(trial: Trial, *, right: int, number: int = 40) -> None:
     """Leaves the results that the trial's evaluation would leave."""
-    groups = [
-        Group(
-            id=str(i),
-            question=Question(id=str(i), text="Which?", golden_answers=["Nile"], num_hops=1 + i % 2),
-            trajectories=[
-                Trajectory(
-                    id="t",
-                    group_id=str(i),
-                    member=0,
-                    contexts=[],
-                    end_reason=EndReason.ANSWERED,
-                    answer="Nile" if i < right else "Rhine",
-                )
-            ],
-        )
-        for i in range(number)
-    ]
+    groups = answered([i < right for i in range(number)], num_hops=[1 + i % 2 for i in range(number)])
     run = {"agent": {"name": "memsearcher"}, "budget": {"memory_tokens": trial.memory_tokens}}
     folder = ResultFolder(trial.results / "world", {"run": run})
     folder.open()
@@ -83,7 +68,7 @@ def test_a_trained_trial_trains_under_its_budget_and_measures_that_run(tmp_path)
     runs = [{"name": "mem", "config": QUICKSTART, "settings": {"num_steps": 2}}]
     files = [{"name": "world", "file": "{run}/world/validation.parquet"}]
     sweep = config(tmp_path, runs=runs, benchmarks=files, train=True, seeds=[7, 8])
-    trial = trials(sweep, tracking_uri="sqlite:///x.db", parent_run_id="p")[3]
+    trial = trials(sweep, tracking=TrackingConfig(uri="sqlite:///x.db", parent_run_id="p"))[3]
     assert trial.training is not None
     assert (trial.training.budget.memory_limit, trial.training.seed, trial.training.num_steps) == (8, 8, 2)
     folder = tmp_path / "small" / "runs" / "mem-memory-8-seed-8"

@@ -22,7 +22,7 @@ WORLD = ["data", "world", "--questions", "1"]
 
 @pytest.fixture
 def reports(monkeypatch) -> list[dict[str, Any]]:
-    """What the trial tells Tune, of which nothing is started."""
+    """Collects what the trial tells Tune, of which nothing is started."""
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(trials.tune, "report", told.append)
     monkeypatch.setattr(trials, "_same_cluster", dict)
