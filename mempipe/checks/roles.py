@@ -46,7 +46,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     trained = trained_parameters(config.model, shape)
     if not trained:
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]
-    findings.append(ok(f"model: {shape.num_parameters / 1e9:.2f} B parameters, {trained / 1e9:.4f} B trained"))
+    findings.append(ok(f"model: {_short(shape.num_parameters)} parameters, {_short(trained)} trained"))
     if devices.num_gpus:
         planned = placed.applied(config)
         findings += _gpu_memory(planned, shape, placed, devices.gpu_gib, training=training)
@@ -110,3 +110,8 @@ def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, t
 
 def _context_bytes(config: RunConfig, shape: Shape) -> int:
     return shape.kv_bytes_per_token(weight_width(config.model)) * config.budget.context_tokens
+
+
+def _short(count: float) -> str:
+    """Returns a count of parameters with three digits that count."""
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
