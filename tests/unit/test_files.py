@@ -27,5 +27,10 @@ def test_one_is_in_the_block_at_a_time(tmp_path, monkeypatch):
 
 def test_turns_of_another_name_do_not_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with in_turn("load"), in_turn("other"):
-        pass
+
+    def enter() -> bool:
+        with in_turn("other"):
+            return True
+
+    with ThreadPoolExecutor(1) as threads, in_turn("load"):
+        assert threads.submit(enter).result(timeout=10)
