@@ -113,15 +113,17 @@ def _trajectory_rows(groups: Iterable[Group]) -> Iterator[list[dict[str, Any]]]:
 
 def _group(rows: list[dict[str, Any]]) -> Group:
     first = rows[0]
-    question = {f.name: first[f"question_{f.name}"] for f in dataclasses.fields(Question)}
     return Group(
         id=first["group_id"],
-        question=from_row(Question, question),
+        question=from_row(Question, _part(first, "question_", [f.name for f in dataclasses.fields(Question)])),
         trajectories=[from_row(Trajectory, row) for row in rows],
-        **{
-            name: first[f"group_{name}"] for name in _GROUP_FIELDS if f"group_{name}" in first
-        },  # older files have fewer
+        **_part(first, "group_", _GROUP_FIELDS),
     )
+
+
+def _part(row: Mapping[str, Any], prefix: str, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the columns of one record by field. A file of an older version lacks fields that have a default."""
+    return {name: row[prefix + name] for name in names if prefix + name in row}
 
 
 def _records(cls: type[T], array: pa.StructArray) -> list[T]:

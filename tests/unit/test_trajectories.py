@@ -133,6 +133,17 @@ def test_more_groups_than_one_row_group(tmp_path):
     assert read_trajectories(tmp_path / "t.parquet") == groups
 
 
+def test_a_file_of_an_older_version_has_the_defaults_of_what_it_lacks(tmp_path):
+    path, group = tmp_path / "t.parquet", make_group()
+    write_trajectories(path, [group])
+    newer = ["question_recall_targets", "question_objectives", "group_num_retries", "group_failed", "recalls"]
+    pq.write_table(pq.read_table(path).drop_columns(newer), path)
+    assert read_trajectories(path) == [dataclasses.replace(group, num_retries=0)]
+    pq.write_table(pq.read_table(path).drop_columns(["question_text"]), path)
+    with pytest.raises(KeyError, match="text"):
+        read_trajectories(path)
+
+
 def test_no_groups_give_an_empty_file(tmp_path):
     assert write_trajectories(tmp_path / "t.parquet", []) == 0
     assert read_trajectories(tmp_path / "t.parquet") == []
