@@ -100,6 +100,7 @@ AGENT = AgentSpec(
     budget=Mem1Budget,
     renderer=Mem1Renderer.from_settings,
     agent=Mem1,
+    prompts=TaggedPrompts,
     paper="arXiv 2506.15841",
     searches=True,
     stop_texts=STOP_TEXTS,

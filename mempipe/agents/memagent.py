@@ -198,6 +198,7 @@ AGENT = AgentSpec(
     budget=MemAgentBudget,
     renderer=MemAgentRenderer.from_settings,
     agent=MemAgent,
+    prompts=MemAgentPrompts,
     paper="arXiv 2507.02259",
     reads=True,
     thought=functools.partial(thought_of, actions=(BOX,)),

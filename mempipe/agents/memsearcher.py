@@ -273,6 +273,7 @@ AGENT = AgentSpec(
     budget=MemSearcherBudget,
     renderer=MemSearcherRenderer.from_settings,
     agent=MemSearcher,
+    prompts=MemSearcherPrompts,
     paper="arXiv 2511.02805",
     searches=True,
     thought=functools.partial(thought_of, actions=("<tool_call>", BOX)),

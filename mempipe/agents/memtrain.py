@@ -237,6 +237,7 @@ AGENT = AgentSpec(
     budget=MemTrainBudget,
     renderer=make_renderer,
     agent=MemTrain,
+    prompts=MemTrainPrompts,
     paper="arXiv 2606.03197",
     reads=True,
     thought=functools.partial(thought_of, actions=(BOX,)),

@@ -137,6 +137,7 @@ AGENT = AgentSpec(
     budget=ReactBudget,
     renderer=ReactRenderer.from_settings,
     agent=React,
+    prompts=ReactPrompts,
     paper="arXiv 2210.03629, trained as in arXiv 2503.09516",
     searches=True,
     grows=True,

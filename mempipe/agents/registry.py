@@ -13,6 +13,7 @@ from typing import Any
 
 from mempipe.agents.budget import Budget
 from mempipe.agents.config import AgentConfig
+from mempipe.agents.prompt_set import PromptSet
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.turn import Agent
 from mempipe.settings import ConfigError
@@ -37,6 +38,9 @@ class AgentSpec:
     renderer: Callable[..., Renderer[Any]]
     """Makes the renderer: (config, budget, *, limits, tokenizer)."""
     agent: type[Agent[Any]]
+    prompts: type[PromptSet] | None = None
+    """What `agent.prompts` holds, empty for the built-in set of the agent's name: read before anything starts. None:
+    only the renderer reads it."""
     paper: str = ""
     """Where it was published."""
     searches: bool = False

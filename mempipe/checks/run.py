@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.prompt_set import load_prompts
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
 from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
 from mempipe.checks.models import check_hub, check_model
@@ -27,13 +29,22 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     `devices` describes a cluster that is elsewhere. None means this machine's, or those of the cluster that the run
     connects to, which are counted there.
     """
-    findings = [_folder(config, resume), *_lengths(config)]
+    findings = [_folder(config, resume), *check_prompts(config), *_lengths(config)]
     if config.world is not None:
         findings += _world(config)
     else:
         findings += [*_model(config), *(_given(config) if config.cloze is None else _cloze(config))]
     findings += place_roles(config, devices)
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
+
+
+def check_prompts(config: RunConfig) -> list[Finding]:
+    """Checks that the agent's prompt set can be read and, with budget.memory_choices, states the limit."""
+    kind, name = config.agent_spec.prompts, config.agent.prompts or config.agent.name
+    if kind is None:
+        return []
+    memory = config.budget if isinstance(config.budget, MemoryBudget) else None
+    return [attempt(lambda: load_prompts(name, kind, memory=memory), f"agent.prompts: {name}")]
 
 
 def check_retrieval(config: RunConfig) -> list[Finding]:

@@ -239,6 +239,17 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def test_prompts_are_read_before_anything_is_made(settings, tmp_path, capsys):
+    silent = settings | {"budget": settings["budget"] | {"memory_tokens": 8, "memory_choices": [4, 8]}}
+    assert main(["train", written(tmp_path / "silent.yaml", silent)]) == 2
+    assert "no text of agent.prompts 'tiny' says which of them holds" in capsys.readouterr().err
+    (tmp_path / "own.yaml").write_text("user: nothing else\n")
+    faulty = parse_config(settings | {"agent": {"prompts": str(tmp_path / "own.yaml")}})
+    (problem,) = fatals(check_run(faulty, devices=PLENTY))
+    assert problem.startswith(f"agent.prompts: {tmp_path}/own.yaml holds ['user'], expected the keys")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_hub_that_is_silent_is_given_up_in_time(monkeypatch, settings):
     from huggingface_hub import HfApi
 
