@@ -105,7 +105,7 @@ def _add_run_commands(commands: Any) -> None:
     doctor = _add(
         commands, "doctor", _doctor, "check what can be known of a config of any kind, without starting anything"
     )
-    doctor.add_argument("config", help="a run, an evaluation, an index or a retrieval service")
+    doctor.add_argument("config", help="a run, an evaluation, an index, a retrieval service or an agent service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
     _add_resume(doctor)
     doctor.add_argument(
@@ -411,7 +411,7 @@ def _budgets(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mempipe.checks.doctor import examine
+    from mempipe.doctor import examine
 
     findings = examine(
         arguments.config, arguments.overrides, resume=arguments.resume, num_gpus=arguments.devices, gpu=arguments.gpu

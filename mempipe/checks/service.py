@@ -56,8 +56,8 @@ def _check_agent(name: str, agent: RunConfig, main: RunConfig, tokenizer: Tokeni
     make_renderer(agent, tokenizer=tokenizer)
 
 
-def check_agent_service(*, host: str, port: int, has_keys: bool) -> list[Finding]:
-    """Returns all findings about an agent service that opens on this machine."""
+def check_address(*, host: str, port: int, has_keys: bool) -> list[Finding]:
+    """Returns all findings about the address at which an agent service opens on this machine."""
     findings = check_local_service(host, port, deployed_by="jobs/configs/agent_service.yaml")
     if not has_keys and host not in LOOPBACK:
         text = f"--host {host} is reached from other machines, but there are no API keys; "

@@ -21,17 +21,17 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 
 from mempipe.checks.findings import refuse
-from mempipe.checks.service import check_agent_service
+from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.serve import front
 from mempipe.serve.agent_replica import AgentReplica
-from mempipe.serve.config import AgentServiceConfig, Replicas
+from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.generator_replica import GeneratorReplica
 from mempipe.serve.keys import load_keys
 from mempipe.serve.local import local_serve
 from mempipe.serve.retriever_replica import RetrieverReplica
-from mempipe.serve.served_run import ServedRun, resolve, weights_version
+from mempipe.serve.served_run import ServedRun, check_agent_service, resolve, weights_version
 from mempipe.settings import ConfigError
 
 NAME = "agent"
@@ -44,10 +44,8 @@ def app(args: dict[str, Any]) -> Application:
     `args` are settings of AgentServiceConfig. The agents ask the engines of the application `generator`, or of the one
     that the user_config of the deployment `agent` names. Raises ConfigError.
     """
-    args = dict(args)
-    engines = args.pop("generator", "generator")
     config = parse_section(args, AgentServiceConfig)
-    return _agents(config, resolve(config), engines)
+    return _agents(config, resolve(config), ENGINES)
 
 
 def generator(args: dict[str, Any]) -> Application:
@@ -151,12 +149,12 @@ def _wait_until_drained(timeout_s: float) -> None:
 def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[tuple[str, LocalService]]:
     """Serves on a local Ray cluster until the end of the block; yields its address and the service.
 
-    Raises ConfigError before anything starts: for wrong settings, a port that is taken, a host that other machines
-    reach without API keys, and a RAY_ADDRESS.
+    Raises ConfigError before anything starts: for wrong settings, too little memory, a port that is taken, a host that
+    other machines reach without API keys, and a RAY_ADDRESS.
     """
     config = parse_section(settings, AgentServiceConfig)
-    resolve(config)
-    refuse(check_agent_service(host=host, port=port, has_keys=bool(load_keys(config.keys))))
+    refuse(check_agent_service(config))
+    refuse(check_address(host=host, port=port, has_keys=bool(load_keys(config.keys))))
     os.environ[front.VARIABLE] = front.PATH  # of Serve's proxy, which Ray starts with this environment
     service = LocalService(settings)
     with local_serve(NAME, host=host, port=port) as url:

@@ -9,6 +9,9 @@ from pydantic import Field
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.settings import Section
 
+ENGINES = "generator"
+"""The application whose engines the agents ask, unless the user_config of their deployment names another one."""
+
 
 class Replicas(Section):
     """Copies of one deployment; between `min` and `max` Ray Serve decides by the load."""

@@ -7,12 +7,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mempipe.checks.findings import refuse
+from mempipe.checks.findings import Finding, attempt, refuse
+from mempipe.checks.machine import Devices, check_writable
+from mempipe.checks.run import ask_network, place_roles
 from mempipe.checks.service import check_agents
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.keys import load_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +39,25 @@ class ServedRun:
 
 def resolve(config: AgentServiceConfig) -> ServedRun:
     """Returns what `config` describes. Reads what the service will read; raises ConfigError."""
-    main = _run(config)
-    agents = {main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()}
-    served = ServedRun(
-        name=config.name or _name(config),
-        agents=agents,
-        sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
-        state=Path(config.state or _state(config)).absolute(),
-    )
-    refuse(check_agents(agents, own_engine=config.endpoint is None))
+    served = _described(config)
+    refuse(check_agents(served.agents, own_engine=config.endpoint is None))
     return served
+
+
+def check_agent_service(config: AgentServiceConfig, *, devices: Devices | None = None) -> list[Finding]:
+    """Returns all findings about what a service needs: agents, weights, index, keys, its folder, GPUs and memory.
+
+    `devices` as in `mempipe.checks.run.check_run`. Raises ConfigError when the settings themselves are wrong.
+    """
+    served, own_engine = _described(config), config.endpoint is None
+    findings = [
+        *check_agents(served.agents, own_engine=own_engine),
+        check_writable(served.state, setting="state"),
+        attempt(lambda: load_keys(config.keys), f"keys: {config.keys or 'none but those of MEMPIPE_API_KEYS'}"),
+    ]
+    if own_engine:
+        findings += place_roles(_at_the_least(config, served.main), devices, training=False)
+    return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(served.main)]
 
 
 def weights_version(path: str) -> str:
@@ -63,6 +75,23 @@ def weights_version(path: str) -> str:
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
 
 
+def _described(config: AgentServiceConfig) -> ServedRun:
+    main = _run(config)
+    return ServedRun(
+        name=config.name or _name(config),
+        agents={main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()},
+        sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
+        state=Path(config.state or _state(config)).absolute(),
+    )
+
+
+def _at_the_least(config: AgentServiceConfig, main: RunConfig) -> RunConfig:
+    """Returns the run with as many engines and retrievers as the service starts with."""
+    generation = main.generation.model_copy(update={"num_replicas": config.generator_replicas.min})
+    copies = {"num_replicas": config.retriever_replicas.min, "shard_actors": 0}
+    return main.model_copy(update={"generation": generation, "retrieval": main.retrieval.model_copy(update=copies)})
+
+
 def _run(config: AgentServiceConfig) -> RunConfig:
     """Returns the run of the service's own agent."""
     source = EvaluatedRun(
@@ -75,7 +104,8 @@ def _run(config: AgentServiceConfig) -> RunConfig:
     run = run_config(source, name="serve", ordered=False)
     model = run.model.model_copy(update={"path": _absolute(run.model.path)})
     retrieval = run.retrieval.model_copy(update={"index": _absolute(run.retrieval.index)})
-    return run.model_copy(update={"model": model, "retrieval": retrieval})
+    # Where the run was trained does not matter: engines and retrievers run where Ray Serve does.
+    return run.model_copy(update={"model": model, "retrieval": retrieval, "ray_address": ""})
 
 
 def _further(source: str, main: RunConfig) -> RunConfig:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mempipe.capacity import GIB, KNOWN
-from mempipe.checks.doctor import examine
 from mempipe.cli import main
 from mempipe.costs import COMPUTE_SHARE, MEMORY_SHARE, StepCosts, Workload, engine_speed, step_costs, sync_seconds
+from mempipe.doctor import examine
 from mempipe.engines.gpus import GPUS
 from mempipe.loader import load_config
 from mempipe.placement import Demand, Plan, plan

@@ -33,7 +33,7 @@ ALLOWED = {
     "mempipe.checks.evaluation": (),
     "mempipe.checks.chain": (),
     "mempipe.checks.retrieval": (),
-    "mempipe.checks.doctor": (),
+    "mempipe.doctor": (),
     "mempipe.runs": (),
     "mempipe.agents.registry": (),
     "mempipe.agents.memsearcher": (),
@@ -155,6 +155,7 @@ LAYERS = [
     {"reports", "checks", "progress", "template"},
     {"actors"},
     {"stream", "serve"},
+    {"doctor"},
     {"cli"},
 ]
 """Rooms from the bottom up; a room imports those below its own, never one beside it."""

@@ -112,6 +112,65 @@ def test_the_command_says_what_is_wrong_before_it_starts_anything(run, capsys, m
     assert "agent_service.yaml" in capsys.readouterr().err
 
 
+def deployment(folder: Path, run: Path, **changes: Any) -> str:
+    """Writes a Serve config of the service; `changes` are of its `args`."""
+    values = yaml.safe_load((CONFIGS / "agent_service.yaml").read_text())
+    values["http_options"]["port"] = 0
+    for application in values["applications"]:
+        application["args"] = {"run": str(run), "state": str(folder)} | changes
+    (folder / "service.yaml").write_text(yaml.safe_dump(values))
+    return str(folder / "service.yaml")
+
+
+WRONG = [
+    ("run=/nowhere", "cannot read config /nowhere"),
+    ("checkpoint=/nowhere", "model.path is '/nowhere', which does not exist"),
+    ("settings.retrieval.index=/nowhere", "/nowhere"),
+    ("settings.budget.context_tokens=2000", "budget.context_tokens is 2000"),
+    ("settings.generation.cpu_kv_cache_gib=1000000", "all roles on CPUs: at least"),
+    ("keys=/nowhere", "keys is '/nowhere', which cannot be read"),
+    ("state=/dev/null/here", "/dev/null is not a directory"),
+    ("agents.other=/nowhere", "cannot read config /nowhere"),
+    ("max_turn=3", "max_turn is not a setting; did you mean max_turns"),
+]
+
+
+@pytest.mark.parametrize(("override", "reason"), WRONG, ids=[override for override, _ in WRONG])
+def test_doctor_calls_fatal_what_the_command_refuses(run, tmp_path, capsys, override, reason):
+    assert main(["doctor", deployment(tmp_path, run), override]) == 2
+    doctor = capsys.readouterr()
+    assert reason in doctor.err + doctor.out
+    of_command = [] if override.startswith("state=") else [f"state={tmp_path}"]
+    assert main(["serve", str(run), *of_command, override]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_doctor_lets_a_service_pass_that_can_start(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MEMPIPE_API_KEYS", raising=False)
+    path = deployment(tmp_path, run)
+    assert main(["doctor", path]) == 0
+    found = capsys.readouterr().out
+    for text in ("model.path: ", "retrieval.index: ", "state: ", "keys: ", "all roles on CPUs", "is free"):
+        assert text in found, text
+    assert main(["doctor", path, "--devices", "1"]) == 0  # of a cluster elsewhere
+    assert "is free" not in capsys.readouterr().out
+
+
+def test_doctor_finds_engines_that_are_missing_or_not_asked(run, tmp_path, capsys):
+    path = Path(deployment(tmp_path, run))
+    text = path.read_text()
+    path.write_text(text.replace("generator: generator", "generator: newer"))
+    assert main(["doctor", str(path)]) == 2
+    assert "user_config.generator of the deployment 'agent' is 'newer'" in capsys.readouterr().out
+    path.write_text(text)
+    endpoint = ["endpoint.url=http://127.0.0.1:1/v1", "endpoint.model=other", f"endpoint.tokenizer={run}/huggingface"]
+    assert main(["doctor", str(path), *endpoint]) == 2
+    assert "take the applications ['generator'] out" in capsys.readouterr().out
+    path.write_text(text.replace("127.0.0.1", "0.0.0.0"))
+    assert main(["doctor", str(path)]) == 0
+    assert "there are no API keys here" in capsys.readouterr().out
+
+
 async def test_an_engine_starts_on_no_other_weights_than_it_was_deployed_for(run):
     replica: Any = SimpleNamespace()
     with pytest.raises(WrongWeights, match="not other; deploy them as another model"):

@@ -60,7 +60,9 @@ def examine(
     if kind == "documents":
         return check_documents(load_documents_config(path, overrides))
     if kind == "agent service":
-        raise ConfigError(f"{path} describes an agent service; it is checked when it starts (docs/serving.md)")
+        from mempipe.serve.deployed import check_deployment
+
+        return check_deployment(path, overrides, devices=devices)
     config = load_config(path, overrides)
     findings = check_run(config, resume=resume, devices=devices)
     made_by_the_run = config.world is not None or config.cloze is not None or config.model.source

@@ -1,0 +1,86 @@
+"""Checks a Serve config of the agent service before it is deployed, for `mempipe doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from mempipe.checks.findings import Finding, fatal, note, ok
+from mempipe.checks.machine import LOOPBACK, Devices, check_port
+from mempipe.evaluation.suite import merged
+from mempipe.loader import load_values, parse_overrides, parse_section
+from mempipe.serve.config import ENGINES, AgentServiceConfig
+from mempipe.serve.keys import load_keys
+from mempipe.serve.served_run import check_agent_service
+from mempipe.settings import ConfigError
+
+AGENT_APP = "mempipe.serve.agent:app"
+ENGINE_APP = "mempipe.serve.agent:generator"
+
+
+def check_deployment(path: str, overrides: Sequence[str] = (), *, devices: Devices | None = None) -> list[Finding]:
+    """Returns all findings about the agent service that a Serve config deploys, with `key=value` overrides of the
+    `args` of its applications; `devices` as in `mempipe.checks.run.check_run`.
+
+    Raises ConfigError when the settings themselves are wrong.
+    """
+    deployed, changes = _read(path), parse_overrides(overrides)
+    agents = [each for each in deployed.applications if each.import_path == AGENT_APP]
+    engines = {each.name: _settings(each, changes) for each in deployed.applications if each.import_path == ENGINE_APP}
+    if len(agents) != 1:
+        raise ConfigError(f"{path} has {len(agents)} applications with import_path {AGENT_APP}; expected one")
+    service = _settings(agents[0], changes)
+    findings = check_agent_service(service, devices=devices)
+    for other in engines.values():  # most often those of the agents
+        if other != service:
+            findings += [each for each in check_agent_service(other, devices=devices) if each not in findings]
+    findings.append(_check_engines(agents[0], list(engines), service))
+    if any(finding.fatal for finding in findings):
+        return findings
+    return findings + _check_address(deployed.http_options, service, is_here=devices is None)
+
+
+def _read(path: str) -> ServeDeploySchema:
+    try:
+        return ServeDeploySchema.model_validate(load_values(path, kind="agent service"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _settings(application: ServeApplicationSchema, changes: dict[str, Any]) -> AgentServiceConfig:
+    try:
+        return parse_section(merged(dict(application.args), changes), AgentServiceConfig)
+    except ConfigError as error:
+        raise ConfigError(f"{application.name}: {error}") from error
+
+
+def _check_engines(agent: ServeApplicationSchema, there: list[str], service: AgentServiceConfig) -> Finding:
+    """Checks that the engines that the agents ask are deployed beside them, and none where an endpoint samples."""
+    if service.endpoint is not None:
+        text = f"endpoint: {service.endpoint.url} samples"
+        return fatal(f"{text}; take the applications {there} out, whose engines nobody asks") if there else ok(text)
+    configured = [each.user_config for each in agent.deployments if each.name == "agent"]
+    named = [each["generator"] for each in configured if isinstance(each, dict) and "generator" in each]
+    asked = named[0] if named else ENGINES
+    if asked in there:
+        return ok(f"generator: the agents ask the engines of the application {asked!r}")
+    text = f"user_config.generator of the deployment 'agent' is {asked!r}"
+    return fatal(f"{text}; the applications with import_path {ENGINE_APP} are {there}")
+
+
+def _check_address(http: HTTPOptionsSchema, service: AgentServiceConfig, *, is_here: bool) -> list[Finding]:
+    findings = []
+    if http.host not in LOOPBACK and not load_keys(service.keys):
+        text = f"http_options.host is {http.host!r}, which other machines reach, but there are no API keys here; the"
+        findings.append(
+            note(f"{text} service answers callers on its own machine alone without `keys` or MEMPIPE_API_KEYS")
+        )
+    if is_here:
+        taken = check_port(http.host, http.port).fatal
+        text = f"http_options: port {http.port} of {http.host}"
+        findings.append(note(f"{text} is taken, perhaps by this service") if taken else ok(f"{text} is free"))
+    return findings
