@@ -10,8 +10,14 @@ from dataclasses import dataclass
 class EngineLoad:
     """Counts of one engine."""
 
-    most_under_way: int = 0
-    """Completions at the same time, those that wait for room in the engine included."""
+    steps: int = 0
+    """Steps of the engine; each samples one token of every running completion."""
+    running: int = 0
+    """Completions that went on after a step, added up over the steps."""
+    most_waiting: int = 0
+    """Completions that had no room in the engine at the same time."""
+    most_cache_use: float = 0.0
+    """Share of the KV cache's blocks that were in use at the same time."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Of the prompt tokens those that the prefix cache held."""
@@ -20,19 +26,27 @@ class EngineLoad:
     load_seconds: float = 0.0
     """From then on until the weights were served."""
 
+    def count_step(self, *, running: int, waiting: int, cache_use: float) -> None:
+        self.steps += 1
+        self.running += running
+        self.most_waiting = max(self.most_waiting, waiting)
+        self.most_cache_use = max(self.most_cache_use, cache_use)
+
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         self.prompt_tokens += num_tokens
         self.cached_tokens += num_cached
 
 
 def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
-    """Returns what is logged of all engines: the largest value of any, and the share of all prompt tokens."""
-    prompt_tokens = sum(load.prompt_tokens for load in loads)
+    """Returns what is logged of all engines: the largest value of any, means over all their steps and prompt tokens."""
     metrics = {
-        "engine/under_way_max": float(max(load.most_under_way for load in loads)),
+        "engine/waiting_max": float(max(load.most_waiting for load in loads)),
+        "engine/kv_cache_use_max": max(load.most_cache_use for load in loads),
         "sync/drain_seconds": max(load.drain_seconds for load in loads),
         "sync/load_seconds": max(load.load_seconds for load in loads),
     }
-    if prompt_tokens:
+    if steps := sum(load.steps for load in loads):
+        metrics["engine/running_mean"] = sum(load.running for load in loads) / steps
+    if prompt_tokens := sum(load.prompt_tokens for load in loads):
         metrics["engine/prefix_hit_rate"] = sum(load.cached_tokens for load in loads) / prompt_tokens
     return metrics

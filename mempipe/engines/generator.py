@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+    from vllm.v1.metrics.stats import SchedulerStats
 
 T = TypeVar("T")
 ADAPTER_NAME = "policy"
@@ -118,7 +120,9 @@ class Generator:
             )
             arguments["skip_tokenizer_init"] = not self._stop_texts
             arguments["enable_sleep_mode"] = self._can_sleep
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._engine = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), stat_loggers=[_step_listener(self._count_step)]
+            )
         self._death = self._engine.output_handler
         self._vocab_size = self._engine.model_config.get_vocab_size()
         await self._call("weight version", self._engine.update_weight_version(str(self.policy_version)))
@@ -315,7 +319,6 @@ class Generator:
         if self._transfer_failure is not None:
             raise WeightTransferFailed(self._transfer_failure)
         self._under_way += 1
-        self._load.most_under_way = max(self._load.most_under_way, self._under_way)
         self._idle.clear()
         try:
             yield engine
@@ -323,6 +326,10 @@ class Generator:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+    def _count_step(self, stats: SchedulerStats) -> None:
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self._load.count_step(running=stats.num_running_reqs, waiting=waiting, cache_use=stats.kv_cache_usage)
 
     def _live(self) -> AsyncLLM:
         if self._engine is None or self._engine.errored:
@@ -474,6 +481,33 @@ def _engine_arguments(
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
     }
+
+
+def _step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateStatLoggerBase]:
+    """Returns a logger class for vLLM that calls `listen` after every engine step.
+
+    It passes for vLLM's Prometheus logger, since beside any other kind vLLM starts its own, which counts far more.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class StepListener(PrometheusStatLogger):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None:
+                listen(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+        def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record_admission_rejection(self, reason: str) -> None:
+            pass
+
+    return StepListener
 
 
 def _rank_of_engine(rank: int) -> int:

@@ -63,7 +63,12 @@ _SMALL_CHARTS = [
     ("Spread of rewards", number, [("reward_std", "standard deviation")]),
     ("Turns per trajectory", number, [("turns", "turns")]),
     ("Sampled tokens per second", number, [("tokens_per_second", "tokens/s")]),
-    ("Completions under way in an engine, at most", number, [("engine/under_way_max", "completions")]),
+    (
+        "Completions in an engine",
+        number,
+        [("engine/running_mean", "sampled at a time, mean"), ("engine/waiting_max", "without room, at most")],
+    ),
+    ("Most of an engine's KV cache in use", percent, [("engine/kv_cache_use_max", "blocks")]),
     ("Prompt tokens that the prefix cache held", percent, [("engine/prefix_hit_rate", "tokens")]),
     (
         "Seconds of a sync",

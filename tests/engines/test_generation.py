@@ -69,6 +69,21 @@ async def test_temperature_0_takes_the_likeliest_id_with_its_logprob_at_temperat
         assert completion.logprobs == pytest.approx([float(best.values)], abs=TOLERANCE)
 
 
+async def test_the_engine_counts_its_steps_its_queue_and_its_cache(generator, serve):
+    await serve(build_model(seed=0))
+    generator.take_load()
+    prompt = [7] * 64
+    await complete(generator, prompt, 4)
+    await complete(generator, prompt, 4)
+    load = generator.take_load()
+    assert 6 <= load.running <= load.steps <= 10 and load.most_waiting == 0 and 0 < load.most_cache_use < 1
+    assert load.prompt_tokens == 128 and 0 < load.cached_tokens < 64
+    await asyncio.gather(*(complete(generator, prompt) for prompt in prompts(100)))
+    load = generator.take_load()
+    assert load.running / load.steps > 2 and load.most_waiting > 0
+    assert generator.take_load().steps == 0
+
+
 async def test_a_completion_ends_with_its_stop_token_or_at_its_limit(generator):
     prompt = prompts(1)[0]
     free = await complete(generator, prompt, 8, GREEDY)

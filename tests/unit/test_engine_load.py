@@ -19,13 +19,21 @@ from mempipe.loader import parse_config
 from mempipe.progress import watched
 
 
-def test_extremes_are_over_engines_and_the_hit_rate_over_all_prompts():
-    busy, idle = EngineLoad(most_under_way=9, drain_seconds=2.0, load_seconds=0.5), EngineLoad(load_seconds=1.0)
+def test_extremes_are_over_engines_and_means_over_all_steps_and_prompts():
+    busy, idle = EngineLoad(drain_seconds=2.0, load_seconds=0.5), EngineLoad(load_seconds=1.0)
+    for running, waiting, cache_use in ((8, 3, 0.5), (2, 0, 0.25)):
+        busy.count_step(running=running, waiting=waiting, cache_use=cache_use)
     busy.count_prompt(100, 20)
     busy.count_prompt(60, 60)
-    expected = {"engine/under_way_max": 9.0, "sync/drain_seconds": 2.0, "sync/load_seconds": 1.0}
-    assert load_metrics([busy, idle]) == expected | {"engine/prefix_hit_rate": 0.5}
-    assert "engine/prefix_hit_rate" not in load_metrics([idle])
+    assert load_metrics([busy, idle]) == {
+        "engine/running_mean": 5.0,
+        "engine/waiting_max": 3.0,
+        "engine/kv_cache_use_max": 0.5,
+        "engine/prefix_hit_rate": 0.5,
+        "sync/drain_seconds": 2.0,
+        "sync/load_seconds": 1.0,
+    }
+    assert not {"engine/running_mean", "engine/prefix_hit_rate"} & set(load_metrics([idle]))
 
 
 class Actor:
