@@ -1,7 +1,6 @@
 """A training run on 8 to 512 GPUs as discrete events: who idles, how stale tokens are, what the object store carries.
 
-    python -m benchmarks.simulate_cluster [--preset memsearcher_qwen2.5-3b] [--gpu H100] [--steps 8] [--in-flight]
-        [key=value ...]
+    python -m benchmarks.simulate_cluster [--preset memsearcher_qwen2.5-3b] [--gpu H100] [--steps 8] [key=value ...]
 
 Nothing is measured here. The seconds of a token, a score, a learner step and a sync are those of `mempipe/costs.py`,
 and the admission of groups is the one that runs (`mempipe/actors/admission.py`); searches take no time. Trajectories
@@ -45,9 +44,6 @@ def main() -> None:
     parser.add_argument("--preset", default="memsearcher_qwen2.5-3b")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="H100")
     parser.add_argument("--steps", type=int, default=8, help=f"learner steps, of which {WARM_UP_STEPS} do not count")
-    parser.add_argument(
-        "--in-flight", action="store_true", help="as if new weights did not wait for completions under way"
-    )
     parser.add_argument("overrides", nargs="*", help="key=value of the preset")
     arguments = parser.parse_args()
     config, gpu = load_config(CONFIGS / f"{arguments.preset}.yaml", arguments.overrides), GPUS[arguments.gpu]
@@ -60,7 +56,7 @@ def main() -> None:
     for num_gpus in SIZES:
         sized = balanced(config, shape, gpu, num_gpus)
         made = plan(sized, Demand.of_training(sized), [num_gpus], gpu_bytes=int(gpu.gib * GIB))
-        run = Simulation(sized, shape, made, gpu, num_steps=arguments.steps, in_flight=arguments.in_flight)
+        run = Simulation(sized, shape, made, gpu, num_steps=arguments.steps)
         run.go()
         print(run.row(num_gpus), flush=True)
 
@@ -241,13 +237,12 @@ class PlayedGroup:
 class Simulation:
     """A run of some steps."""
 
-    def __init__(
-        self, config: RunConfig, shape: Shape, made: Plan, gpu: Gpu, *, num_steps: int, in_flight: bool = False
-    ) -> None:
+    def __init__(self, config: RunConfig, shape: Shape, made: Plan, gpu: Gpu, *, num_steps: int) -> None:
         self._config, self._work, self._num_steps = config, Workload.of(config), num_steps
         self._random = random.Random(0)
         self._clock = Clock()
         speed = engine_speed(config, shape, made, gpu, context_tokens=self._work.context_tokens)
+        in_flight = config.generation.updates_in_flight
         self._engines = [EngineReplica(self._clock, speed, in_flight=in_flight) for _ in range(made.num_engines)]
         self._costs = step_costs(config, shape, made, gpu)
         self._references = len(made.seats("reference"))

@@ -225,6 +225,11 @@ class RunConfig(Section):
             )
         if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
+        if self.generation.updates_in_flight and not a.max_off_policy_steps:
+            raise ValueError(
+                "generation.updates_in_flight: nothing is under way at a sync with algorithm.max_off_policy_steps 0; "
+                "allow at least 1"
+            )
         return self
 
     @model_validator(mode="after")

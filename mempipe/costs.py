@@ -188,7 +188,7 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
     learn = learner_seconds(config, shape, gpu, num_ranks=plan.num_ranks, contexts=contexts, work=work)
     driver = DRIVER_S_PER_MILLION * tokens / 1e6
     sync = sync_seconds(config, shape, plan, gpu)
-    if algorithm.max_off_policy_steps:
+    if algorithm.max_off_policy_steps and not config.generation.updates_in_flight:
         sync += work.message_tokens * engine.step_seconds(sequences)  # completions under way finish first
     if plan.kind == "colocated":
         total = max(generate, longest) + reference + learn + driver + sync

@@ -145,13 +145,15 @@ class Completion:
     """The tokens that the engine sampled for one prompt.
 
     `token_ids` include the stop token; `logprobs` has one entry per id and is taken from the distribution that was
-    sampled from (temperature applied); `policy_version` is the version of all of it.
+    sampled from (temperature applied); `policy_version` is the version that sampled the last of them. Where
+    weights were replaced meanwhile, `policy_versions` has one entry per id; else it is empty.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    policy_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

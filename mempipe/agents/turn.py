@@ -57,14 +57,15 @@ class Turn:
     search_seconds: float = 0.0
 
     def inject(self, token_ids: Sequence[int]) -> None:
-        self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), version=-1)
+        self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), versions=[-1] * len(token_ids))
 
     def sample(self, completion: Completion, *, num_kept: int | None = None) -> None:
         """Takes in what was sampled, or its first `num_kept` tokens."""
         if not self.num_prompt_tokens:
             self.num_prompt_tokens = len(self.token_ids)
         kept = completion.token_ids[:num_kept]
-        self._append(kept, mask=1, logprobs=completion.logprobs[:num_kept], version=completion.policy_version)
+        versions = completion.policy_versions[:num_kept] or [completion.policy_version] * len(kept)
+        self._append(kept, mask=1, logprobs=completion.logprobs[:num_kept], versions=versions)
         self.num_dropped_tokens += len(completion.token_ids) - len(kept)
 
     def context(self) -> Context:
@@ -91,11 +92,13 @@ class Turn:
             search_seconds=self.search_seconds,
         )
 
-    def _append(self, token_ids: Sequence[int], *, mask: int, logprobs: Sequence[float], version: int) -> None:
+    def _append(
+        self, token_ids: Sequence[int], *, mask: int, logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
         self.token_ids += token_ids
         self.loss_mask += [mask] * len(token_ids)
         self.logprobs += logprobs
-        self.policy_versions += [version] * len(token_ids)
+        self.policy_versions += versions
 
 
 class Agent(ABC, Generic[R]):

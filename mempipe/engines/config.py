@@ -66,6 +66,10 @@ class GenerationConfig(Section):
     """CPU threads of one engine without a GPU."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
+    updates_in_flight: bool = False
+    """New weights do not wait for completions under way: these stand still meanwhile, their cache is computed anew, and
+    the new weights sample the rest of them. Every token carries the version that sampled it. Needs
+    algorithm.max_off_policy_steps of at least 1: without, nothing is under way at a sync."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync (float32: 1e-3 is right,
     bfloat16: 0.05); a single token may differ by 20 times as much.

@@ -3,7 +3,9 @@ runs.
 
 Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names.
 Every completion is sampled by one version of the weights: `load_weights` lets the completions under way finish, holds
-back new ones, and empties the prefix cache. Faults raise (`EngineFault`); they are never a completion (promise 8).
+back new ones, and empties the prefix cache. With `generation.updates_in_flight` those under way stand still instead and
+go on under the new weights, from a cache that is computed anew; every token knows its version. Faults raise
+(`EngineFault`); they are never a completion (promise 8).
 """
 
 from __future__ import annotations
@@ -193,15 +195,22 @@ class Generator:
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
-        Completions under way finish first, under the old ones. `weights` is a handle of the backend's, or packed
-        weights (a row of bytes from `pack_weights`) that came through an object store; those of a model with
-        `lora_rank` are its adapter. Raises WeightTransferFailed, which names the phase.
+        Completions under way finish first, under the old ones, or go on afterwards (`updates_in_flight`). `weights` is
+        a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
+        store; those of a model with `lora_rank` are its adapter. Raises WeightTransferFailed, which names the phase;
+        then completions that stood still raise it too.
         """
         async with self._update:
             self._open.clear()
             started = time.perf_counter()
+            in_flight = self._config.updates_in_flight and not self._asleep
+            if self._model.lora_rank and self._adapter is None:
+                in_flight = False  # completions that began without an adapter cannot take one over
             try:
-                await self._idle.wait()
+                if in_flight:
+                    await self._call("pause", self._live().pause_generation(mode="keep", clear_cache=False))
+                else:
+                    await self._idle.wait()
                 self._load.drain_seconds = time.perf_counter() - started
                 self._live()
                 self._transfer_failure = (
@@ -217,7 +226,7 @@ class Generator:
                 if self._asleep:
                     await self._call("wake", self._live().wake_up(tags=["kv_cache"]))
                     self._asleep = False
-                if not await self._call("prefix cache", self._live().reset_prefix_cache()):
+                if not await self._call("prefix cache", self._live().reset_prefix_cache(in_flight)):
                     raise WeightTransferFailed(
                         f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
                     )
@@ -227,6 +236,8 @@ class Generator:
             finally:
                 if not self._asleep:
                     self._open.set()
+                if in_flight:
+                    await self._call("resume", self._live().resume_generation())
 
     async def sleep(self) -> None:
         """Frees the GPU memory of weights and cache, once the completions under way have finished.
@@ -301,7 +312,7 @@ class Generator:
 
         try:
             async with asyncio.timeout(self._config.timeout_s), self._entered() as engine:
-                return await _final_output(engine, f"{next(self._ids)}", token_ids, params, self._adapter)
+                output = await _final_output(engine, f"{next(self._ids)}", token_ids, params, self._adapter)
         except TimeoutError as error:
             raise GenerationTimeout(
                 f"no completion within generation.timeout_s {self._config.timeout_s:g} s"
@@ -310,6 +321,9 @@ class Generator:
             raise EngineDead("the engine's process ended while it sampled") from error
         except EngineGenerateError as error:
             raise EngineFault(f"the engine failed to sample: {error.__cause__}") from error
+        if self._transfer_failure is not None and self._open.is_set():  # it stood still when a transfer failed
+            raise WeightTransferFailed(self._transfer_failure)
+        return output
 
     @contextlib.asynccontextmanager
     async def _entered(self) -> AsyncIterator[AsyncLLM]:
@@ -435,12 +449,14 @@ def _completion(output: RequestOutput) -> Completion:
     if sampled.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise EngineFault(f"the engine ended a request with {sampled.finish_reason!r}")
     assert isinstance(sampled.logprobs, FlatLogprobs) and sampled.weight_versions is not None, "both were asked for"
-    (span,) = sampled.weight_versions  # more than one would mean weights were replaced under a running completion
+    spans = sampled.weight_versions
+    mixed = [int(span.version) for span in spans for _ in range(span.start, span.end)] if len(spans) > 1 else []
     return Completion(
         token_ids=list(sampled.token_ids),
         logprobs=list(sampled.logprobs.logprobs),
         finish_reason=FinishReason(sampled.finish_reason),
-        policy_version=int(span.version),
+        policy_version=int(spans[-1].version),
+        policy_versions=mixed,
     )
 
 

@@ -17,7 +17,7 @@ from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, make_generator, m
 from transformers import Qwen2ForCausalLM
 
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator
+from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator, WeightTransferFailed
 from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion, FinishReason
 from tools.processes import GONE_WITHIN_S
@@ -181,6 +181,46 @@ async def test_every_completion_is_of_one_version_while_weights_change_under_loa
     for prompt, completion in completions[:: max(1, len(completions) // 60)]:
         expected = model_scores(models[completion.policy_version], prompt + completion.token_ids)[-10:]
         assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.fixture
+def in_flight(generator, monkeypatch) -> None:
+    monkeypatch.setattr(generator, "_config", generator._config.model_copy(update={"updates_in_flight": True}))
+
+
+async def under_way(generator: Generator, count: int) -> list[tuple[list[int], asyncio.Task[Completion]]]:
+    """Starts completions, and returns while the engine samples them."""
+    tasks = [(prompt, asyncio.create_task(complete(generator, prompt, 200))) for prompt in prompts(count)]
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for _, task in tasks)
+    return tasks
+
+
+async def test_new_weights_in_flight_sample_the_rest_from_a_cache_computed_anew(generator, serve, in_flight):
+    """Log-probs are those of the version that a token carries, given everything before it: no cache of old weights."""
+    models = {await serve(build_model(seed=0)): build_model(seed=0)}
+    tasks = await under_way(generator, 20)
+    models[await serve(build_model(seed=1))] = build_model(seed=1)
+    completions = [(prompt, await task) for prompt, task in tasks]
+    before, after = models
+    crossed = [(prompt, c) for prompt, c in completions if set(c.policy_versions) == {before, after}]
+    assert crossed and all(c.policy_version == after and len(c.policy_versions) == 200 for _, c in crossed)
+    for prompt, completion in crossed[:6]:
+        scores = {v: model_scores(model, prompt + completion.token_ids)[-200:] for v, model in models.items()}
+        expected = [scores[version][i] for i, version in enumerate(completion.policy_versions)]
+        assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert (await complete(generator, prompts(1)[0])).policy_versions == []
+
+
+async def test_completions_that_stood_still_fail_with_a_transfer_that_fails(generator, serve, in_flight):
+    tasks = await under_way(generator, 4)
+    with pytest.raises(WeightTransferFailed):
+        await generator.load_weights(WeightHandle(version=99), 99)
+    for _, task in tasks:
+        with pytest.raises(WeightTransferFailed, match="no whole set of weights: loading version 99 failed"):
+            await task
+    await serve(build_model(seed=0))
+    assert len((await complete(generator, prompts(1)[0])).token_ids) == 6
 
 
 async def test_a_late_completion_raises_and_leaves_the_engine_usable(generator, monkeypatch):

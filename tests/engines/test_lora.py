@@ -96,6 +96,26 @@ async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_lea
     assert completion.logprobs == pytest.approx([a, b, c, d], abs=1e-4)
 
 
+async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapted, monkeypatch):
+    generator = adapted.generator
+    monkeypatch.setattr(generator, "_config", generator._config.model_copy(update={"updates_in_flight": True}))
+    before = await adapted.sync()
+    calls = [
+        generator.generate(ids, max_tokens=200, sampling=SamplingConfig(), stop_token_ids=[]) for ids in prompts(12)
+    ]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0.2)
+    adapted.learner.step([update(4)])
+    after = await adapted.sync()
+    completions = await asyncio.gather(*tasks)
+    crossed = [i for i, completion in enumerate(completions) if set(completion.policy_versions) == {before, after}]
+    assert crossed
+    for i in crossed[:4]:
+        (scores,) = adapted.learner.score([prompts(12)[i] + completions[i].token_ids])
+        new = [place - 200 for place, version in enumerate(completions[i].policy_versions) if version == after]
+        assert [completions[i].logprobs[j] for j in new] == pytest.approx([scores[j] for j in new], abs=1e-4)
+
+
 async def test_an_engine_that_missed_an_adapter_is_caught(adapted):
     version = await adapted.sync()
     adapted.learner.step([update(3)])

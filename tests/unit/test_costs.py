@@ -94,6 +94,10 @@ def test_without_lag_rollout_and_learning_come_one_after_the_other():
     assert made.kind == "colocated" and shared.total > shared.generate + shared.learn
 
 
+def test_updates_in_flight_wait_for_no_completion():
+    assert planned("generation.updates_in_flight=true")[0].sync < 0.1 < planned()[0].sync
+
+
 def test_doctor_tells_memory_seconds_and_what_a_step_waits_for():
     found = [str(finding) for finding in examine(str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), num_gpus=8, gpu="H100")]
     said = "\n".join(found)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from mempipe.agents.memsearcher import MemSearcher, MemSearcherCompat, MemSearcherRenderer
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.tools import ToolCall, ToolResult
+from mempipe.agents.turn import Memory, Turn
 from mempipe.loader import parse_config
 from mempipe.rollout import make_agent
 from mempipe.types import Completion, Context, EndReason, FinishReason, Passage, Question, SearchResult, Trajectory
@@ -488,3 +490,13 @@ def test_promise_3_budget_is_law_whatever_is_sampled_and_found(
     for context in trajectory.contexts:
         for mask, ids in segments(context):
             assert mask or TOKENIZER.special_token_ids.intersection(ids) <= template_ids
+
+
+def test_tokens_carry_the_version_that_sampled_them_also_when_weights_were_replaced_meanwhile():
+    turn = Turn(index=0, question_ids=[], memory=Memory())
+    turn.inject([1, 2])
+    logprobs, finish = [-1.0, -1.0, -1.0], FinishReason.STOP
+    one = Completion(token_ids=[3, 4, 5], logprobs=logprobs, finish_reason=finish, policy_version=7)
+    turn.sample(one, num_kept=2)
+    turn.sample(replace(one, policy_version=8, policy_versions=[7, 8, 8]), num_kept=2)
+    assert turn.context().policy_versions == [-1, -1, 7, 7, 7, 8]
