@@ -25,7 +25,7 @@ from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, Trial, check_same,
 from mempipe.files import lock, write_text
 from mempipe.placement import Demand, bundle_gpus, plan
 from mempipe.progress import say
-from mempipe.reports.budgets import verdict, write_budget_report
+from mempipe.reports.budgets import reference_verdicts, verdict, write_budget_report
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
 from mempipe.tracking.tracker import Tracker
@@ -114,7 +114,10 @@ def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
                 study.metric: point.measured.score.value,
                 "tokens_per_question": point.measured.tokens_per_question,
                 "seconds_per_question": point.measured.seconds_per_question,
+                "largest_context": point.measured.largest_context,
             }
+            if curve.model is not None:
+                numbers["kv_cache_bytes"] = point.measured.largest_context * curve.model.cache_bytes_per_token
             named = {f"{curve.agent}/{name}": value for name, value in numbers.items()}
             tracker.log_metrics(named, step=point.memory_tokens)
     paths = write_budget_report(sweep.folder, study, name=sweep.name) if study.curves else []
@@ -136,8 +139,8 @@ def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
 
 
 def _print(study: BudgetStudy, paths: Sequence[Path]) -> None:
-    for curve in study.curves:
-        say(verdict(curve))
+    for text in [*map(verdict, study.curves), *reference_verdicts(study)]:
+        say(text)
     for path in paths:
         if path.suffix == ".html":
             say(f"Report: {path}")

@@ -7,6 +7,9 @@ for k budgets (Bonferroni), and one that ends below 0 is worse. A test overlooks
 number of questions, so every budget says which difference would have been found in 8 of 10 evaluations.
 
 Runs of the same agent and budget under several seeds are put together: a question's score is its mean over them.
+
+Costs are tokens, seconds, and the KV cache of an attempt's largest context: 2 * layers * KV heads * head dimension *
+bytes of a number, for each token that the context holds.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 
 from scipy import stats
 
+from mempipe.capacity import model_shape, weight_width
+from mempipe.engines.config import ModelConfig
 from mempipe.evaluation.compare import SetComparison, compare_rows
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow, read_results
@@ -48,13 +53,23 @@ Sets = Mapping[str, Sequence[ResultRow]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Says how large a policy is, and the cache of its contexts."""
+
+    num_parameters: int
+    cache_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """A run of an evaluation or of a sweep. `memory_tokens` is None where the agent carries its whole history."""
+    """A run of an evaluation or of a sweep. `memory_tokens` is None where the agent has no such budget, `model` where
+    the model's shape is not known."""
 
     name: str
     agent: str
     memory_tokens: int | None
     sets: Sets
+    model: ModelSize | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +85,8 @@ class Measured:
     """Tokens read and written in all contexts of an attempt."""
     seconds_per_question: float
     """From the first call to the last, while other questions were at work too."""
+    largest_context: float
+    """Tokens of an attempt's largest context, as a mean over attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +111,7 @@ class BudgetCurve:
 
     agent: str
     points: list[BudgetPoint]
+    model: ModelSize | None = None
 
     @property
     def smallest_sufficient(self) -> BudgetPoint:
@@ -113,6 +131,7 @@ class Reference:
     agent: str
     measured: Measured
     differences: dict[str, SetComparison]
+    model: ModelSize | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +179,9 @@ def study_runs(runs: Sequence[MeasuredRun], *, metric: str = "em", seed: int = 1
     for run in runs:
         own = unbounded[run.agent] if run.memory_tokens is None else by_agent[run.agent][run.memory_tokens]
         own.append(run.sets)
+    models = {run.agent: run.model for run in runs}
     curves = [
-        budget_curve(agent, budgets, metric=metric, seed=seed)
+        budget_curve(agent, budgets, metric=metric, seed=seed, model=models[agent])
         for agent, budgets in by_agent.items()
         if len(budgets) > 1
     ]
@@ -176,12 +196,17 @@ def study_runs(runs: Sequence[MeasuredRun], *, metric: str = "em", seed: int = 1
             for curve in curves
         }
         differences = {name: each[-1] for name, each in compared.items() if each}
-        references.append(Reference(agent=agent, measured=measured, differences=differences))
+        references.append(Reference(agent=agent, measured=measured, differences=differences, model=models[agent]))
     return BudgetStudy(metric=metric, curves=curves, references=references)
 
 
 def budget_curve(
-    agent: str, budgets: Mapping[int, Sequence[Sets]], *, metric: str = "em", seed: int = 1
+    agent: str,
+    budgets: Mapping[int, Sequence[Sets]],
+    *,
+    metric: str = "em",
+    seed: int = 1,
+    model: ModelSize | None = None,
 ) -> BudgetCurve:
     """Returns the curve of `budgets`: memory tokens to the rows of every run under them. There are at least two.
 
@@ -203,7 +228,7 @@ def budget_curve(
         points.append(
             BudgetPoint(memory_tokens=tokens, measured=own, against_largest=comparison, detectable=detectable)
         )
-    return BudgetCurve(agent=agent, points=points)
+    return BudgetCurve(agent=agent, points=points, model=model)
 
 
 def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
@@ -217,8 +242,13 @@ def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
                 raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
         if states:
             config = next(iter(states.values()))["settings"]["run"]
-            tokens = config["budget"].get("memory_tokens")
-            yield MeasuredRun(name=run.name, agent=config["agent"]["name"], memory_tokens=tokens, sets=read_sets(run))
+            yield MeasuredRun(
+                name=run.name,
+                agent=config["agent"]["name"],
+                memory_tokens=config["budget"].get("memory_tokens"),
+                sets=read_sets(run),
+                model=_model_size(config.get("model", {})),
+            )
 
 
 def pooled(repeats: Sequence[Sets]) -> Sets:
@@ -248,6 +278,11 @@ def mean_score(sets: Sets, metric: str) -> float:
     return fmean(fmean(row.score(metric) for row in rows) for rows in sets.values())
 
 
+def tokens_per_attempt(rows: Sequence[ResultRow]) -> float:
+    """Returns the tokens of all contexts of an attempt, as a mean over the questions that were attempted."""
+    return fmean([fmean(row.total_tokens) for row in rows if row.answers] or [0.0])
+
+
 def _measured(repeats: Sequence[Sets], *, metric: str, seed: int) -> Measured:
     sets = pooled(repeats)
     rows = [row for rows in sets.values() for row in rows if row.answers]
@@ -256,9 +291,20 @@ def _measured(repeats: Sequence[Sets], *, metric: str, seed: int) -> Measured:
         sets=sets,
         score=bootstrap_average(scores, seed=seed, num_resamples=NUM_RESAMPLES),
         by_seed=[mean_score(own, metric) for own in repeats],
-        tokens_per_question=fmean([fmean(row.total_tokens) for row in rows] or [0.0]),
+        tokens_per_question=tokens_per_attempt(rows),
         seconds_per_question=fmean([row.seconds for row in rows] or [0.0]),
+        largest_context=fmean([max(turns, default=0) for row in rows for turns in row.context_tokens_by_turn] or [0.0]),
     )
+
+
+def _model_size(settings: Mapping[str, Any]) -> ModelSize | None:
+    """Returns the size of the model that a run was measured with; None where its folder is not there any more."""
+    model = ModelConfig.model_validate(settings)
+    shape = model_shape(model) if model.path else None
+    if shape is None:
+        return None
+    cache_bytes = shape.kv_bytes_per_token(weight_width(model))
+    return ModelSize(num_parameters=shape.num_parameters, cache_bytes_per_token=cache_bytes)
 
 
 def _identity(row: ResultRow) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,18 @@ import pytest
 from result_builders import answered
 
 from mempipe.cli import main
-from mempipe.evaluation.budgets import MeasuredRun, budget_curve, pooled, study_evaluation, study_runs
+from mempipe.evaluation.budgets import (
+    BudgetStudy,
+    MeasuredRun,
+    ModelSize,
+    budget_curve,
+    measured_runs,
+    pooled,
+    study_evaluation,
+    study_runs,
+)
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
+from mempipe.reports.budgets import budget_lines, figures_by_hops, reference_verdicts
 from mempipe.settings import ConfigError
 
 
@@ -35,6 +46,14 @@ def evaluated(
     folder.append(answered(rights), rows(rights))
     if finished:
         folder.finish()
+
+
+def costing(turns: list[list[int]]) -> list[ResultRow]:
+    """Rows of right answers whose contexts held so many tokens, turn by turn."""
+    return [
+        replace(row, question_id=str(i), context_tokens_by_turn=[own], total_tokens=[sum(own)])
+        for i, (row, own) in enumerate(zip(rows([True] * len(turns)), turns, strict=True))
+    ]
 
 
 def share(of: float, number: int) -> list[bool]:
@@ -85,7 +104,7 @@ def test_the_command_writes_and_prints_the_answer(tmp_path, capsys):
     out, written = capsys.readouterr().out, (tmp_path / "budgets.md").read_text()
     page = (tmp_path / "budgets.html").read_text()
     assert "memsearcher: 16 tokens are enough" in out and "16 tokens are enough" in written and "16 tokens are" in page
-    assert "| 8 | 20.0 (" in out and "| history | 50.0 (" in out
+    assert "| 8 | 20.0 (" in out and "| history | – | 50.0 (" in out
     assert "0 gained, 60 lost" in out and "| worse |" in out and "| largest |" in out
     assert page.count("<figure>") == 2 and (tmp_path / "budgets.svg").stat().st_size > 500
 
@@ -99,6 +118,52 @@ def test_an_agent_without_a_budget_is_compared_with_the_smallest_sufficient_one(
     (reference,) = study_runs(runs).references
     difference = reference.differences["mem"].difference
     assert difference.value == pytest.approx(0.2) and difference.low > 0.1
+
+
+def test_the_cache_of_a_budget_is_that_of_the_largest_context_of_an_attempt():
+    """2 * 3 layers * 2 KV heads * 16 dimensions * 4 bytes = 768 bytes for each token."""
+    size = ModelSize(num_parameters=500_000, cache_bytes_per_token=768)
+    runs = [
+        MeasuredRun(name=name, agent="mem", memory_tokens=tokens, sets={"nq": costing([[30, peak, 40]])}, model=size)
+        for name, tokens, peak in (("m4", 4, 50), ("m8", 8, 2000))
+    ]
+    double = ModelSize(num_parameters=1_000_000, cache_bytes_per_token=1536)
+    sets = {"nq": costing([[100, 300, 500]])}
+    runs.append(MeasuredRun(name="r", agent="react", memory_tokens=None, sets=sets, model=double))
+    study = study_runs(runs)
+    assert [point.measured.largest_context for point in study.curves[0].points] == [50, 2000]
+    text = "\n".join(budget_lines(study))
+    assert "| 50 | 38.4 kB |" in text and "| 2,000 | 1.54 MB |" in text  # 50 * 768, 2000 * 768
+    assert "| react | 1.00 M |" in text and "| 500 | 768 kB |" in text  # 500 * 1536
+    (sentence,) = reference_verdicts(study)
+    assert (
+        "is not significantly different from react, which has no memory budget and 2.0 times the parameters" in sentence
+    )
+
+
+def test_the_size_of_a_model_is_read_from_its_folder(tmp_path):
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "intermediate_size": 96, "vocab_size": 200}))
+    run = {"agent": {"name": "memsearcher"}, "budget": {"memory_tokens": 8}}
+    for name, path in {"a": str(tmp_path), "b": str(tmp_path / "moved")}.items():
+        model = {"path": path, "dtype": "float32"}
+        folder = ResultFolder(tmp_path / "runs" / name / "nq", {"run": {**run, "model": model}})
+        folder.open()
+        folder.finish()
+    known, moved = measured_runs(tmp_path / "runs")
+    assert known.model is not None and known.model.cache_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert moved.model is None
+
+
+def test_hops_have_curves_of_their_own_against_the_budget_and_against_the_tokens():
+    def asked(cost: int) -> list[ResultRow]:
+        return [replace(row, num_hops=1 + i % 2, total_tokens=[cost]) for i, row in enumerate(rows([True] * 8))]
+
+    curve = budget_curve("a", {4: [{"nq": asked(900)}], 8: [{"nq": asked(400)}]})
+    by_budget, by_tokens = figures_by_hops(BudgetStudy(metric="em", curves=[curve], references=[]), curve)
+    assert by_budget.title == "a: em by memory budget and hops" and by_tokens.title == "a: em by tokens and hops"
+    assert [key.label for key in by_tokens.keys] == ["1 hop", "2 hops"]
+    assert {"400", "900"} <= {shape.text for shape in by_tokens.chart.shapes}
 
 
 def test_seeds_are_put_together_question_by_question():

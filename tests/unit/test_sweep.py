@@ -151,8 +151,8 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     paths = sweep_main(sweep)
     text = (sweep.folder / "budgets.md").read_text()
     assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
-    assert "no smaller budget is enough" in text and "27.5, 30.0" in text and "| react | 53.8" in text
-    assert (sweep.folder / "budgets.html").read_text().count("<figure>") == 3
+    assert "no smaller budget is enough" in text and "27.5, 30.0" in text and "| react | – | 53.8" in text
+    assert (sweep.folder / "budgets.html").read_text().count("<figure>") == 4
     assert "no smaller budget is enough" in capsys.readouterr().out
     assert command(["budgets", str(sweep.folder), "--metric", "f1"]) == 0
     assert "| memory tokens | f1, percent | by seed |" in capsys.readouterr().out
