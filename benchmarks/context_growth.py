@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +36,13 @@ AGENTS = {
     "memagent": "quickstart_memagent",
     "react": "quickstart_react",
 }
+_ROOMY = ["budget.question_tokens=512", "budget.context_tokens=8192", "budget.action_tokens=128"]
+_ROOMY += ["budget.observation_tokens=256"]
+ROOMY = {
+    "memsearcher": [*_ROOMY, "budget.memory_tokens=128", "budget.memory_message_tokens=192"],
+    "react": _ROOMY,
+}
+"""Budgets under which the names of the world may be several tokens each."""
 NUM_NOTED = 3
 EARLY = 5
 
@@ -62,18 +69,27 @@ def main() -> int:
     return 0
 
 
-def play(folder: Path, *, seeds: Sequence[int], num_hops: int) -> dict[str, list[Trajectory]]:
-    """Every agent's faultless attempt at one question of each seed's world, with tokenizer and index in `folder`."""
+def play(
+    folder: Path, *, seeds: Sequence[int], num_hops: int, model: str = "", agents: Collection[str] = tuple(AGENTS)
+) -> dict[str, list[Trajectory]]:
+    """Every agent's faultless attempt at one question of each seed's world, with its index in `folder`.
+
+    The tokenizer is that of `model`, a folder, within a budget that is roomy for any; or the embedded world's own,
+    within the quickstart's budget.
+    """
     worlds = [World(seed) for seed in seeds]
     questions = [world.long_question(num_hops, seed=seed) for world, seed in zip(worlds, seeds, strict=True)]
-    build_tokenizer(folder / "model")
+    if not model:
+        build_tokenizer(folder / "model")
     passages = [replace(passage, partition=world.id) for world in worlds for passage in world.passages]
     build_index(passages, folder / "index", encoder=HashingEncoder())
     settings = ["budget.question_tokens=128", "budget.context_tokens=4096", f"retrieval.index={folder / 'index'}"]
     attempts = {}
-    for agent, name in AGENTS.items():
-        turns = [f"budget.max_turns={num_hops + 1}"] if agent_spec(agent).searches else []
-        config = load_config(CONFIGS / f"{name}.yaml", [*settings, *turns, f"model.path={folder / 'model'}"])
+    for agent in agents:
+        own = [f"budget.max_turns={num_hops + 1}"] if agent_spec(agent).searches else []
+        own += ROOMY[agent] if model else []
+        path = f"model.path={model or folder / 'model'}"
+        config = load_config(CONFIGS / f"{AGENTS[agent]}.yaml", [*settings, path, *own])
         script = scripted_generate(config, NO_NOISE, num_noted=NUM_NOTED)
         attempts[agent] = [group.trajectories[0] for group in played(config, questions, script, name=agent)]
     return attempts

@@ -3,10 +3,11 @@
     python -m benchmarks.serving runs/quickstart [--seconds 20] [key=value ...]
 
 One run prints requests/s with p50 and p99 latency at 1, 8 and 32 clients for both, their ratio (aim: 0.85), and the
-seconds per turn, so that a bounded memory can be compared with a full history by running it for a ReAct run as well.
-Then it lets a service that works on OVERLOAD_IN_FLIGHT requests at a time have four times the requests that it can
-answer, and prints what is shed, the p99 of what is answered against that of one client alone (aim: 3), and the memory
-of the agent's process before and after. The engines have the same settings and never work at the same time.
+seconds of each turn. Then it lets a service that works on OVERLOAD_IN_FLIGHT requests at a time have four times the
+requests that it can answer, and prints what is shed, the p99 of what is answered against that of one client alone
+(aim: 3), and the memory of the agent's process before and after. At the end it prints what a turn costs the engine at
+turn 2 and turn 20 with a bounded memory and with a full history (`benchmarks.turn_seconds` says how). All engines have
+the same weights and settings and never work at the same time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 import psutil
 import ray
 
+from benchmarks import turn_seconds
 from mempipe.actors.driver import Driver
 from mempipe.actors.launch import connected, launch_rollout_actors
 from mempipe.data.qa import read_questions
@@ -219,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report(direct, with_service(settings, lambda each: measure_all(each.ask, questions, seconds=seconds)))
     limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
     report_overload(with_service(limited, lambda each: overload(each, questions, seconds=seconds)))
+    turn_seconds.report(asyncio.run(turn_seconds.measure(served.main.model, served.main.generation)))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def prompt_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]
     """Returns the tokens before the first sampled one of each context, or before each message of a growing context."""
     if not growing:
         return [context.num_prompt_tokens for context in trajectory.contexts]
-    return [start for context in trajectory.contexts for start, _ in _messages(context)]
+    return [start for context in trajectory.contexts for start, _ in messages(context)]
 
 
 def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:
@@ -86,7 +86,7 @@ def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int
     """
     if not growing:
         return [len(context.token_ids) for context in trajectory.contexts]
-    return [end for context in trajectory.contexts for _, end in _messages(context)]
+    return [end for context in trajectory.contexts for _, end in messages(context)]
 
 
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
@@ -115,7 +115,7 @@ def full_history_context_tokens(trajectory: Trajectory) -> list[int]:
     ]
 
 
-def _messages(context: Context) -> Iterator[tuple[int, int]]:
+def messages(context: Context) -> Iterator[tuple[int, int]]:
     """Yields where every sampled message starts and ends."""
     place = 0
     for sampled, run in groupby(context.loss_mask):

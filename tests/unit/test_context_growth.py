@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import turn_seconds
 from benchmarks.context_growth import AGENTS, NUM_NOTED, play
 from mempipe.data.scripted_agents import parse_facts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn
@@ -43,3 +44,15 @@ def test_the_context_of_react_has_grown_threefold_by_then(attempts):
         tokens = context_tokens_by_turn(trajectory, growing=True)
         assert tokens[19] >= 3 * tokens[4]
         assert tokens == sorted(tokens)
+
+
+@pytest.mark.parametrize("agent", turn_seconds.AGENTS)
+def test_the_benchmark_of_turns_reads_and_writes_what_the_agents_did(attempts, agent):
+    for trajectory in attempts[agent]:
+        growing = agent == "react"
+        turns = turn_seconds.calls_of_turns(trajectory, growing=growing)
+        ends = [len(calls[-1].prompt) + calls[-1].num_tokens for calls in turns]
+        assert ends == context_tokens_by_turn(trajectory, growing=growing)[: turn_seconds.NUM_TURNS]
+        assert [len(calls) for calls in turns] == [1 if growing else 2] * turn_seconds.NUM_TURNS
+        whole = list(trajectory.contexts[-1].token_ids)
+        assert not growing or all(call.prompt == whole[: len(call.prompt)] for (call,) in turns)
