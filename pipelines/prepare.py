@@ -97,7 +97,7 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
         )
         build_index(passages, index, encoder=HashingEncoder())
     if not model.exists():
-        _make_model(model, seed=config.seed)
+        _make_model(model, seed=config.seed, num_layers=wanted.num_layers)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": str(model)}),
@@ -113,9 +113,9 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
     return make_worlds(config.world.num_train_worlds, num_held_out=NUM_HELD_OUT_WORLDS, seed=config.seed)
 
 
-def _make_model(folder: Path, *, seed: int) -> None:
+def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:
     from mempipe.engines.tiny import build_model, build_tokenizer
 
     with whole_folder(folder) as partial:
         build_tokenizer(partial)
-        build_model(partial, seed=seed)
+        build_model(partial, seed=seed, num_layers=num_layers)

@@ -35,3 +35,5 @@ class WorldConfig(Section):
     """Questions about worlds that are held out."""
     hops: list[int] = [1, 2, 3]
     """Hop counts of the questions, in equal shares."""
+    num_layers: int = Field(4, ge=2)
+    """Layers of the tiny model; 9 make a model of twice the parameters."""

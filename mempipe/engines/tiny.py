@@ -85,15 +85,15 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def build_model(folder: str | Path, *, seed: int) -> Qwen2ForCausalLM:
+def build_model(folder: str | Path, *, seed: int, num_layers: int = 4) -> Qwen2ForCausalLM:
     """Saves the untrained model to `folder`, where `build_tokenizer` has saved the tokenizer, and returns it. All
-    weights but those of `_plant_copying` are random.
+    weights but those of `_plant_copying` are random, which needs two layers.
     """
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=256,

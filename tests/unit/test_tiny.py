@@ -44,6 +44,13 @@ def tokenizer(folder) -> HFTokenizer:
     return load_tokenizer(str(folder))
 
 
+def test_nine_layers_make_a_model_of_twice_the_parameters(folder, tmp_path):
+    build_tokenizer(tmp_path)
+    four = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    nine = build_model(tmp_path, seed=1, num_layers=9).num_parameters()
+    assert 1.9 < nine / four < 2.1
+
+
 async def scripted_trajectory(tokenizer: HFTokenizer) -> Trajectory:
     """A faultless attempt at a three-hop question, through the agent's own loop."""
     (question,) = WORLD.questions(1, seed=1, hops=[3])
