@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answering import Answering, Engine
+from mempipe.serve.answering import Answering, Engine, nowhere
 from mempipe.serve.calls import EndpointEngine, ServedEngine, call
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.errors import ApiError
@@ -20,6 +20,7 @@ from mempipe.serve.keys import load_keys
 from mempipe.serve.prometheus import PrometheusMetrics
 from mempipe.serve.served_run import resolve
 from mempipe.serve.store import Store
+from mempipe.serve.traces import SampledTraces
 from mempipe.types import SearchResult
 
 READY_TIMEOUT_S = 5.0
@@ -29,12 +30,15 @@ class AgentReplica:
     """The routes and the agents of the service. It holds neither weights nor index."""
 
     def __init__(self, config: AgentServiceConfig, retriever: DeploymentHandle | None) -> None:
+        self._traces: SampledTraces | None = None
         _log_as_serve_does()
         self._config = config
         self._served = served = resolve(config)
         self._retriever = retriever
         self._tokenizer = load_tokenizer(served.main.model.path)
         self._engine: Engine | None = None
+        if config.trace_share:
+            self._traces = SampledTraces(served, share=config.trace_share, decode=self._tokenizer.decode)
         self._answering = Answering(
             served.name,
             served.agents,
@@ -44,6 +48,7 @@ class AgentReplica:
             sampling=served.sampling,
             max_turns=config.max_turns,
             timeout_s=config.timeout_s,
+            record=self._traces.record if self._traces else nowhere,
         )
         self._store = Store(
             served.state / "service.sqlite",
@@ -76,6 +81,10 @@ class AgentReplica:
             stop_token_ids=sorted(self._tokenizer.stop_token_ids),
             timeout_s=main.generation.timeout_s,
         )
+
+    def __del__(self) -> None:
+        if self._traces is not None:
+            self._traces.close()
 
     def _current_engine(self) -> Engine:
         assert self._engine is not None, "Serve calls reconfigure before any request"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.memagent import MemAgentRenderer
 from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
-from mempipe.agents.registry import BUILT_IN
+from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
@@ -40,12 +40,18 @@ from mempipe.serve.api import (
 )
 from mempipe.serve.errors import ApiError
 from mempipe.settings import ConfigError
-from mempipe.types import Completion, Context, EndReason, Question, SearchResult, Trajectory
+from mempipe.types import Completion, Context, EndReason, Group, Question, SearchResult, Trajectory
 from mempipe.user_code import user_code
 
 Emit = Callable[[str, dict[str, Any]], None]
 """Takes an event: its name and its data."""
+Record = Callable[[Group, AgentSpec], None]
+"""Takes the attempts at a question and the agent that made them (`mempipe.serve.traces`)."""
 KEPT_RENDERERS = 32
+
+
+def nowhere(group: Group, spec: AgentSpec) -> None:
+    """Records nothing."""
 
 
 class Engine(Protocol):
@@ -86,10 +92,11 @@ class Answering:
         sampling: SamplingConfig,
         max_turns: int,
         timeout_s: float,
+        record: Record = nowhere,
     ) -> None:
         """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
         that are served now; a request keeps those that it began with. `max_turns` is the most that a request
-        may ask for. Raises ConfigError when an agent's prompts and budget do not fit.
+        may ask for; `record` takes what was played. Raises ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
         self.agents = dict(agents)
@@ -99,6 +106,7 @@ class Answering:
         self._sampling = sampling
         self._max_turns = max_turns
         self._timeout_s = timeout_s
+        self._record = record
         self._kept = functools.lru_cache(maxsize=KEPT_RENDERERS)(self._render)
         for agent in self.agents:
             self._kept(agent, "{}")
@@ -124,6 +132,8 @@ class Answering:
             raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
         except InfrastructureFault as fault:
             raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+        group = Group(id=request_id, question=plan.question, trajectories=trajectories)
+        self._record(group, plan.config.agent_spec)
         chosen, confidence = _most_frequent(trajectories)
         reply = AnswerReply(
             id=request_id,

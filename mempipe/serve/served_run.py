@@ -16,6 +16,7 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.keys import load_keys
+from mempipe.tracking.tracker import tracking_uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,12 @@ def _run(config: AgentServiceConfig) -> RunConfig:
     run = run_config(source, name="serve", ordered=False)
     model = run.model.model_copy(update={"path": _absolute(run.model.path)})
     retrieval = run.retrieval.model_copy(update={"index": _absolute(run.retrieval.index)})
+    folder = Path(config.run or config.checkpoint)  # without a server, traces go where those of the run are
+    uri = tracking_uri(run.tracking, folder if folder.is_dir() else Path(_state(config)))
+    tracking = run.tracking.model_copy(update={"uri": uri})
     # Where the run was trained does not matter: engines and retrievers run where Ray Serve does.
-    return run.model_copy(update={"model": model, "retrieval": retrieval, "ray_address": ""})
+    changes = {"model": model, "retrieval": retrieval, "tracking": tracking, "ray_address": ""}
+    return run.model_copy(update=changes)
 
 
 def _further(source: str, main: RunConfig) -> RunConfig:

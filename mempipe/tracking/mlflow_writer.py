@@ -65,6 +65,11 @@ class MlflowWriter:
             self._calls.append(call)
             self._changed.notify_all()
 
+    @property
+    def num_waiting(self) -> int:
+        """Entries that are not written yet, metrics left out."""
+        return len(self._calls)
+
     def wait_for_run_id(self, timeout_s: float) -> str | None:
         with self._changed:
             self._changed.wait_for(lambda: self._store.run_id is not None, timeout_s)

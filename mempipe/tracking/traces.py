@@ -66,7 +66,8 @@ def build_trace(
     end_ns = time.time_ns()
     start_ns = end_ns - sum(durations)
     trace_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{step}/{trajectory.id}").int
-    inputs, outputs = _root_inputs(question), _root_outputs(trajectory)
+    is_scored = bool(question.golden_answers)  # a question that a service was asked has none
+    inputs, outputs = _root_inputs(question), _root_outputs(trajectory, is_scored=is_scored)
     attributes = {
         "trajectory_id": trajectory.id,
         "group_id": trajectory.group_id,
@@ -95,7 +96,7 @@ def build_trace(
             TraceTagKey.TRACE_NAME: "trajectory",
             "step": str(step),
             "end_reason": str(trajectory.end_reason),
-            "reward": f"{trajectory.reward:.4g}",
+            **({"reward": f"{trajectory.reward:.4g}"} if is_scored else {}),
         },
     )
     return info, spans
@@ -111,8 +112,8 @@ def _root_inputs(question: Question) -> dict[str, Any]:
     }
 
 
-def _root_outputs(trajectory: Trajectory) -> dict[str, Any]:
-    names = ("answer", "reward", "em", "f1", "advantage")
+def _root_outputs(trajectory: Trajectory, *, is_scored: bool) -> dict[str, Any]:
+    names = ("answer", "reward", "em", "f1", "advantage") if is_scored else ("answer",)
     return {name: getattr(trajectory, name) for name in names} | {"end_reason": str(trajectory.end_reason)}
 
 

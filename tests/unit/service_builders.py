@@ -23,7 +23,7 @@ from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answering import Answering
+from mempipe.serve.answering import Answering, Record, nowhere
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.keys import KeyRecord
 from mempipe.serve.store import Store
@@ -107,6 +107,7 @@ def build_service(
     agents: Mapping[str, RunConfig] | None = None,
     keys: Sequence[KeyRecord] = (),
     metrics: Any = None,
+    record: Record = nowhere,
     **settings: Any,
 ) -> Service:
     """The service of one agent; `settings` are of AgentServiceConfig."""
@@ -122,6 +123,7 @@ def build_service(
         sampling=SamplingConfig(temperature=0.0),
         max_turns=config.max_turns,
         timeout_s=config.timeout_s,
+        record=record,
     )
     store = Store(
         state / "service.sqlite",

@@ -1,0 +1,48 @@
+"""Records a sample of the answered questions as MLflow traces, as training records a sample of its trajectories."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mempipe.agents.registry import AgentSpec
+from mempipe.serve.served_run import ServedRun
+from mempipe.tracking.mlflow_writer import MlflowRun, MlflowWriter
+from mempipe.tracking.traces import Wording
+from mempipe.tracking.tracker import last_run_id, without_credentials
+from mempipe.types import Group
+
+MAX_WAITING = 64
+"""Traces that wait for a slow server; further ones are left out, so that memory stays bounded."""
+FINISH_TIMEOUT_S = 5.0
+
+
+class SampledTraces:
+    """Writes the traces from a thread of its own: an answer never waits for MLflow."""
+
+    def __init__(self, served: ServedRun, *, share: float, decode: Callable[[Sequence[int]], str]) -> None:
+        """`share` of the questions are recorded, in the MLflow run of the service, which its folder remembers."""
+        settings: dict[str, Any] = without_credentials(served.main.model_dump(mode="json"))
+        run = MlflowRun(
+            served.main.tracking,
+            folder=served.state,
+            run_name=f"service of {served.name}",
+            run_config=settings,
+            resume_run_id=last_run_id(served.state),
+        )
+        self._writer = MlflowWriter(run)
+        self._share = share
+        self._decode = decode
+
+    def record(self, group: Group, spec: AgentSpec) -> None:
+        """Records the trajectories of one question, if the die says so and there is room."""
+        if random.random() >= self._share or self._writer.num_waiting >= MAX_WAITING:
+            return
+        wording = Wording(decode=self._decode, thought=spec.thought)
+        self._writer.add_call(lambda run: run.log_trace(group, step=0, wording=wording))
+
+    def close(self) -> None:
+        """Writes what is waiting, for FINISH_TIMEOUT_S at most."""
+        self._writer.add_call(lambda run: run.terminate("FINISHED"))
+        self._writer.finish(FINISH_TIMEOUT_S)

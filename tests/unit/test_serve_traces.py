@@ -1,0 +1,73 @@
+"""A sample of what a service answers, as MLflow traces."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from mlflow import MlflowClient
+from service_builders import QUESTIONS, build_service, config_of, running
+
+from mempipe.engines.config import SamplingConfig
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.serve import traces
+from mempipe.serve.served_run import ServedRun
+from mempipe.serve.traces import SampledTraces
+from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.tracker import last_run_id
+
+QUESTION = QUESTIONS[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+def served(folder, uri: str) -> ServedRun:
+    config = config_of("memsearcher").model_copy(update={"tracking": TrackingConfig(uri=uri)})
+    sampling = SamplingConfig(temperature=0.0)
+    return ServedRun(name="tiny", agents={"memsearcher": config}, sampling=sampling, state=folder)
+
+
+def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    of_service = served(tmp_path, uri)
+    for _ in range(2):  # a restart goes on with the same MLflow run
+        recorder = SampledTraces(of_service, share=1.0, decode=tokenizer.decode)
+        service = build_service(tokenizer, tmp_path, record=recorder.record)
+        with running(service):
+            reply = httpx.post(f"{service.url}/v1/answer", json={"question": QUESTION.text}, timeout=20).json()
+        recorder.close()
+    client = MlflowClient(tracking_uri=uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'mempipe'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.run_name) == (last_run_id(tmp_path), "service of tiny")
+    found = client.search_traces(locations=[experiment.experiment_id], run_id=run.info.run_id)
+    assert len(found) == 2
+    root, *turns = found[0].data.spans
+    assert root.inputs["question"] == QUESTION.text
+    assert root.outputs == {"answer": reply["answer"], "end_reason": "answered"}  # nobody scored it
+    assert [turn.attributes["thought"] for turn in turns] == [turn["thought"] for turn in reply["turns"]]
+    assert f"{reply['id']}/0" in {trace.info.client_request_id for trace in found}
+
+
+def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "FINISH_TIMEOUT_S", 0.1)
+    groups = []
+    service = build_service(tokenizer, tmp_path, record=lambda group, spec: groups.append((group, spec)))
+    with running(service):
+        httpx.post(f"{service.url}/v1/answer", json={"question": QUESTION.text}, timeout=20)
+    recorder = SampledTraces(served(tmp_path, "http://127.0.0.1:9"), share=0.5, decode=tokenizer.decode)
+    monkeypatch.setattr(traces.random, "random", iter([0.4, 0.6] * 100).__next__)
+    try:
+        for _ in range(20):
+            recorder.record(*groups[0])
+        assert recorder._writer.num_waiting == 10
+        for _ in range(180):
+            recorder.record(*groups[0])
+        assert recorder._writer.num_waiting == traces.MAX_WAITING
+    finally:
+        recorder.close()
