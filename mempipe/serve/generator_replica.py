@@ -8,6 +8,7 @@ from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.faults import InfrastructureFault
+from mempipe.serve.prometheus import EngineMetrics
 from mempipe.serve.served_run import weights_version
 from mempipe.types import Completion
 
@@ -34,6 +35,7 @@ class GeneratorReplica:
             stop_texts=config.agent_spec.stop_texts,
         )
         await self._engine.start()
+        self._metrics = EngineMetrics()
 
     async def version(self) -> str:
         return self._version
@@ -42,9 +44,11 @@ class GeneratorReplica:
         self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
     ) -> Completion:
         """Samples one completion. The engine drops it when the call is cancelled."""
-        return await self._engine.generate(
+        completion = await self._engine.generate(
             token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
         )
+        self._metrics.count(self._engine.take_load())
+        return completion
 
     async def check_health(self) -> None:
         """Raises when Serve should put a fresh replica in this one's place."""

@@ -1,4 +1,4 @@
-"""Numbers of the agent service for Prometheus, at the metrics port of every Ray node."""
+"""Numbers of the agents and the engines for Prometheus, at the metrics port of every Ray node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ from typing import Any
 
 from ray.serve import metrics
 
+from mempipe.engines.engine_load import EngineLoad
 from mempipe.serve.api import AnswerReply
 
 SECONDS = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Bounds of the latency histograms."""
+
+
+class EngineMetrics:
+    """Counts what an engine was given to read; the share that its prefix cache held is a quotient of the two."""
+
+    def __init__(self) -> None:
+        names: Any = ("cached",)
+        self._tokens = metrics.Counter(
+            "mempipe_prompt_tokens", "Tokens of prompts, by whether they were cached.", names
+        )
+
+    def count(self, load: EngineLoad) -> None:
+        for cached, tokens in (("yes", load.cached_tokens), ("no", load.prompt_tokens - load.cached_tokens)):
+            if tokens:
+                self._tokens.inc(tokens, {"cached": cached})
 
 
 class PrometheusMetrics:
