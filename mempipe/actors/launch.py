@@ -36,6 +36,7 @@ from mempipe.actors.driver import DriverSpec, GroupFailed
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
+from mempipe.actors.memory import memory_metrics
 from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
@@ -196,11 +197,19 @@ class Roles(RolloutActors):
         gap = check_engines(
             proofs, checksums=checksums, scores=scores, version=policy_version, tolerance=generation.canary_tolerance
         )
-        return {
+        checked = {
             "canary_mean_difference": gap.mean,
             "canary_max_difference": gap.maximum,
             "sync/check_seconds": time.perf_counter() - started,
-        } | load_metrics(list(wait_for(loads, phase="asking for load", timeout_s=generation.timeout_s).values()))
+        }
+        busy = wait_for(loads, phase="asking for load", timeout_s=generation.timeout_s)
+        return checked | load_metrics(list(busy.values())) | self._memory()
+
+    def _memory(self) -> dict[str, float]:
+        roles = {"generator": self.generators, "retriever": self.retrievers}
+        return memory_metrics(
+            {role: actors.values() for role, actors in roles.items()} | {"learner": self.learners.ranks}
+        )
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:

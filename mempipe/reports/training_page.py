@@ -78,6 +78,11 @@ _SMALL_CHARTS = [
     ("Megabytes of a sync, to each engine", number, [("sync/megabytes", "MB")]),
     ("Model FLOPs utilisation", percent, [("model_flops_utilization", "MFU")]),
     ("Most memory of a learner rank, GiB", number, [("peak_memory_gib", "GiB")]),
+    (
+        "Memory of the machine that the largest actor of a role holds, GiB",
+        number,
+        [(f"memory/{role}_gib", role) for role in ("learner", "generator", "retriever", "run")],
+    ),
 ]
 _LINE_STYLES = ("after", "history", "extra")
 

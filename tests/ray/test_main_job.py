@@ -334,6 +334,8 @@ def test_promise_5_the_canary_is_scored_after_every_step(job):
     assert len(rows) == NUM_STEPS
     tolerance = job.config.generation.canary_tolerance
     assert all(0 < row["canary_mean_difference"] <= row["canary_max_difference"] < tolerance for row in rows)
+    roles = ("learner", "generator", "retriever", "run")
+    assert all(0.05 < row[f"memory/{role}_gib"] < 8 for row in rows for role in roles)
 
 
 def test_promise_6_no_token_is_older_than_max_off_policy_steps(job):

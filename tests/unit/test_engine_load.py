@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from mempipe.actors import launch
 from mempipe.actors.launch import Roles
+from mempipe.actors.memory import held_gib
 from mempipe.engines.checksums import HeldWeights
 from mempipe.engines.engine_load import EngineLoad, load_metrics
 from mempipe.engines.weights import Proof
@@ -34,6 +37,17 @@ def test_extremes_are_over_engines_and_means_over_all_steps_and_prompts():
         "sync/load_seconds": 1.0,
     }
     assert not {"engine/running_mean", "engine/prefix_hit_rate"} & set(load_metrics([idle]))
+
+
+def test_memory_is_of_the_process_and_those_that_it_started():
+    code = "import sys; held = b'x' * 300_000_000; print(flush=True); sys.stdin.read()"
+    before = held_gib()
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        assert held_gib() - before > 0.25 and held_gib(children=False) - before < 0.1
+    finally:
+        child.communicate()
 
 
 class Actor:
@@ -82,12 +96,13 @@ def test_a_sync_logs_bytes_and_seconds(monkeypatch):
         num_served_bytes=lambda: 5_000_000,
         checksums=lambda: {"w": 1},
         score=lambda canary: [[-1.0]],
+        ranks=[Immediate(__ray_call__=0.5), Immediate(__ray_call__=0.75)],
     )
     roles: Any = Roles(
         config=parse_config({}),
         plan=SimpleNamespace(transfer="mempipe_shm"),  # pyrefly: ignore[bad-argument-type]
         namespace="",
-        generators={"generator-0": Immediate(load_weights=None, prove=proof, take_load=load)},
+        generators={"generator-0": Immediate(load_weights=None, prove=proof, take_load=load, __ray_call__=2.0)},
         retrievers={},
         store=Immediate(put=None),
         learners=learners,  # pyrefly: ignore[bad-argument-type]
@@ -97,6 +112,8 @@ def test_a_sync_logs_bytes_and_seconds(monkeypatch):
     logged = roles.sync(3)
     assert logged["sync/megabytes"] == 5.0 and logged["canary_mean_difference"] == 0.0
     assert (logged["sync/drain_seconds"], logged["sync/load_seconds"]) == (2.0, 0.5)
+    assert (logged["memory/generator_gib"], logged["memory/learner_gib"]) == (2.0, 0.75)
+    assert "memory/retriever_gib" not in logged and logged["memory/run_gib"] > 0
     assert logged["sync/send_seconds"] >= 0 and logged["sync/check_seconds"] >= 0
 
 
