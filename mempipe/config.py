@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from mempipe.agents.budget import Budget
+from mempipe.agents.budget import Budget, MemoryBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
@@ -260,6 +260,11 @@ class RunConfig(Section):
         if isinstance(compat, SearchCompat) and compat.num_passages is not None and compat.num_passages > most:
             raise ValueError(
                 f"agent.compat.num_passages is {compat.num_passages}, more than retrieval.max_passages {most}"
+            )
+        if self.reward.information_weight and not isinstance(self.budget, MemoryBudget):
+            raise ValueError(
+                f"reward.information_weight is {self.reward.information_weight}, but agent.name {name!r} writes no "
+                "memory to answer from"
             )
         if self.reward.format not in self.agent_spec.reward_formats:
             raise ValueError(

@@ -8,7 +8,7 @@ import inspect
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
 from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.rl.rewards import memory_cost, overlong_penalty, recall_match, recall_reward, score
+from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, recall_match, recall_reward, score
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Measure, Question, Trajectory
 from mempipe.user_code import load_user_object, user_code
@@ -73,6 +73,31 @@ def make_training_rollout(
     return rollout
 
 
+def make_gold_logprobs(config: RunConfig, *, tokenizer: Tokenizer, score: ScoreFn) -> GoldLogprobsFn:
+    """Makes what asks the policy how probable a golden answer is after a memory. Raises as `make_renderer` does."""
+    renderer = make_renderer(config, tokenizer=tokenizer)
+
+    async def gold_logprobs(question: Question, memory: str) -> list[float]:
+        probe = renderer.answer_probe(question, memory)
+        return (await score([*probe.prompt, *probe.answer]))[len(probe.prompt) - 1 :]
+
+    return gold_logprobs
+
+
+class ScoreFn(Protocol):
+    """Log-probs of `token_ids[1:]`, each given all ids before it."""
+
+    async def __call__(self, token_ids: Sequence[int]) -> list[float]: ...
+
+
+class GoldLogprobsFn(Protocol):
+    """Log-probs of the tokens of the question's first golden answer, after question and memory; "" is the memory of an
+    attempt's start.
+    """
+
+    async def __call__(self, question: Question, memory: str) -> list[float]: ...
+
+
 class RolloutFn(Protocol):
     """One attempt at a question; every agent has this signature once tokenizer, engine and retriever are bound."""
 
@@ -87,9 +112,10 @@ async def run_group(
     group_size: int,
     reward: RewardConfig,
     advantage: AlgorithmConfig,
+    gold_logprobs: GoldLogprobsFn | None = None,
 ) -> Group:
     """Plays `group_size` attempts at `question` side by side; returns them with rewards and advantages (multi-context
-    GRPO, arXiv 2511.02805).
+    GRPO, arXiv 2511.02805). With `gold_logprobs` the information gain of their last memories is part of the reward.
 
     Raises what the first failing attempt raised, after the others were cancelled: a group is whole or it is not there.
     """
@@ -104,16 +130,18 @@ async def run_group(
             ]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
-    trajectories = [await _scored(attempt.result(), question, reward) for attempt in attempts]
+    trajectories = [attempt.result() for attempt in attempts]
+    gains = [None] * group_size if gold_logprobs is None else await _gains(trajectories, question, gold_logprobs)
+    scored = [await _scored(t, question, reward, gain) for t, gain in zip(trajectories, gains, strict=True)]
     return Group(
         id=group_id,
         question=question,
-        trajectories=with_advantages(trajectories, advantage),
+        trajectories=with_advantages(scored, advantage),
         seconds=time.perf_counter() - started,
     )
 
 
-async def _scored(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
+async def _scored(trajectory: Trajectory, question: Question, config: RewardConfig, gain: float | None) -> Trajectory:
     scores = score(
         trajectory.answer,
         question.golden_answers,
@@ -132,7 +160,39 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
     )
     lengths = [c.num_new_memory_tokens for c in trajectory.contexts if c.num_new_memory_tokens]
     lost = overlong_penalty(longest, config) + memory_cost(lengths, config)
-    return dataclasses.replace(trajectory, reward=trajectory.reward - lost)
+    trajectory = dataclasses.replace(trajectory, reward=trajectory.reward - lost)
+    return trajectory if gain is None else _with_gain(trajectory, gain, config)
+
+
+async def _gains(
+    trajectories: Sequence[Trajectory], question: Question, gold_logprobs: GoldLogprobsFn
+) -> list[float | None]:
+    """Returns the information gain of every attempt's last memory; None where the question has no golden answer.
+
+    Siblings are compared with the same log-probs without a memory, and equal memories are scored once.
+    """
+    if not question.golden_answers:
+        return [None] * len(trajectories)
+    memories = [_last_memory(trajectory) for trajectory in trajectories]
+    asked = list(dict.fromkeys(["", *memories]))
+    scores = dict(zip(asked, await asyncio.gather(*(gold_logprobs(question, m) for m in asked)), strict=True))
+    return [information_gain(scores[memory], scores[""]) for memory in memories]
+
+
+def _with_gain(trajectory: Trajectory, gain: float, config: RewardConfig) -> Trajectory:
+    return dataclasses.replace(
+        trajectory,
+        reward=trajectory.reward + config.information_weight * gain,
+        measures=[*trajectory.measures, Measure(name="information_gain", value=gain)],
+    )
+
+
+def _last_memory(trajectory: Trajectory) -> str:
+    """Returns the memory that the attempt ended with; "" where it has no context."""
+    if not trajectory.contexts:
+        return ""
+    last = trajectory.contexts[-1]
+    return last.memory_after or last.memory_before
 
 
 def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:

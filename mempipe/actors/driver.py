@@ -21,7 +21,14 @@ from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
-from mempipe.rollout import agent_code, make_agent, make_training_rollout, run_group
+from mempipe.rollout import (
+    GoldLogprobsFn,
+    agent_code,
+    make_agent,
+    make_gold_logprobs,
+    make_training_rollout,
+    run_group,
+)
 from mempipe.types import Group, Question, Trajectory
 
 
@@ -64,6 +71,10 @@ class Driver:
         self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
         bound = {"tokenizer": tokenizer, "generate": generators.generate, "search": self._retrievers.search}
         self._play = make_training_rollout(config, **bound) if spec.admission else make_agent(config, **bound).rollout
+        self._gold_logprobs: GoldLogprobsFn | None = None
+        if spec.admission and config.reward.information_weight:
+            assert isinstance(generators, GeneratorPool), "an endpoint is not trained"
+            self._gold_logprobs = make_gold_logprobs(config, tokenizer=tokenizer, score=generators.score)
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
         """Plays one attempt. Errors in an agent of the user's own name the user's file."""
@@ -87,6 +98,7 @@ class Driver:
                     group_size=self._spec.group_size,
                     reward=self._spec.config.reward,
                     advantage=self._spec.config.algorithm,
+                    gold_logprobs=self._gold_logprobs,
                 )
                 return replace(group, num_retries=len(faults))
             except InfrastructureFault as fault:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -17,6 +17,8 @@ from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.weights import Proof, WeightHandle
 from mempipe.placement import Transfer
 from mempipe.types import Completion
+
+Work = Literal["generate", "score"]
 
 
 class GeneratorActor:
@@ -45,7 +47,7 @@ class GeneratorActor:
             can_sleep=sleeps,
         )
         self._store: Handle = ray.get_actor(store)
-        self._desk = BatchedServer(self._generate)
+        self._desk = BatchedServer(self._answer)
         self._started = asyncio.Lock()
         self._ready = False
 
@@ -62,7 +64,7 @@ class GeneratorActor:
         return self._engine.policy_version
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
-        """Takes prompts and gives completions (`mempipe.actors.pools.GeneratorPool`)."""
+        """Takes what `mempipe.actors.pools.GeneratorPool` asks, and gives completions and scores."""
         answers = await self._desk.exchange(caller, requests)
         if any(isinstance(answer, EngineDead) for _, answer in answers):
             ray.actor.exit_actor()
@@ -108,6 +110,9 @@ class GeneratorActor:
         """Takes version `policy_version` between two completions."""
         await self._awake()
         await self._engine.load_weights(weights, policy_version=policy_version)
+
+    async def _answer(self, work: Work, token_ids: Sequence[int], *arguments: Any) -> Completion | list[float]:
+        return await (self.score(token_ids) if work == "score" else self._generate(token_ids, *arguments))
 
     async def _generate(
         self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]

@@ -88,7 +88,11 @@ class GeneratorPool(Pool):
         self._stop_token_ids = list(stop_token_ids)
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        return await self.call(token_ids, max_tokens, self._sampling, self._stop_token_ids)
+        return await self.call("generate", token_ids, max_tokens, self._sampling, self._stop_token_ids)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Returns the log-probs of `token_ids[1:]`, each given all ids before it, under the served weights."""
+        return await self.call("score", token_ids)
 
 
 class RetrieverPool(Pool):

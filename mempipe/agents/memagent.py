@@ -17,10 +17,10 @@ from pydantic import Field
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.config import AgentConfig, CompatConfig
-from mempipe.agents.prompt_set import PromptSet, load_prompts
+from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts
 from mempipe.agents.protocol import Tokenizer, UnfitQuestion, last_stated, parse_answer, thought_of
 from mempipe.agents.registry import AgentSpec
-from mempipe.agents.rendering import Renderer, encode_pieces, opened_thought
+from mempipe.agents.rendering import AnswerProbe, Renderer, encode_pieces, opened_thought
 from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Agent, Memory, Message, Turn
 from mempipe.text import BOX
@@ -73,6 +73,7 @@ class MemAgentPrompts(PromptSet):
     read_chunk_first: str
     answer: str
     empty_memory: str
+    answer_open: str = ANSWER_OPEN
 
 
 class MemAgentRenderer(Renderer[MemAgentBudget]):
@@ -99,6 +100,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         self.empty_memory = self._checked_empty_memory(prompts.empty_memory)
         read = prompts.read_chunk_first if chunk_first else prompts.read
         self._read = encode_pieces(tokenizer, chat.before_user, read, chat.after_user)
+        self._answer_open = prompts.answer_open
         self._answer = encode_pieces(tokenizer, chat.before_user, prompts.answer, chat.after_user)
         # Siblings start one after the other with the same text, which is cut once.
         self._cut = functools.lru_cache(maxsize=1)(self._chunks)
@@ -142,6 +144,11 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
     def answer_prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
         """Returns the last context up to its first sampled token."""
         return self._answer.filled({"question": question, "memory": memory})
+
+    def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
+        held = self.encode(memory)[: self.budget.memory_tokens] if memory else self.empty_memory
+        prompt = self.answer_prompt(question=self.question(question), memory=held)
+        return self._probe(prompt, question, written=self.reply_start, answer_open=self._answer_open)
 
     def _chunks(self, text: str) -> list[list[int]]:
         token_ids, size = self.encode(text), self.budget.chunk_tokens

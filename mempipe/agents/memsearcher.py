@@ -17,10 +17,18 @@ from typing import ClassVar, Literal
 
 from mempipe.agents.budget import MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
-from mempipe.agents.prompt_set import PromptSet, load_prompts, split_slots
+from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import Action, Tokenizer, parse_action, parse_memory, thought_of
 from mempipe.agents.registry import AgentSpec
-from mempipe.agents.rendering import SearchRenderer, alternate, encode_pieces, fit_passages, opened_thought, unless_open
+from mempipe.agents.rendering import (
+    AnswerProbe,
+    SearchRenderer,
+    alternate,
+    encode_pieces,
+    fit_passages,
+    opened_thought,
+    unless_open,
+)
 from mempipe.agents.tools import SearchArguments, SearchLimits, SearchTool, Toolbox, ToolCall, ToolResult, load_tools
 from mempipe.agents.turn import Agent, Memory, Message, Turn
 from mempipe.text import BOX
@@ -87,6 +95,7 @@ class MemSearcherPrompts(PromptSet):
     passage_separator: str
     memory_prefill: str
     empty_memory: str
+    answer_open: str = ANSWER_OPEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +151,7 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
         self._reply = encode_pieces(
             tokenizer, chat.after_action, prompts.observation, chat.after_observation + memory_prefill
         )
+        self._answer_open = prompts.answer_open
         self._next_call = tokenizer.encode_template(calls[-1] + calls[0])
         self._reply.literals[0].pop(0)  # the closing id: the policy samples it
         self.template_tokens = self._prompt.num_tokens + self._reply.num_tokens + 1  # the closing id
@@ -159,6 +169,11 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
     def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:
         """Returns a context up to its first sampled token."""
         return self._prompt.filled({"question": question, "memory": memory})
+
+    def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
+        held = self.encode(memory)[: self.budget.memory_tokens] if memory else self.empty_memory
+        prompt = self.prompt(question=self.question(question), memory=held)
+        return self._probe(prompt, question, written=self.action_start, answer_open=self._answer_open)
 
     def observation_room(self, calls: Sequence[ToolCall]) -> int:
         """Returns how many tokens of the observation budget are left for passages; fewer than 1 when the calls are too

@@ -12,11 +12,15 @@ import yaml
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.settings import ConfigError
+from mempipe.text import BOX
 
 BUILT_IN = Path(__file__).parent / "prompts"
 SLOTS = ("tools", "question", "memory", "chunk", "call", "passages", "turns_left", "title", "text", "index")
 MEMORY_TOKENS = "{memory_tokens}"
 """Stands in any text for the limit of the memory."""
+ANSWER_OPEN = BOX + "{"
+"""What the policy writes before its answer (key `answer_open`), where a prompt set says nothing else; the information
+gain of a memory puts the golden answer after it."""
 REPEATABLE = "passage"
 """The key whose slots may stand in it more than once."""
 
@@ -48,6 +52,11 @@ class PromptSet:
     def names(cls) -> list[str]:
         return [field.name for field in dataclasses.fields(cls)]
 
+    @classmethod
+    def optional_names(cls) -> set[str]:
+        """Returns the keys that a file may leave out."""
+        return {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
+
 
 P = TypeVar("P", bound=PromptSet)
 
@@ -69,7 +78,8 @@ def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or set(values) != set(kind.names()):
+    names = set(kind.names())
+    if not isinstance(values, dict) or not names - kind.optional_names() <= set(values) <= names:
         found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {kind.names()}")
     if memory is not None:

@@ -28,6 +28,14 @@ B = TypeVar("B", bound=Budget)
 S = TypeVar("S", bound=SearchBudget)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerProbe:
+    """A context of question and memory up to where the policy's answer begins, and the golden answer's tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
 class Renderer(Generic[B]):
     """The base of all renderers: turns texts into ids for one tokenizer, chat template and budget, and makes untrusted
     ones safe.
@@ -71,6 +79,24 @@ class Renderer(Generic[B]):
                 f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}"
             )
         return token_ids
+
+    def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
+        """Returns the context in which the policy is asked how probable the first golden answer is after `memory`; ""
+        is the memory of an attempt's start. Raises ConfigError for an agent that answers from no memory.
+        """
+        raise ConfigError("reward.information_weight is for agents that answer from a memory; set it to 0")
+
+    def _probe(self, prompt: list[int], question: Question, *, written: str, answer_open: str) -> AnswerProbe:
+        """Ends the thought that `written`, the start of the message, has open, and opens the answer. Of a longer answer
+        the probe holds as much as fits a message.
+        """
+        closing = "</think>" if written.count("<think>") > written.count("</think>") else ""
+        # A space belongs to the word after it: most tokenizers have a token for both.
+        opening = answer_open.rstrip(" ")
+        start = self.tokenizer.encode_template(closing + opening)
+        answer = self.encode(answer_open[len(opening) :] + question.golden_answers[0])
+        room = max(0, self.budget.action_tokens - len(start) - 1)
+        return AnswerProbe(prompt=prompt + start, answer=answer[:room])
 
     def check(self, question: Question) -> None:
         """Raises UnfitQuestion when the agent cannot take the question within its budget."""

@@ -101,6 +101,10 @@ class RewardConfig(Section):
     memory_token_cost: float = Field(0.0, ge=0)
     """What every token of the memories that an attempt left costs, as a mean over its memories; 0: nothing. Where
     all of a group's answers are right, the shortest memories win."""
+    information_weight: float = Field(0.0, ge=0)
+    """Adds this much times the information gain of an attempt's last memory: the log-probability that the policy gives
+    to the (first) golden answer after question and memory, minus the same without the memory, in nats. For agents that
+    write a memory, and while training only; 0: nothing is added or computed."""
     function: str = ""
     """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""

@@ -1,4 +1,5 @@
-"""Rewards: token F1 or exact match of the answer, Search-R1's reward of answer and form, and MemTrain's recall bonus.
+"""Rewards: token F1 or exact match of the answer, Search-R1's reward of answer and form, MemTrain's recall bonus, and
+what a memory is worth: information gain and a cost per token.
 
 Whether a trajectory has an answer is for its agent to say (`mempipe.agents`): training and evaluation score the same
 one. Every function here returns a number for every answer and gold, however long or odd they are.
@@ -6,6 +7,7 @@ one. Every function here returns a number for every answer and gold, however lon
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -158,6 +160,15 @@ def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight
     the mean score of the recall samples that questioned its memory. With scores in [0, 1] it is in [0, 1 + weight].
     """
     return answer_score + (weight * sum(recall_scores) / len(recall_scores) if recall_scores else 0.0)
+
+
+def information_gain(with_memory: Sequence[float], without_memory: Sequence[float]) -> float:
+    """Returns what a memory tells about the golden answer, in nats: log p(gold | question, memory) - log p(gold |
+    question).
+
+    Both sequences have one log-probability for every token of the answer.
+    """
+    return math.fsum(with_memory) - math.fsum(without_memory)
 
 
 def overlong_penalty(num_tokens: int, config: RewardConfig) -> float:

@@ -16,10 +16,14 @@ import torch
 from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, make_generator, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
+from mempipe.agents.rendering import AnswerProbe
+from mempipe.config import RunConfig
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator, WeightTransferFailed
 from mempipe.engines.weights import WeightHandle
-from mempipe.types import Completion, FinishReason
+from mempipe.rl.rewards import information_gain
+from mempipe.rollout import make_gold_logprobs
+from mempipe.types import Completion, FinishReason, Question
 from tools.processes import GONE_WITHIN_S
 
 GREEDY = SamplingConfig(temperature=0)
@@ -138,6 +142,23 @@ async def test_score_leaves_the_first_id_out_and_needs_two(generator):
     assert len(await generator.score([5, 6, 7])) == 2
     with pytest.raises(ValueError, match="at least 2"):
         await generator.score([5])
+
+
+async def test_the_information_gain_of_a_memory_is_what_transformers_finds(generator, serve, monkeypatch):
+    model = build_model(seed=0)
+    await serve(model)
+    gold, (without, with_memory) = [7, 8, 9], prompts(2)
+
+    class Probes:
+        def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
+            return AnswerProbe(prompt=with_memory if memory else without, answer=gold)
+
+    monkeypatch.setattr("mempipe.rollout.make_renderer", lambda *_, **__: Probes())
+    ask = make_gold_logprobs(RunConfig(), tokenizer=None, score=generator.score)
+    question = Question(id="q", text="?", golden_answers=["x"])
+    found = information_gain(await ask(question, "a memory"), await ask(question, ""))
+    expected = [sum(model_scores(model, prompt + gold)[-3:]) for prompt in (with_memory, without)]
+    assert found == pytest.approx(expected[0] - expected[1], abs=TOLERANCE) and abs(found) > 0.01
 
 
 async def test_a_seeded_completion_does_not_depend_on_its_neighbours(generator):

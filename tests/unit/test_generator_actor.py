@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mempipe.actors import generator
-from mempipe.engines.config import GenerationConfig, ModelConfig
+from mempipe.actors.pools import GeneratorPool
+from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 
 
 class Engine:
@@ -29,7 +31,7 @@ class Engine:
 
     async def score(self, token_ids: Any) -> list[float]:
         assert self.started, "not started"
-        return [0.0]
+        return [-float(token) for token in token_ids[1:]]
 
 
 class Store:
@@ -58,4 +60,15 @@ async def test_a_sync_starts_an_engine_that_nobody_has_asked_for_completions_yet
 
 
 async def test_so_does_a_score(actor):
-    assert await actor.score([1, 2]) == [0.0]
+    assert await actor.score([1, 2]) == [-2.0]
+
+
+async def test_scores_are_asked_for_through_the_pool_like_completions(actor):
+    class Handle:
+        """Calls the actor's method without Ray."""
+
+        class exchange:
+            remote = actor.exchange
+
+    pool = GeneratorPool([Handle()], config=GenerationConfig(), sampling=SamplingConfig(), stop_token_ids=[])
+    assert await asyncio.gather(pool.score([1, 2, 3]), pool.score([4, 5])) == [[-2.0, -3.0], [-5.0]]

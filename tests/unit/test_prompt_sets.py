@@ -9,9 +9,10 @@ import pytest
 import yaml
 from agent_builders import CALL, Library, ScriptedEngine, build_question, build_tokenizer
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import BUILT_IN as PROMPTS
 from mempipe.agents.prompt_set import split_slots
-from mempipe.agents.protocol import parse_memory
+from mempipe.agents.protocol import parse_answer, parse_memory
 from mempipe.agents.registry import BUILT_IN as AGENTS
 from mempipe.agents.registry import agent_spec
 from mempipe.loader import parse_config
@@ -84,3 +85,24 @@ async def test_what_is_written_as_asked_is_an_action():
     player = make_agent(config_of("memsearcher", "memsearcher"), tokenizer=TOKENIZER, generate=engine, search=library)
     played = await player.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
     assert (played.end_reason, len(library.calls)) == (EndReason.MAX_TURNS, 1)
+
+
+@pytest.mark.parametrize(
+    ("agent", "prompts"), [pair for pair in PAIRS if issubclass(agent_spec(pair[0]).budget, MemoryBudget)]
+)
+async def test_a_golden_answer_is_probed_where_the_policy_would_write_it(agent, prompts):
+    """After the very prompt that the policy answers from, outside of every thought, in a box."""
+    config, question = config_of(agent, prompts), build_question(context="Paris is the capital of France.")
+    engine = ScriptedEngine(TOKENIZER, ["nothing</think>\\boxed{Paris}"] * 20)
+    player = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library())
+    played = await player.rollout(question, trajectory_id="t", group_id="g", member=0)
+    renderer = make_renderer(config, tokenizer=TOKENIZER)
+    probe = renderer.answer_probe(question, played.contexts[-1].memory_before)
+    prompt = engine.prompts[len(played.contexts) - 1]
+    assert probe.prompt[: len(prompt)] == prompt
+    written = TOKENIZER.decode([*probe.prompt[len(prompt) :], *probe.answer])
+    assert parse_answer("<think>" * ("</think>" in written) + written + "}", paired=["think"]).strip() == "Paris"
+    assert TOKENIZER.decode(probe.answer).strip() == "Paris"
+    noted, empty = (renderer.answer_probe(question, memory) for memory in ("Quito", ""))
+    assert [TOKENIZER.decode(each.prompt).count("Quito") for each in (noted, empty)] == [1, 0]
+    assert noted.answer == empty.answer == probe.answer

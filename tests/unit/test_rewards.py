@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mempipe.agents.protocol import parse_action
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
+from mempipe.loader import parse_config
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import (
     Scores,
@@ -24,6 +26,7 @@ from mempipe.rl.rewards import (
     score,
 )
 from mempipe.rollout import run_group
+from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, Question, Trajectory
 
 CONFIG = RewardConfig()
@@ -325,6 +328,12 @@ async def test_the_longest_context_of_a_trajectory_decides_about_its_length():
     assert [t.em for t in group.trajectories] == [1.0] * 3
 
 
+def remembering(index: int, before: str, after: str) -> Context:
+    row = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0] * 2, "policy_versions": [0] * 2}
+    counts = {"num_prompt_tokens": 1, "num_question_tokens": 0, "num_memory_tokens": 0}
+    return Context(index=index, memory_before=before, memory_after=after, **row, **counts)
+
+
 async def test_a_cost_per_memory_token_prefers_the_shorter_of_two_right_attempts():
     def context(index: int, memory_tokens: int) -> Context:
         row = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0] * 2, "policy_versions": [0] * 2}
@@ -349,3 +358,38 @@ async def test_a_cost_per_memory_token_prefers_the_shorter_of_two_right_attempts
     advantages = [t.advantage for t in group.trajectories]
     assert advantages == sorted(advantages, reverse=True) and advantages[1] > 0 > advantages[2]
     assert [t.em for t in group.trajectories] == [1.0] * 3
+
+
+async def test_information_gain_is_what_the_last_memory_adds_to_the_log_probability_of_the_gold():
+    """0.5 * (log p with the memory - log p without) beside an F1 of 1, of 0 and, without a memory, of 1."""
+    asked = []
+
+    async def gold_logprobs(question, memory):
+        asked.append(memory)
+        return {"": [-3.0, -2.5], "capital: Paris": [-0.25, -0.125], "capital: Rome": [-4.0, -2.0]}[memory]
+
+    async def rollout(question, *, trajectory_id, group_id, member):
+        memories = [["", "old", "capital: Paris"], ["", "capital: Rome"], [""], ["", "capital: Paris"]][member]
+        contexts = [remembering(i, before, after) for i, (before, after) in enumerate(pairwise([*memories, ""]))]
+        answer = "Rome" if member == 1 else "Paris"
+        ended = {"end_reason": EndReason.ANSWERED, "answer": answer}
+        return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
+
+    group = await run_group(
+        Question(id="q", text="?", golden_answers=["Paris"]),
+        rollout,
+        group_id="g",
+        group_size=4,
+        reward=RewardConfig(information_weight=0.5, wrong_answer=0.0),
+        advantage=AlgorithmConfig(),
+        gold_logprobs=gold_logprobs,
+    )
+    # 5.5 nats without a memory: Paris 5.5 - 0.375 = 5.125, Rome 5.5 - 6 = -0.5
+    assert [t.measures[0].value for t in group.trajectories] == [5.125, -0.5, 0.0, 5.125]
+    assert [t.reward for t in group.trajectories] == [1 + 2.5625, -0.25, 1.0, 1 + 2.5625]
+    assert sorted(asked) == ["", "capital: Paris", "capital: Rome"]  # each once
+
+
+def test_information_gain_is_for_agents_that_write_a_memory():
+    with pytest.raises(ConfigError, match=r"information_weight is 0\.5, but agent.name 'react' writes no memory"):
+        parse_config({"agent": {"name": "react"}, "reward": {"information_weight": 0.5}})
