@@ -6,6 +6,7 @@ They outlive a restart and a lost replica. Replicas on one machine share the fil
 from __future__ import annotations
 
 import asyncio
+import codecs
 import secrets
 import sqlite3
 import time
@@ -191,18 +192,24 @@ class Store:
         return await self._run(lambda database: _document(database, document_id, owner))
 
     async def text(self, document_id: str, owner: str) -> str:
-        """Returns the whole document. Raises ApiError 404, and 400 when it is not UTF-8."""
+        """Returns the whole document. Raises ApiError 404, and 400 when it is not UTF-8.
+
+        Memory holds it once: pieces are decoded as they are read.
+        """
 
         def read(database: sqlite3.Connection) -> str:
             document = _document(database, document_id, owner)
-            content = bytearray()
-            for row in database.execute("SELECT content FROM pieces WHERE document=? ORDER BY start", (document_id,)):
-                content += row["content"]
+            decoder, text = codecs.getincrementaldecoder("utf-8")(), ""
             try:
-                return content.decode()
+                for row in database.execute(
+                    "SELECT content FROM pieces WHERE document=? ORDER BY start", (document_id,)
+                ):
+                    text += decoder.decode(row["content"])  # CPython lengthens it in place; a join would need both
+                decoder.decode(b"", final=True)
             except UnicodeDecodeError as error:
-                reason = f"document {document.id} is not UTF-8: byte {error.start}"
+                reason = f"document {document.id} is not UTF-8: {error.reason}"
                 raise ApiError(400, reason, param="document") from error
+            return text
 
         return await self._run(read)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 
@@ -82,7 +83,7 @@ async def test_what_has_expired_is_gone_and_makes_room(tmp_path):
 
 
 async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_path):
-    text = "Ein Märchen 🦙 " * 50
+    text = "Ein Märchen 🦙 \r\n" * 50
     store, content = open_store(tmp_path), text.encode()
     document = await store.create_document("ann")
     for start in range(0, len(content), 7):
@@ -97,11 +98,28 @@ async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_pa
         assert database.execute("SELECT COUNT(*) FROM pieces").fetchone()[0] == 0
 
 
+async def test_a_long_document_is_in_memory_once(tmp_path):
+    store, piece = open_store(tmp_path), b"a word " * 10_000
+    document = await store.create_document("ann")
+    for _ in range(100):
+        document = await store.append(document.id, "ann", piece, start=None)
+    tracemalloc.start()
+    try:
+        text = await store.text(document.id, "ann")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(text) == document.num_bytes
+    assert peak < 1.5 * len(text)
+
+
 async def test_a_document_too_long_or_of_no_text_is_refused(tmp_path):
     store = open_store(tmp_path, max_document_bytes=4)
     document = await store.create_document("ann")
     assert await refused(store.append(document.id, "ann", b"12345", start=None)) == 413
-    await store.append(document.id, "ann", b"ab\xff", start=None)
+    await store.append(document.id, "ann", b"ab\xc3", start=None)  # the half of a letter
+    assert await refused(store.text(document.id, "ann")) == 400
+    await store.append(document.id, "ann", b"x", start=None)
     assert await refused(store.text(document.id, "ann")) == 400
 
 
