@@ -17,6 +17,7 @@ from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.data.config import DataConfig, WorldConfig
 from mempipe.engines.config import (
+    CANARY_TOLERANCE,
     CheckpointConfig,
     EndpointConfig,
     GenerationConfig,
@@ -163,6 +164,11 @@ class RunConfig(Section):
     def agent_spec(self) -> AgentSpec:
         """Returns what the system knows about the agent."""
         return agent_spec(self.agent.name)
+
+    @property
+    def canary_tolerance(self) -> float:
+        """Returns `generation.canary_tolerance`, or what follows from the model's dtype."""
+        return self.generation.canary_tolerance or CANARY_TOLERANCE[self.model.dtype]
 
     @model_validator(mode="before")
     @classmethod

@@ -195,7 +195,7 @@ class Roles(RolloutActors):
             pending, phase=f"checking weights of version {policy_version}", timeout_s=generation.timeout_s
         )
         gap = check_engines(
-            proofs, checksums=checksums, scores=scores, version=policy_version, tolerance=generation.canary_tolerance
+            proofs, checksums=checksums, scores=scores, version=policy_version, tolerance=self.config.canary_tolerance
         )
         checked = {
             "canary_mean_difference": gap.mean,

@@ -47,6 +47,10 @@ class SamplingConfig(Section):
     """Sample from this many of the likeliest tokens; -1: from all."""
 
 
+CANARY_TOLERANCE = {"float32": 0.001, "bfloat16": 0.05}
+"""What `generation.canary_tolerance` is where it is not set, by model.dtype."""
+
+
 class GenerationConfig(Section):
     """The vLLM engines."""
 
@@ -70,10 +74,9 @@ class GenerationConfig(Section):
     """New weights do not wait for completions under way: these stand still meanwhile, their cache is computed anew, and
     the new weights sample the rest of them. Every token carries the version that sampled it. Needs
     algorithm.max_off_policy_steps of at least 1: without, nothing is under way at a sync."""
-    canary_tolerance: float = Field(0.05, gt=0)
-    """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync (float32: 1e-3 is right,
-    bfloat16: 0.05); a single token may differ by 20 times as much.
-    """
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync; null: .001 where
+    model.dtype is float32, .05 where it is bfloat16. A single token may differ by 20 times as much."""
 
 
 class EndpointConfig(Section):

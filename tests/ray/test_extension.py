@@ -49,7 +49,6 @@ def train(workplace: Path, name: str, *overrides: str) -> subprocess.CompletedPr
         "algorithm.group_size=2",
         "evaluation.num_questions=2",
         "generation.enforce_eager=true",
-        "generation.canary_tolerance=0.001",
         "learner.max_tokens_per_micro_batch=1024",
         *FEW_PROCESSES,
         *overrides,

@@ -332,7 +332,7 @@ def test_promise_1_prompts_are_the_layout_of_question_and_memory(job):
 def test_promise_5_the_canary_is_scored_after_every_step(job):
     rows = [row for row in read_metrics(job.folder / "metrics.jsonl") if "reward" in row]
     assert len(rows) == NUM_STEPS
-    tolerance = job.config.generation.canary_tolerance
+    tolerance = job.config.canary_tolerance
     assert all(0 < row["canary_mean_difference"] <= row["canary_max_difference"] < tolerance for row in rows)
     roles = ("learner", "generator", "retriever", "run")
     assert all(0.05 < row[f"memory/{role}_gib"] < 8 for row in rows for role in roles)

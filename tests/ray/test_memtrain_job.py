@@ -57,7 +57,7 @@ def test_a_model_is_trained_on_documents_as_they_are(settings, documents):
                 "action_tokens": 16,
                 "context_tokens": 256,
             },
-            "generation": {"max_num_seqs": 32, "enforce_eager": True, "canary_tolerance": 0.001},
+            "generation": {"max_num_seqs": 32, "enforce_eager": True},
             "algorithm": {"group_size": 2, "groups_per_step": 2, "advantage": "dr_grpo", "aggregation": "context"},
             "learner": {"num_ranks": 1, "max_tokens_per_micro_batch": 1024},
         }

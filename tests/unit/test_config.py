@@ -184,3 +184,9 @@ def test_defaults_are_the_published_settings():
         1e-6,
     )
     assert (config.budget.memory_tokens, config.budget.max_turns, config.budget.context_tokens) == (1024, 5, 8192)
+
+
+def test_the_canary_is_as_strict_as_the_dtype_allows_unless_set():
+    assert parse_config({"model": {"dtype": "float32"}}).canary_tolerance == 0.001
+    assert parse_config({"model": {"dtype": "bfloat16"}}).canary_tolerance == 0.05
+    assert parse_config({"generation": {"canary_tolerance": 0.2}}).canary_tolerance == 0.2
