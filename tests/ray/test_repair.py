@@ -66,6 +66,7 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt(repaired):
     assert repaired.stopped.returncode != 0
     assert repaired.checkpoint_at_stop >= repaired.steps_at_stop >= 2
     assert f"saved step {repaired.checkpoint_at_stop} before the run ended" in repaired.stopped.stdout
+    assert "SIGTERM received" not in repaired.stopped.stdout + (repaired.stopped.stderr or "")
 
 
 def test_a_run_that_loses_its_learner_goes_on_by_itself(repaired):
