@@ -13,6 +13,7 @@ from result_builders import answered
 from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
 from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.evaluation.suite import resolve_run
 from mempipe.evaluation.sweep import SweepConfig, Trial, check_same, load_sweep, trials, write_configs
 from mempipe.loader import load_config, parse_section
 from mempipe.settings import ConfigError
@@ -77,6 +78,27 @@ def test_a_trained_trial_trains_under_its_budget_and_measures_that_run(tmp_path)
     assert trial.training.tracking == trial.suite.tracking and trial.suite.tracking.parent_run_id == "p"
     (name, file), (then, _) = write_configs(sweep.folder, trial)
     assert (name, then) == ("train", "evaluate") and load_config(file) == trial.training
+
+
+def test_what_a_trial_has_trained_is_what_its_evaluation_measures(tmp_path):
+    """The weights, the index and the budget of its own run, once the training has left them there."""
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"num_steps": 2}}]
+    files = [{"name": "world", "file": "{run}/world/validation.parquet"}]
+    trial = trials(config(tmp_path, runs=runs, benchmarks=files, train=True))[0]
+    assert trial.training is not None
+    folder = trial.training.folder
+    with pytest.raises(ConfigError, match="runs: mem: cannot read config"):  # nothing is there yet
+        resolve_run(trial.suite, trial.suite.runs[0])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(trial.training.model_dump(mode="json")))
+    (folder / "state.json").write_text('{"finished": false, "num_steps": 1}')
+    with pytest.raises(ConfigError, match="an unfinished run"):
+        resolve_run(trial.suite, trial.suite.runs[0])
+    (folder / "state.json").write_text('{"finished": true}')
+    (folder / "huggingface").mkdir()
+    measured = resolve_run(trial.suite, trial.suite.runs[0])
+    assert measured.model.path == str(folder / "huggingface") and measured.retrieval.index == str(folder / "index")
+    assert (measured.budget.memory_limit, measured.world) == (4, None)
 
 
 @pytest.mark.parametrize(
