@@ -1,5 +1,5 @@
-"""How tests share a machine: those that start clusters or engines run one at a time, files of others side by side.
-After every run comes a table of the slowest files.
+"""How tests share a machine: one cluster and one engine at a time, and files of other tests beside them. A table of the
+slowest files comes after every run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mempipe.environment import EVERY_PROCESS
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
 
 HEAVY = ("tests/ray/", "tests/engines/", "tests/gpu/")
-"""Tests that want the cores, or the GPU, for a cluster or an engine of their own."""
+"""Folders whose tests go one at a time, since each starts a cluster or an engine."""
 NUM_SLOWEST = 12
 
 
 class OneHeavyTestAtATime(LoadFileScheduling):
-    """Gives each worker whole files, and all heavy files to one worker."""
+    """Gives each worker whole files, and all files of a heavy folder to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "heavy" if nodeid.startswith(HEAVY) else super()._split_scope(nodeid)
+        return next((folder for folder in HEAVY if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
 
 @pytest.fixture(scope="session")
