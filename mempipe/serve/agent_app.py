@@ -47,7 +47,7 @@ def make_app(
     """Returns the application that answers with `answering`. A request passes Journal, Access, Gate, then its route."""
     metrics = metrics or NoMetrics()
     jobs = AnswerJobs(answering, store, metrics, claim_s=config.timeout_s + SLACK_S)
-    # The documentation page would be fetched from elsewhere; /openapi.json says the same.
+    # FastAPI's own documentation page would be fetched from elsewhere; `mempipe.serve.routes.page` has another one.
     app = FastAPI(title="mempipe agent", docs_url=None, redoc_url=None)
     app.state.parts = Parts(answering=answering, jobs=jobs, store=store, health=health)
     _add_limits(app, config, keys)

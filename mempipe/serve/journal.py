@@ -14,7 +14,7 @@ from mempipe.serve.api import AnswerReply
 
 REQUEST_ID = "x-request-id"
 ROUTES = frozenset(
-    {"/", "/v1/answer", "/v1/chat", "/v1/models", "/v1/sessions", "/v1/documents", "/healthz", "/readyz"}
+    {"/", "/docs", "/v1/answer", "/v1/chat", "/v1/models", "/v1/sessions", "/v1/documents", "/healthz", "/readyz"}
 )
 logger = logging.getLogger(__name__)
 

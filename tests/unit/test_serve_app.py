@@ -375,7 +375,7 @@ def test_a_wrong_request_is_400_with_a_reason_in_the_openai_format(service, body
 def test_other_refusals_have_the_format_too(service):
     too_large = post(service, question="x" * 2**20)
     assert (too_large.status_code, "1048576 bytes" in too_large.json()["error"]["message"]) == (413, True)
-    for path, status in (("/v1/nothing", 404), ("/docs", 404), ("/v1/sessions/none", 404)):
+    for path, status in (("/v1/nothing", 404), ("/redoc", 404), ("/v1/sessions/none", 404)):
         answer = httpx.get(f"{service.url}{path}")
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
     assert httpx.get(f"{service.url}/v1/answer").status_code == 405

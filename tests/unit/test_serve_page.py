@@ -164,6 +164,25 @@ def test_it_fits_the_screen_and_can_be_read(page, scheme, width, tmp_path):
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
+def test_the_page_of_the_api_describes_every_route_and_field(page, service):
+    schema = httpx.get(f"{service.url}/openapi.json").json()
+    page.resize(360, 800)
+    page.errors.clear()
+    page.open(f"{service.url}/docs")
+    page.until("document.querySelector('#objects article')")
+    routes = {f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods}
+    assert set(texts(page, "#routes h2")) == routes
+    assert {*texts(page, "#objects h3")} == {*schema["components"]["schemas"]}
+    fields = texts(page, "#AnswerRequest code")
+    assert fields == [*schema["components"]["schemas"]["AnswerRequest"]["properties"]]
+    assert "at least 1, at most 16; by default 1" in text(page, "#AnswerRequest")
+    assert page.value("[...document.links].every((link) => !link.hash || document.querySelector(link.hash))")
+    page.value("document.querySelectorAll('details').forEach((node) => (node.open = true))")
+    assert page.value("document.documentElement.scrollWidth") <= 360
+    assert page.errors == []
+    assert all(url.startswith((service.url, "data:", "about:")) for url in page.requested)
+
+
 def contrast(page: Page, selector: str) -> float:
     """Of a text against what is painted below it (WCAG 2)."""
     found = page.value(
@@ -184,4 +203,5 @@ def contrast(page: Page, selector: str) -> float:
 def test_the_page_is_guarded(service):
     answer = httpx.get(f"{service.url}/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert all(f"page/{path.name}" in answer.text for path in FILES if path.suffix != ".html")
+    pages = answer.text + httpx.get(f"{service.url}/docs").text
+    assert all(f"page/{path.name}" in pages for path in FILES if path.suffix != ".html")

@@ -47,6 +47,7 @@ async def models(parts: PartsOfApp) -> ModelsReply:
 
 @router.get("/models/{model:path}", responses=refusals(404))
 async def model(model: str, parts: PartsOfApp) -> ModelReply:
+    """Shows the served model under its own name."""
     if model != parts.answering.name:
         raise ApiError(404, f"this service has {parts.answering.name!r}", param="model", code="model_not_found")
     return _model(parts.answering)

@@ -32,10 +32,12 @@ async def append(
 
 @router.get("/{document}", responses=refusals(404))
 async def document(document: str, parts: PartsOfApp, owner: Owner) -> DocumentReply:
+    """Says how much of a document is there."""
     return DocumentReply(**asdict(await parts.store.document(document, owner)))
 
 
 @router.delete("/{document}", responses=refusals(404))
 async def delete_document(document: str, parts: PartsOfApp, owner: Owner) -> DeletedReply:
+    """Deletes a document."""
     await parts.store.delete_document(document, owner)
     return DeletedReply(id=document)

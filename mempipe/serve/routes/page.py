@@ -1,4 +1,4 @@
-"""/ is a page to try the service: plain files, nothing from elsewhere."""
+"""/ is a page to try the service, /docs one that describes its API: plain files, nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mempipe.serve.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 FOLDER = Path(__file__).parents[1] / "page"
-FILES = {"page.css": "text/css", "page.js": "text/javascript"}
+FILES = {"page.css": "text/css", "page.js": "text/javascript", "api.js": "text/javascript"}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -23,6 +23,11 @@ _HEADERS = {
 @router.get("/")
 async def page() -> FileResponse:
     return FileResponse(FOLDER / "index.html", headers=_HEADERS)
+
+
+@router.get("/docs")
+async def api_page() -> FileResponse:
+    return FileResponse(FOLDER / "api.html", headers=_HEADERS)
 
 
 @router.get("/page/{name}")

@@ -21,15 +21,18 @@ async def create_session(parts: PartsOfApp, owner: Owner) -> SessionReply:
 
 @router.get("")
 async def sessions(parts: PartsOfApp, owner: Owner) -> SessionsReply:
+    """Lists the caller's conversations, oldest first."""
     return SessionsReply(data=[SessionReply(**asdict(each)) for each in await parts.store.sessions(owner)])
 
 
 @router.get("/{session}", responses=refusals(404))
 async def session(session: str, parts: PartsOfApp, owner: Owner) -> SessionReply:
+    """Shows a conversation with its memory."""
     return SessionReply(**asdict(await parts.store.session(session, owner)))
 
 
 @router.delete("/{session}", responses=refusals(404))
 async def delete_session(session: str, parts: PartsOfApp, owner: Owner) -> DeletedReply:
+    """Forgets a conversation."""
     await parts.store.delete_session(session, owner)
     return DeletedReply(id=session)
