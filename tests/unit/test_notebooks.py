@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mempipe.data.world import make_questions, make_worlds
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, trials, write_configs
 from mempipe.files import write_text
-from mempipe.types import Context, EndReason, Group, Question, Search, Trajectory
+from mempipe.types import Context, EndReason, Group, Question, Recall, Search, Trajectory
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 matplotlib.use("Agg")
@@ -64,15 +65,33 @@ def played(group_id: str, question: Question, world: Any, *, forgets: bool) -> G
     return Group(id=group_id, question=question, trajectories=[trajectory])
 
 
+def recalling(group: Group, *, right: bool) -> Group:
+    """The attempt with two recall samples: its memory after two chunks is asked for a name of the first one."""
+    (trajectory,) = group.trajectories
+    memory = trajectory.contexts[1].memory_before
+    context = replace(trajectory.contexts[1], memory_before=memory, memory_after="", searches=[])
+    recalls = [
+        Recall(context=context, step=2, chunk=0, target=["Oslo"], answer=answer, score=float(answer == "Oslo"))
+        for answer in ("Oslo" if right else "Lima", None)
+    ]
+    return replace(group, trajectories=[replace(trajectory, recalls=recalls)])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A run whose training repaired every question of three hops, and a sweep that needs 8 tokens."""
+    """A run whose training repaired every question of three hops, one that learned to recall, and a sweep that needs 8
+    tokens."""
     root = tmp_path_factory.mktemp("saved")
     (world,), _ = make_worlds(1, num_held_out=1, seed=1)
     questions = make_questions([world], 30, seed=1)
     before = [played(f"before/{question.id}", question, world, forgets=True) for question in questions]
     after = [played(f"after/{each.id}", each, world, forgets=each.num_hops < 3) for each in questions]
     write_trajectories(root / "runs" / "quickstart" / "trajectories.parquet", [*before, *after])
+    memtrain = root / "runs" / "tiny-memtrain"
+    recalled = [recalling(group, right=right) for groups, right in ((before, False), (after, True)) for group in groups]
+    write_trajectories(memtrain / "trajectories.parquet", recalled)
+    steps = [{"step": step, "reward": 0.1, "em": 0.1 * step, "measure/recall": 0.2 * step} for step in (1, 2, 3)]
+    write_text(memtrain / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in steps))
     sweep = SweepConfig(
         name="tiny-sweep",
         output=str(root / "sweeps"),
@@ -109,7 +128,7 @@ def run_notebook(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_saved_runs(path, saved, monkeypatch):
+def test_a_notebook_runs_from_saved_runs(path, saved, monkeypatch, capsys):
     monkeypatch.chdir(saved / "notebooks")
     namespace, shown = run_notebook(path)
     tables = [value for value in shown if isinstance(value, pl.DataFrame)]
@@ -126,7 +145,20 @@ def test_a_notebook_runs_from_saved_runs(path, saved, monkeypatch):
         case "04_memory_quality":
             assert namespace["rates"]["lost_rate"].to_list() == [1.0, 0.25]
             assert {cause.value for cause in namespace["causes"]["before"]} == {"lost", "not_used"}
-        case "05_before_and_after":
+        case "05_memtrain":
+            assert namespace["steps"]["recall"].to_list() == pytest.approx([0.2, 0.4, 0.6])
+            assert tables[1]["recall"].to_list() == [0.0, 0.5] and tables[1]["samples"].to_list() == [60, 60]
+            assert "recalled:  Oslo, (nothing)" in capsys.readouterr().out
+        case "06_before_and_after":
             assert tables[0].height == 2
         case name:
             pytest.fail(f"{name} has no expectation")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_kept_outputs_are_of_one_run_from_top_to_bottom(path):
+    text = path.read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] in ([None] * len(cells), list(range(1, len(cells) + 1)))
+    assert all(output["output_type"] != "error" for cell in cells for output in cell["outputs"])
+    assert len(text) < 100_000
