@@ -78,12 +78,17 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
         yield replace(
             group[0],
             id="+".join(question.id for question in group),
-            text="; ".join(question.text if question.text.endswith("?") else f"{question.text}?" for question in group),
+            text=joined_texts(question.text for question in group),
             golden_answers=["; ".join(question.golden_answers[0] for question in group)],
             objectives=[question.golden_answers for question in group],
             num_hops=0,
             evidence=[],
         )
+
+
+def joined_texts(questions: Iterable[str]) -> str:
+    """Returns several questions as one, each ending in "?"."""
+    return "; ".join(text if text.endswith("?") else f"{text}?" for text in questions)
 
 
 def file_sha256(path: str) -> str:

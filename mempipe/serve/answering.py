@@ -6,11 +6,8 @@ It knows neither Ray nor HTTP. `Emit` hears each event when it happens.
 from __future__ import annotations
 
 import asyncio
-import copy
-import difflib
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,22 +20,20 @@ from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
-from mempipe.evaluation.rollout_metrics import full_history_tokens
+from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_section
-from mempipe.rl.rewards import normalize_answer, split_answers
+from mempipe.rl.rewards import split_answers
 from mempipe.serve.api import (
     AnswerReply,
     AnswerRequest,
     BudgetChanges,
-    PassageReply,
     Sampling,
-    SearchReply,
-    ToolReply,
     TurnReply,
-    Usage,
 )
+from mempipe.serve.conversation import next_memory, starting_from
 from mempipe.serve.errors import ApiError
+from mempipe.serve.replies import most_frequent, passage_reply, turn_replies, usage_of
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Context, EndReason, Group, Question, SearchResult, Trajectory
 from mempipe.user_code import user_code
@@ -76,6 +71,11 @@ class Plan:
     num_objectives: int
     sampling: SamplingConfig
     num_samples: int
+
+    def turn_replies(self, trajectory: Trajectory) -> list[TurnReply]:
+        """Returns the turns of one attempt as the service shows them."""
+        limit = self.renderer.budget.memory_limit
+        return turn_replies(trajectory, thought=self.config.agent_spec.thought, memory_limit=limit)
 
 
 class Answering:
@@ -134,7 +134,7 @@ class Answering:
             raise ApiError(503, f"the service cannot answer now: {fault}") from fault
         group = Group(id=request_id, question=plan.question, trajectories=trajectories)
         self._record(group, plan.config.agent_spec)
-        chosen, confidence = _most_frequent(trajectories)
+        chosen, confidence = most_frequent(trajectories)
         reply = AnswerReply(
             id=request_id,
             created=int(time.time()),
@@ -146,12 +146,12 @@ class Answering:
             answers=split_answers(chosen.answer or "", plan.num_objectives) if plan.num_objectives > 1 else [],
             end_reason=chosen.end_reason,
             confidence=confidence,
-            turns=turn_replies(chosen, plan),
-            usage=_usage(trajectories),
+            turns=plan.turn_replies(chosen),
+            usage=usage_of(trajectories),
             seconds=time.perf_counter() - started,
             session=session,
         )
-        return reply, _next_memory(plan.question, chosen)
+        return reply, next_memory(plan.question, chosen)
 
     def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:
         agent = request.agent or next(iter(self.agents))
@@ -169,10 +169,11 @@ class Answering:
             )
         renderer = self._renderer(agent, request.budget)
         if memory is not None:
-            renderer = _starting_from(renderer, memory, agent=agent)
-        objectives = request.objectives or [request.question or ""]
+            renderer = starting_from(renderer, memory, agent=agent)
+        objectives = request.objectives or []
+        asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
         question = Question(
-            id="of the request", text=joined(objectives), golden_answers=[], partition=request.partition, context=text
+            id="of the request", text=asked, golden_answers=[], partition=request.partition, context=text
         )
         try:
             renderer.check(question)
@@ -187,7 +188,7 @@ class Answering:
             config=self.agents[agent],
             renderer=renderer,
             question=question,
-            num_objectives=len(objectives),
+            num_objectives=max(len(objectives), 1),
             sampling=sampling,
             num_samples=request.num_samples,
         )
@@ -249,14 +250,14 @@ class Answering:
                 result = await self._search(query, num_passages=num_passages, partition=partition)
             except ValueError as error:
                 raise ApiError(400, str(error), param="partition") from error
-            found = [_passage(passage).model_dump() for passage in result.passages]
+            found = [passage_reply(passage).model_dump() for passage in result.passages]
             emit("passages", {"sample": member, "turn": len(contexts), "query": query, "passages": found})
             return result
 
         def on_context(context: Context) -> None:
             contexts.append(context)
             so_far = Trajectory(contexts=contexts, end_reason=EndReason.NO_ACTION, answer=None, **names)
-            emit("turn", {"sample": member, **turn_replies(so_far, plan)[-1].model_dump()})
+            emit("turn", {"sample": member, **plan.turn_replies(so_far)[-1].model_dump()})
 
         names: dict[str, Any] = {"id": f"{request_id}/{member}", "group_id": request_id, "member": member}
         agent = spec.agent(plan.renderer, generate=generate, search=search)
@@ -265,112 +266,3 @@ class Answering:
             return await agent.rollout(
                 plan.question, trajectory_id=names["id"], group_id=request_id, member=member, on_context=on_context
             )
-
-
-def joined(objectives: Sequence[str]) -> str:
-    """Joins objectives to one question, as evaluations do (`mempipe.evaluation.benchmarks`)."""
-    if len(objectives) == 1:
-        return objectives[0]
-    return "; ".join(text if text.endswith("?") else f"{text}?" for text in objectives)
-
-
-def noted(memory: str, question: str, answer: str | None) -> str:
-    """Returns the memory with one more exchange of a conversation on a line of its own."""
-    line = f"{' '.join(question.split())} {' '.join((answer or 'no answer').split())}"
-    return f"{memory}\n{line}" if memory else line
-
-
-def turn_replies(trajectory: Trajectory, plan: Plan) -> list[TurnReply]:
-    """Returns the contexts of a trajectory as the service shows them."""
-    spec, limit = plan.config.agent_spec, plan.renderer.budget.memory_limit
-    return [
-        _turn(context, spec.thought(context.action), history, limit)
-        for context, history in zip(trajectory.contexts, full_history_tokens(trajectory), strict=True)
-    ]
-
-
-def _turn(context: Context, thought: str, history: int, limit: int | None) -> TurnReply:
-    added, dropped = changes(context.memory_before, context.memory_after)
-    wrote = context.num_new_memory_tokens > 0
-    return TurnReply(
-        index=context.index,
-        thought=thought,
-        action=context.action,
-        searches=[SearchReply(query=s.query, passages=list(map(_passage, s.passages))) for s in context.searches],
-        tools=[ToolReply(tool=use.tool, arguments=use.arguments, texts=use.texts) for use in context.tool_uses],
-        memory_before=context.memory_before,
-        memory_after=context.memory_after,
-        memory_added=added,
-        memory_dropped=dropped if wrote else [],
-        memory_tokens=context.num_memory_tokens,
-        memory_limit=limit,
-        prompt_tokens=context.num_prompt_tokens,
-        full_history_tokens=history,
-        sampled_tokens=context.num_sampled_tokens + context.num_dropped_tokens,
-        context_tokens=len(context.token_ids),
-        generate_seconds=context.generate_seconds,
-        search_seconds=context.search_seconds,
-    )
-
-
-def changes(before: str, after: str) -> tuple[list[str], list[str]]:
-    """Returns the runs of words that only `after` has, and those that only `before` has."""
-    old, new = before.split(), after.split()
-    added, dropped = [], []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if kind != "equal":
-            added += [" ".join(new[k:m])] if m > k else []
-            dropped += [" ".join(old[i:j])] if j > i else []
-    return added, dropped
-
-
-def _passage(passage: Any) -> PassageReply:
-    return PassageReply(id=passage.id, title=passage.title, text=passage.text, score=passage.score)
-
-
-def _most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, float | None]:
-    """Returns the first attempt with the most frequent answer, and its share; attempts without answer have no vote."""
-    votes = Counter(normalize_answer(t.answer) for t in trajectories if t.answer is not None)
-    if not votes:
-        return trajectories[0], None if len(trajectories) == 1 else 0.0
-    winner, count = votes.most_common(1)[0]
-    chosen = next(t for t in trajectories if t.answer is not None and normalize_answer(t.answer) == winner)
-    return chosen, None if len(trajectories) == 1 else count / len(trajectories)
-
-
-def _usage(trajectories: Sequence[Trajectory]) -> Usage:
-    """Counts the tokens that were read and sampled over all contexts and attempts."""
-    contexts = [context for trajectory in trajectories for context in trajectory.contexts]
-    sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
-    read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
-    return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
-
-
-def _next_memory(question: Question, trajectory: Trajectory) -> str:
-    """Returns what a session keeps: the agent's last memory, and the question with its answer."""
-    last = trajectory.contexts[-1]
-    answer = trajectory.answer if trajectory.end_reason is EndReason.ANSWERED else None
-    return noted(last.memory_after or last.memory_before, question.text, answer)
-
-
-def _starting_from(renderer: Renderer[Any], memory: str, *, agent: str) -> Renderer[Any]:
-    """Returns the renderer with `memory` in place of the empty one. Raises ApiError 400 for an agent without memory."""
-    if not hasattr(renderer, "empty_memory"):
-        raise ApiError(400, f"agent {agent!r} carries no memory from one question to the next", param="agent")
-    token_ids = fitted(renderer, memory)
-    if not token_ids:
-        return renderer
-    changed: Any = copy.copy(renderer)
-    changed.empty_memory = token_ids
-    return changed
-
-
-def fitted(renderer: Renderer[Any], memory: str) -> list[int]:
-    """Returns the ids of a memory, or of the newest lines of one that is longer than its budget."""
-    limit, kept, used = renderer.budget.memory_limit, list[str](), 0
-    for line in reversed(memory.split("\n")):
-        used += len(renderer.encode(line)) + 1
-        if limit is not None and used > limit and kept:
-            break
-        kept.append(line)
-    return renderer.encode("\n".join(reversed(kept)))[:limit]

@@ -23,12 +23,14 @@ from mempipe.data.world import parse_question
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
-from mempipe.serve.answering import changes, fitted, joined, noted
 from mempipe.serve.api import AnswerReply
+from mempipe.serve.conversation import fitted, noted
 from mempipe.serve.keys import new_key
+from mempipe.serve.replies import changes
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -196,11 +198,10 @@ def test_a_client_that_hangs_up_frees_its_place_within_a_second(service, stream)
 
 
 def test_several_objectives_are_asked_as_evaluations_ask_them(service):
+    asked = ["capital of Peru", "capital of Norway?"]
     service.engine.says[:] = ["I know</think>\\boxed{ Lima; Oslo }"]
-    reply = post(service, objectives=["capital of Peru", "capital of Norway?"]).json()
-    assert (
-        reply["question"] == joined(["capital of Peru", "capital of Norway?"]) == "capital of Peru?; capital of Norway?"
-    )
+    reply = post(service, objectives=asked).json()
+    assert reply["question"] == joined_texts(asked) == "capital of Peru?; capital of Norway?"
     assert reply["answers"] == ["Lima", "Oslo"]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from mempipe.serve.answer_jobs import to_nobody
-from mempipe.serve.answering import Answering, noted
+from mempipe.serve.answering import Answering
 from mempipe.serve.api import (
     AnswerReply,
     AnswerRequest,
@@ -20,6 +20,7 @@ from mempipe.serve.api import (
     ModelsReply,
     Sampling,
 )
+from mempipe.serve.conversation import noted
 from mempipe.serve.errors import ApiError
 from mempipe.serve.event_stream import Event, event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, refusals
