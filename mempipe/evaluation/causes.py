@@ -6,6 +6,7 @@ where the agent carries its whole history (`growing`). The *gap* is the first fa
 
     broken_protocol  the trajectory ended by a message that broke the agent's protocol, and no earlier turn made the gap
     not_used         there is no gap: everything needed was known
+    contradicted     a statement of the end memory about the gap, whose passage was read, does not hold its value
     lost             a memory knew the gap, and a later one did not
     not_kept         a search returned the gap's passage, and no memory took its value
     stopped_early    no search returned the gap's passage, and the agent answered
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from mempipe.evaluation.memory_quality import FactState, contains_value, fact_states
+from mempipe.evaluation.memory_quality import FactState, contains_value, contradicts, fact_states
 from mempipe.types import EndReason, Evidence, Question, Trajectory
 
 _BROKEN = (
@@ -36,6 +37,7 @@ class Cause(StrEnum):
     SAME_SEARCH = "same_search"
     STOPPED_EARLY = "stopped_early"
     NOT_KEPT = "not_kept"
+    CONTRADICTED = "contradicted"
     LOST = "lost"
     NOT_USED = "not_used"
     BROKEN_PROTOCOL = "broken_protocol"
@@ -54,6 +56,8 @@ def first_cause(trajectory: Trajectory, question: Question, *, growing: bool) ->
         return Cause.BROKEN_PROTOCOL if broken else Cause.NOT_USED
     states = [turn[gap] for turn in fact_states(trajectory, question)]
     earlier = states[:-1] if broken else states
+    if not growing and _is_contradicted(trajectory, question.evidence[gap]):
+        return Cause.CONTRADICTED
     if FactState.LOST in earlier:
         return Cause.LOST
     if FactState.FOUND in earlier:
@@ -66,10 +70,21 @@ def first_cause(trajectory: Trajectory, question: Question, *, growing: bool) ->
     return Cause.SAME_SEARCH if len(set(queries)) < len(queries) else Cause.NEVER_FOUND
 
 
+def _is_contradicted(trajectory: Trajectory, fact: Evidence) -> bool:
+    """Returns whether the end memory states something else than the fact, whose passage was read."""
+    read = [passage for context in trajectory.contexts for search in context.searches for passage in search.passages]
+    stated = next((passage for passage in read if passage.id == fact.passage_id), None)
+    return stated is not None and contradicts(_end_memory(trajectory), fact, stated)
+
+
+def _end_memory(trajectory: Trajectory) -> str:
+    last = trajectory.contexts[-1]
+    return last.memory_before if trajectory.end_reason is EndReason.ANSWERED else last.memory_after
+
+
 def _known(trajectory: Trajectory, fact: Evidence, *, growing: bool) -> bool:
     """Returns whether the end memory knows the fact."""
     last = trajectory.contexts[-1]
     read = trajectory.contexts if growing else [last] if trajectory.end_reason is EndReason.ANSWERED else []
     passages = {passage.id for context in read for search in context.searches for passage in search.passages}
-    memory = last.memory_before if trajectory.end_reason is EndReason.ANSWERED else last.memory_after
-    return fact.passage_id in passages or contains_value(memory, fact.value)
+    return fact.passage_id in passages or contains_value(_end_memory(trajectory), fact.value)

@@ -228,6 +228,11 @@ def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passag
     )
 
 
+def contradicts(memory: str, fact: Evidence, passage: Passage) -> bool:
+    """Returns whether a statement of the memory about the fact, which `passage` states, does not hold its value."""
+    return any(not contains_value(statement, fact.value) for statement in _statements(memory, fact, passage))
+
+
 def _statements(memory: str, fact: Evidence, passage: Passage) -> list[str]:
     """Returns the parts of a memory that are about the fact."""
     cue = _cue(fact, passage)

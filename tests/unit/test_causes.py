@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mempipe.evaluation.causes import Cause, first_cause
@@ -68,6 +70,25 @@ def test_the_first_cause_of_a_wrong_answer(trajectory, cause):
 def test_a_passage_that_the_answering_turn_reads_is_known():
     """MEM1 answers from what it reads and writes no memory afterwards."""
     assert first_cause(played((A, "Oslo"), (B, "")), QUESTION, growing=False) == Cause.NOT_USED
+
+
+@pytest.mark.parametrize(
+    ("memories", "cause"),
+    [
+        (["Ann Lee born in Bergen"], Cause.CONTRADICTED),
+        (["Ann Lee born in Oslo", "Ann Lee born in Bergen"], Cause.CONTRADICTED),
+        (["Ann Lee born in Bergen", "Ann Lee directs"], Cause.NOT_KEPT),
+        (["She is from Bergen"], Cause.NOT_KEPT),  # names nobody: it cannot be told to be about the fact
+    ],
+)
+def test_a_memory_that_states_another_value_contradicts_its_passage(memories, cause):
+    passage = Passage(id="a", title="Ann Lee", text="Ann Lee was born in Oslo.")
+    turns = [*((A, memory) for memory in memories), (None, "")]
+    trajectory = played(*turns)
+    read = [replace(search, passages=[passage]) for search in trajectory.contexts[0].searches]
+    first, *others = trajectory.contexts
+    trajectory = replace(trajectory, contexts=[replace(first, searches=read), *others])
+    assert first_cause(trajectory, QUESTION, growing=False) == cause
 
 
 def test_a_history_that_grows_keeps_whatever_was_found():
