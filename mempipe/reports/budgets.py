@@ -1,8 +1,11 @@
-"""Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html` and a plot as SVG."""
+"""Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, and two plots as SVG: the score and
+the first causes of wrong answers, against the budget.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -17,15 +20,17 @@ from mempipe.evaluation.budgets import (
     Reference,
     tokens_per_attempt,
 )
+from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.files import write_text
-from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent
+from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent, with_legend
 from mempipe.reports.evaluation import TableSection, markdown_table
 from mempipe.reports.pages import render
 
 PLOT_FILE = "budgets.svg"
+CAUSES_FILE = "causes.svg"
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _COST_HEADS = ["tokens per question", "seconds per question", "largest context", "its KV cache"]
 _REFERENCE_TITLE = "Against agents without a memory budget"
@@ -34,7 +39,8 @@ _REFERENCE_TITLE = "Against agents without a memory budget"
 def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[Path]:
     """Writes the report into the folder, each file whole or not at all, and returns their paths."""
     figures = [score_by_budget(study), score_by_tokens(study)]
-    figures += [figure for curve in study.curves for figure in figures_by_hops(study, curve)]
+    causes = [figure for curve in study.curves for figure in causes_by_budget(curve)]
+    figures += [*(figure for curve in study.curves for figure in figures_by_hops(study, curve)), *causes]
     page = render(
         "evaluation.html",
         name=f"{name}: how much memory is enough?",
@@ -43,10 +49,13 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
         figures=figures,
         metrics={study.metric: definitions()[study.metric]},
     )
+    plots = {PLOT_FILE: score_by_budget(study)} | ({CAUSES_FILE: causes[0]} if causes else {})
     texts = {
-        "budgets.md": "\n".join([*budget_lines(study), f"![{study.metric} by memory budget]({PLOT_FILE})", ""]),
+        "budgets.md": "\n".join(
+            [*budget_lines(study), *(f"![{plot.title}]({file})" for file, plot in plots.items()), ""]
+        ),
         "budgets.html": page,
-        PLOT_FILE: render("chart.svg", chart=score_by_budget(study).chart),
+        **{file: render("chart.svg", chart=with_legend(figure)) for file, figure in plots.items()},
     }
     for file, text in texts.items():
         write_text(folder / file, text)
@@ -158,10 +167,45 @@ def figures_by_hops(study: BudgetStudy, curve: BudgetCurve) -> list[Figure]:
     ]
 
 
+def causes_by_budget(curve: BudgetCurve) -> list[Figure]:
+    """Draws the shares of attempts that each first cause made wrong against the budget, a line per cause: over all
+    questions, then for every number of hops. None where the needed facts are not known."""
+    asked = {point.memory_tokens: [*chain.from_iterable(point.measured.sets.values())] for point in curve.points}
+    hops = sorted({row.num_hops for rows in asked.values() for row in rows if row.num_hops})
+    parts = {"of wrong answers": asked}
+    for count in hops if len(hops) > 1 else []:
+        own = {tokens: [row for row in rows if row.num_hops == count] for tokens, rows in asked.items()}
+        parts[f"at {_hops_label(count)}"] = own
+    figures = [_causes_figure(f"{curve.agent}: first causes {part}", rows) for part, rows in parts.items()]
+    return [figure for figure in figures if figure is not None]
+
+
+def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figure | None:
+    """Draws the causes in the rows of every budget; None where there are none."""
+    series, keys = [], []
+    for index, cause in enumerate(Cause):
+        shares = {
+            tokens: fmean([each == cause for row in rows for each in row.first_causes] or [0.0])
+            for tokens, rows in asked.items()
+        }
+        if any(shares.values()):
+            points = [(float(tokens), share) for tokens, share in shares.items()]
+            series.append(Series(label="", style=_style(index), points=points, markers=True))
+            keys.append(Key(style=_style(index), label=cause.replace("_", " ")))
+    if not series:
+        return None
+    chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
+    return Figure(title=title, chart=chart, keys=keys, caption="Shares of all attempts; right ones have no cause.")
+
+
+def _hops_label(count: int) -> str:
+    return "1 hop" if count == 1 else f"{count} hops"
+
+
 def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:
     styles = {hops: _style(index) for index, hops in enumerate(lines)}
     series = [Series(label="", style=styles[hops], points=points, markers=True) for hops, points in lines.items()]
-    keys = [Key(style=style, label="1 hop" if hops == 1 else f"{hops} hops") for hops, style in styles.items()]
+    keys = [Key(style=style, label=_hops_label(hops)) for hops, style in styles.items()]
     chart = line_chart(series, title=title, x_label=x_label, y_format=percent)
     return Figure(title=title, chart=chart, keys=keys, caption="Questions of all sets whose hops are known.")
 

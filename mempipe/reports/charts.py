@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 WIDE, SMALL = (560, 300), (360, 210)  # width and height in px; the page scales them
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
@@ -107,6 +107,22 @@ def number(value: float) -> str:
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def with_legend(figure: Figure) -> Chart:
+    """Returns the figure's chart with its legend drawn below it, for a file of its own."""
+    chart, shapes, x, row = figure.chart, [], float(_LEFT), 0
+    for key in figure.keys:
+        label = f"{key.label} ({key.value})" if key.value else key.label
+        width = 34 + _CHAR_WIDTH * len(label)
+        if x > _LEFT and x + width > chart.width - _RIGHT:
+            x, row = float(_LEFT), row + 1
+        y = chart.height + 6 + _ROW * row
+        shapes.append(Shape(tag="circle", place={"cx": x, "cy": y, "r": 4}, style=f"marker {key.style}"))
+        shapes.append(_text(label, x + 10, y + 4, "start"))
+        x += width
+    height = chart.height + 2 + _ROW * (row + 1) if shapes else chart.height
+    return replace(chart, shapes=[*chart.shapes, *shapes], height=height)
 
 
 def line_chart(

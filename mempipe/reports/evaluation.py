@@ -20,7 +20,7 @@ from mempipe.evaluation.statistics import bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import JUDGE, Cell, Row, ScoreTable, evidence_lines, percent_text, score_tables
 from mempipe.files import write_text
-from mempipe.reports.charts import Figure
+from mempipe.reports.charts import Figure, with_legend
 from mempipe.reports.evaluation_figures import (
     cause_lines,
     causes_by_run,
@@ -85,7 +85,7 @@ def write_evaluation_report(
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
-        texts[PLOT_FILE] = render("chart.svg", chart=plot.chart)
+        texts[PLOT_FILE] = render("chart.svg", chart=with_legend(plot))
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]

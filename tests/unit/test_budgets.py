@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from result_builders import answered
@@ -22,7 +23,13 @@ from mempipe.evaluation.budgets import (
     study_runs,
 )
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
-from mempipe.reports.budgets import budget_lines, figures_by_hops, reference_verdicts
+from mempipe.reports.budgets import (
+    budget_lines,
+    causes_by_budget,
+    figures_by_hops,
+    reference_verdicts,
+    write_budget_report,
+)
 from mempipe.settings import ConfigError
 
 
@@ -164,6 +171,28 @@ def test_hops_have_curves_of_their_own_against_the_budget_and_against_the_tokens
     assert by_budget.title == "a: em by memory budget and hops" and by_tokens.title == "a: em by tokens and hops"
     assert [key.label for key in by_tokens.keys] == ["1 hop", "2 hops"]
     assert {"400", "900"} <= {shape.text for shape in by_tokens.chart.shapes}
+
+
+def test_first_causes_are_drawn_by_budget_and_hops(tmp_path):
+    def asked(causes: list[str]) -> list[ResultRow]:
+        each = zip(rows([not cause for cause in causes]), causes, strict=True)
+        return [replace(row, num_hops=1 + i % 2, first_causes=[cause]) for i, (row, cause) in enumerate(each)]
+
+    sets = {4: asked(["lost", "not_kept", "", "lost"]), 8: asked(["", "", "", "lost"])}
+    curve = budget_curve("a", {tokens: [{"nq": own}] for tokens, own in sets.items()})
+    every, one_hop, _ = causes_by_budget(curve)
+    assert [figure.title for figure in (every, one_hop)] == [
+        "a: first causes of wrong answers",
+        "a: first causes at 1 hop",
+    ]
+    assert [key.label for key in every.keys] == ["not kept", "lost"] and [key.label for key in one_hop.keys] == ["lost"]
+    assert {"0 %", "50 %"} <= {shape.text for shape in every.chart.shapes}  # the highest: 2 of 4 attempts with 4 tokens
+    paths = write_budget_report(tmp_path, BudgetStudy(metric="em", curves=[curve], references=[]), name="own")
+    plots = {path.name: ElementTree.parse(path).getroot() for path in paths if path.suffix == ".svg"}
+    assert set(plots) == {"budgets.svg", "causes.svg"}
+    texts = ["".join(element.itertext()) for element in plots["causes.svg"].iter() if element.tag.endswith("text")]
+    assert {"not kept", "lost"} <= set(texts)  # the legend of a plot that stands alone
+    assert "![a: first causes of wrong answers](causes.svg)" in (tmp_path / "budgets.md").read_text()
 
 
 def test_seeds_are_put_together_question_by_question():
