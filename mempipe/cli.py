@@ -125,7 +125,7 @@ def _add_run_commands(commands: Any) -> None:
         nargs="?",
         default="memsearcher",
         help="a run of an agent (memsearcher, memagent, mem1, react, or a module of your own), evaluation, sweep, "
-        "index, or service",
+        "index, service, or agent-service",
     )
 
     export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")

@@ -51,7 +51,8 @@ COMMANDS: dict[Kind, str] = {
     "run": "`mempipe train`",
 }
 SERVICE_APP = "mempipe.serve.retrieval:app"
-AGENT_SERVICE = "mempipe.serve.agent:"
+AGENT_APP = "mempipe.serve.agent:app"
+ENGINE_APP = "mempipe.serve.agent:generator"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -94,7 +95,7 @@ def kind_of(values: dict[str, Any]) -> Kind | None:
 
 def _is_agent_service(applications: Any) -> bool:
     listed = [each for each in applications if isinstance(each, dict)] if isinstance(applications, list) else []
-    return any(str(each.get("import_path")).startswith(AGENT_SERVICE) for each in listed)
+    return any(each.get("import_path") in (AGENT_APP, ENGINE_APP) for each in listed)
 
 
 def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind | None = None) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.sweep import SweepConfig
-from mempipe.loader import SERVICE_APP, parse_config, section_of
+from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
+from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.settings import ConfigError, Section
 
 WIDTH = 120
-KINDS = (*BUILT_IN, "evaluation", "sweep", "index", "service")
+KINDS = (*BUILT_IN, "evaluation", "sweep", "index", "service", "agent-service")
 _MEASURED = {
     "runs": [{"name": "trained", "config": "runs/quickstart"}],
     "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
@@ -31,6 +32,7 @@ EXAMPLES: dict[type[Section], dict[str, Any]] = {
     SweepConfig: _MEASURED | {"budgets": [4, 8, 16]},
     IndexConfig: {"corpus": ["data/wiki-18.jsonl.gz"], "output": "data/wiki18_e5"},
     ServiceConfig: {"index": "data/wiki18_e5"},
+    AgentServiceConfig: {"run": "runs/quickstart"},
 }
 """Values of the settings that have no default."""
 
@@ -45,12 +47,14 @@ def config_lines(kind: str) -> list[str]:
         "sweep": (SweepConfig, "# A sweep over memory budgets: `mempipe sweep FILE`"),
         "index": (IndexConfig, "# An index to be built: `mempipe index build FILE`"),
         "service": (ServiceConfig, "# A retrieval service on a Ray cluster: `serve deploy FILE`"),
+        "agent-service": (AgentServiceConfig, "# An agent service on a Ray cluster: `serve deploy FILE`"),
     }
     if kind not in sections:
         raise ConfigError(f"{kind!r} is no kind of config; choose from {', '.join(KINDS)}, or an agent's module")
     section, title = sections[kind]
     lines = list(_section_lines(section, section.model_validate(EXAMPLES[section])))
-    return [title, *(_deployed(lines) if kind == "service" else lines)]
+    deployed = {"service": _deployed, "agent-service": _deployed_agent}
+    return [title, *(deployed[kind](lines) if kind in deployed else lines)]
 
 
 def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]:
@@ -96,6 +100,25 @@ applications:
     import_path: {SERVICE_APP}
     args:"""
     return [*head.splitlines(), *_indented(lines, by=6)]
+
+
+def _deployed_agent(lines: list[str]) -> list[str]:
+    """Returns a Ray Serve config whose engines and agents have these settings."""
+    head = f"""http_options:
+  # 0.0.0.0 to be reached from other machines: then `keys` below must name a file.
+  host: 127.0.0.1
+  port: 8000
+proxy_location: EveryNode
+applications:
+  - name: {ENGINES}
+    route_prefix: null
+    import_path: {ENGINE_APP}
+    args: &service"""
+    tail = f"""  - name: agent
+    route_prefix: /
+    import_path: {AGENT_APP}
+    args: *service"""
+    return [*head.splitlines(), *_indented(lines, by=6), *tail.splitlines()]
 
 
 def _meaning(field: FieldInfo, inner: type[BaseModel] | None) -> str:

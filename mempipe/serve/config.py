@@ -17,7 +17,9 @@ class Replicas(Section):
     """Copies of one deployment; between `min` and `max` Ray Serve decides by the load."""
 
     min: int = Field(1, ge=1)
+    """Copies at the least."""
     max: int = Field(1, ge=1)
+    """Copies at the most."""
     target_ongoing_requests: int = Field(16, ge=1)
     """Calls under way per copy that Ray Serve aims at."""
 
@@ -46,14 +48,15 @@ class AgentServiceConfig(Section):
     """A file of API keys, a line each (`mempipe key NAME`); MEMPIPE_API_KEYS may hold more. Without any, only callers
     on the same machine are answered."""
     requests_per_minute: int = Field(600, ge=1)
-    """Of one key."""
+    """Requests of one key, to each agent replica."""
     requests_at_once: int = Field(32, ge=1)
-    """Of one key."""
+    """Requests of one key under way at the same time, at each agent replica."""
     max_in_flight: int = Field(32, ge=1)
     """Requests that one agent replica works on at the same time; further ones get 503 at once."""
     max_body_bytes: int = Field(2**20, ge=1)
     """The largest request body; longer documents are uploaded in pieces."""
     max_document_bytes: int = Field(16 * 2**20, ge=1)
+    """The longest uploaded document."""
     max_turns: int = Field(64, ge=1)
     """The most turns that a request may ask for."""
     timeout_s: float = Field(300.0, gt=0)
@@ -64,5 +67,8 @@ class AgentServiceConfig(Section):
     """Share of the answered questions that are recorded as MLflow traces, with passages and answers, where the run's
     `tracking` says (settings.tracking); 0: none."""
     agent_replicas: Replicas = Replicas()
+    """More than one only where all run on one machine: they share the database in `state`."""
     retriever_replicas: Replicas = Replicas()
+    """Copies of the index."""
     generator_replicas: Replicas = Replicas()
+    """Engines, each with all weights."""

@@ -11,14 +11,11 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import LOOPBACK, Devices, check_port
 from mempipe.evaluation.suite import merged
-from mempipe.loader import load_values, parse_overrides, parse_section
+from mempipe.loader import AGENT_APP, ENGINE_APP, load_values, parse_overrides, parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.serve.keys import load_keys
 from mempipe.serve.served_run import check_agent_service
 from mempipe.settings import ConfigError
-
-AGENT_APP = "mempipe.serve.agent:app"
-ENGINE_APP = "mempipe.serve.agent:generator"
 
 
 def check_deployment(path: str, overrides: Sequence[str] = (), *, devices: Devices | None = None) -> list[Finding]:

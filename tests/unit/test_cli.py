@@ -13,8 +13,9 @@ from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
 from mempipe.evaluation.suite import load_suite
 from mempipe.evaluation.sweep import load_sweep
-from mempipe.loader import load_config, load_index_config, load_service_config
+from mempipe.loader import load_config, load_index_config, load_service_config, parse_section
 from mempipe.retrieval.build import build_index
+from mempipe.serve.config import AgentServiceConfig
 from mempipe.template import KINDS
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
@@ -32,26 +33,31 @@ def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsy
         "index": load_index_config,
         "service": load_service_config,
     }
-    load = loaders.get(kind, load_config)
-    loaded = load(tmp_path / "c.yaml")
     given = yaml.safe_load(text)
-    given = given["applications"][0]["args"] if kind == "service" else given
+    if kind.endswith("service"):
+        given = given["applications"][0]["args"]
+    if kind == "agent-service":
+        loaded = parse_section(given, AgentServiceConfig)
+    else:
+        loaded = loaders.get(kind, load_config)(tmp_path / "c.yaml")
     assert json.loads(loaded.model_dump_json()) == given
-    assert kind in (*KINDS[-4:], given.get("agent", {}).get("name")) and max(map(len, text.splitlines())) <= 120
+    assert kind in (*KINDS[-5:], given.get("agent", {}).get("name")) and max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_stands_below_its_meaning(kind, capsys):
     main(["config", kind])
     lines = capsys.readouterr().out.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.strip() == "args:") + 1 if kind == "service" else 1
-    settings = [i for i in range(first, len(lines)) if re.match(r"\s*(- )?\w+:", lines[i])]
+    is_service = kind.endswith("service")
+    first = next(i for i, line in enumerate(lines) if line.startswith("    args:")) + 1 if is_service else 1
+    last = next((i for i in range(first, len(lines)) if lines[i].startswith("  - name: agent")), len(lines))
+    settings = [i for i in range(first, last) if re.match(r"\s*(- )?\w+:", lines[i])]
     assert settings and not [lines[i] for i in settings if not lines[i - 1].lstrip().startswith("#")]
 
 
 def test_config_of_no_kind_is_refused(capsys):
     assert main(["config", "evaluations"]) == 2
-    kinds = "choose from memsearcher, memagent, memtrain, mem1, react, evaluation, sweep, index, service"
+    kinds = "choose from memsearcher, memagent, memtrain, mem1, react, evaluation, sweep, index, service, agent-service"
     assert kinds in capsys.readouterr().err
 
 

@@ -152,10 +152,10 @@ LAYERS = [
     {"loader", "rollout", "runs", "capacity"},
     {"evaluation", "placement"},
     {"costs"},
-    {"reports", "checks", "progress", "template"},
+    {"reports", "checks", "progress"},
     {"actors"},
     {"stream", "serve"},
-    {"doctor"},
+    {"doctor", "template"},
     {"cli"},
 ]
 """Rooms from the bottom up; a room imports those below its own, never one beside it."""
