@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.settings import Section
@@ -22,6 +22,12 @@ class Replicas(Section):
     """Copies at the most."""
     target_ongoing_requests: int = Field(16, ge=1)
     """Calls under way per copy that Ray Serve aims at."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Replicas:
+        if self.max < self.min:
+            raise ValueError(f"max is {self.max}, less than min {self.min}")
+        return self
 
 
 class AgentServiceConfig(Section):

@@ -92,6 +92,7 @@ def test_an_agent_that_searches_needs_an_index_though_the_main_one_reads(run, tm
         ({"settings": {"budget": {"observation_tokens": 480}}}, "budget.context_tokens is 512"),
         ({"max_turn": 5}, "max_turn is not a setting; did you mean max_turns"),
         ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"agent_replicas": {"min": 2}}, "agent_replicas: max is 1, less than min 2"),
     ],
 )
 def test_what_cannot_work_is_refused(run, settings, reason):
