@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answering import Answering, Engine, nowhere
+from mempipe.serve.answering import Answering, nowhere
 from mempipe.serve.calls import EndpointEngine, ServedEngine, call
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.errors import ApiError
@@ -36,7 +36,7 @@ class AgentReplica:
         self._served = served = resolve(config)
         self._retriever = retriever
         self._tokenizer = load_tokenizer(served.main.model.path)
-        self._engine: Engine | None = None
+        self._engine: ServedEngine | EndpointEngine | None = None
         if config.trace_share:
             self._traces = SampledTraces(served, share=config.trace_share, decode=self._tokenizer.decode)
         self._answering = Answering(
@@ -86,7 +86,7 @@ class AgentReplica:
         if self._traces is not None:
             self._traces.close()
 
-    def _current_engine(self) -> Engine:
+    def _current_engine(self) -> ServedEngine | EndpointEngine:
         assert self._engine is not None, "Serve calls reconfigure before any request"
         return self._engine
 
@@ -99,9 +99,7 @@ class AgentReplica:
         """Returns the state of engine and retriever. Raises ApiError 503."""
         detail: dict[str, Any] = {}
         try:
-            engine = self._current_engine()
-            if isinstance(engine, ServedEngine):
-                detail["generator"] = await call(engine.handle.version, role="generator", timeout_s=READY_TIMEOUT_S)
+            detail["generator"] = await self._current_engine().check(timeout_s=READY_TIMEOUT_S)
             if self._retriever is not None:
                 detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
         except Exception as error:  # whatever keeps a part from answering, the service is not ready

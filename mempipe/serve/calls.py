@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.faults import InfrastructureFault, retry_pauses
+from mempipe.settings import ConfigError
 from mempipe.types import Completion
 
 
@@ -59,6 +60,10 @@ class ServedEngine:
     stop_token_ids: list[int]
     timeout_s: float
 
+    async def check(self, *, timeout_s: float) -> str:
+        """Returns the version of the weights that answer. Raises RoleUnavailable."""
+        return await call(self.handle.version, role="generator", timeout_s=timeout_s)
+
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
         return await call(
             self.handle.generate,
@@ -77,6 +82,17 @@ class EndpointEngine:
 
     endpoint: Endpoint
     version: str
+
+    async def check(self, *, timeout_s: float) -> str:
+        """Returns the name of the model. Raises RoleUnavailable when its server does not answer or has another one."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.endpoint.check()
+        except TimeoutError as error:
+            raise RoleUnavailable(f"the endpoint did not answer within {timeout_s:g} s") from error
+        except ConfigError as error:
+            raise RoleUnavailable(str(error)) from error
+        return self.version
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
         return await self.endpoint.generate(token_ids, max_tokens=max_tokens, sampling=sampling)

@@ -8,12 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+from faulty_server import faulty, says
+from faulty_server import hangs as never
 from ray.exceptions import ActorDiedError
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from mempipe.engines.config import EndpointConfig
+from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
-from mempipe.serve.calls import RoleUnavailable, call
+from mempipe.serve.calls import EndpointEngine, RoleUnavailable, call
 from mempipe.serve.front import Front, middlewares
 
 
@@ -124,3 +128,18 @@ async def test_serve_finds_the_middleware_by_its_path():
     app = middleware.cls(JSONResponse("ok"), *middleware.args, **middleware.kwargs)
     async with client_of(app) as client:
         assert (await client.get("/")).json() == "ok"
+
+
+async def test_an_endpoint_is_ready_when_its_server_has_the_model():
+    served = says({"data": [{"id": "m"}]})
+    async with faulty([served, says({"data": []}), never]) as (url, _):
+        client = Endpoint(EndpointConfig(url=url, model="m"))
+        engine = EndpointEngine(endpoint=client, version="m")
+        try:
+            assert await engine.check(timeout_s=10) == "m"
+            with pytest.raises(RoleUnavailable, match=r"endpoint.model is 'm'"):
+                await engine.check(timeout_s=10)
+            with pytest.raises(RoleUnavailable, match=r"did not answer within 0.2 s"):
+                await engine.check(timeout_s=0.2)
+        finally:
+            await client.close()
