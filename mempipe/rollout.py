@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
 from mempipe.agents.registry import BUILT_IN
@@ -21,8 +21,11 @@ from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, recall_match, recall_reward, score
 from mempipe.settings import ConfigError
-from mempipe.types import Group, Measure, Question, Trajectory
+from mempipe.types import Group, Measure, Question, SearchResult, Trajectory
 from mempipe.user_code import load_user_object, user_code
+
+Control = Literal["no_memory", "no_search"]
+"""What an evaluation takes from an agent to see what the model knows anyway."""
 
 
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
@@ -49,9 +52,19 @@ def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], 
         yield
 
 
-def make_agent(config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn) -> Agent[Any]:
-    """Makes the configured agent, bound to an engine and a retriever."""
-    return config.agent_spec.agent(make_renderer(config, tokenizer=tokenizer), generate=generate, search=search)
+def make_agent(
+    config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn, control: Control | None = None
+) -> Agent[Any]:
+    """Makes the configured agent, bound to an engine and a retriever; with `control` without one of its means."""
+    renderer = make_renderer(config, tokenizer=tokenizer)
+    if control == "no_search":
+        search = _find_nothing
+    forgets = {"forgets": True} if control == "no_memory" else {}  # an agent of the user's own need not know of it
+    return config.agent_spec.agent(renderer, generate=generate, search=search, **forgets)
+
+
+async def _find_nothing(query: str, *, num_passages: int, partition: str) -> SearchResult:
+    return SearchResult(passages=[], snapshot="none")
 
 
 def make_training_rollout(

@@ -120,6 +120,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
         for label, (benchmark, file, num_questions, sha256, depths) in sets.items():
             settings = {
                 "run": config.model_dump(mode="json"),
+                "control": run.control,
                 "weights": weights,
                 "weights_sha256": _weights_sha256(config) if run.endpoint is None else "",
                 "prompt_hash": prompts,
@@ -151,7 +152,11 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
     job.results.open()
     done = job.results.done()
     spec = engines.driver_spec(
-        sampling=suite.sampling, group_size=suite.num_samples, endpoint=planned.run.endpoint, record_failures=True
+        sampling=suite.sampling,
+        group_size=suite.num_samples,
+        endpoint=planned.run.endpoint,
+        control=planned.run.control,
+        record_failures=True,
     )
     title = f"{planned.run.name}, {job.benchmark.label}"
     waiting: list[Group] = []

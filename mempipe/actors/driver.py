@@ -22,6 +22,7 @@ from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.rollout import (
+    Control,
     GoldLogprobsFn,
     agent_code,
     make_agent,
@@ -48,6 +49,7 @@ class DriverSpec:
     retrievers: list[str]
     admission: str = ""  # name of the actor that says when a group of the training may start; empty: none is trained on
     endpoint: EndpointConfig | None = None  # completes instead of the generators
+    control: Control | None = None
     record_failures: bool = False  # a question that does not fit, or an endpoint that fails, gives a group that says so
 
 
@@ -70,7 +72,11 @@ class Driver:
             )
         self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
         bound = {"tokenizer": tokenizer, "generate": generators.generate, "search": self._retrievers.search}
-        self._play = make_training_rollout(config, **bound) if spec.admission else make_agent(config, **bound).rollout
+        self._play = (
+            make_training_rollout(config, **bound)
+            if spec.admission
+            else make_agent(config, **bound, control=spec.control).rollout
+        )
         self._gold_logprobs: GoldLogprobsFn | None = None
         if spec.admission and config.reward.information_weight:
             assert isinstance(generators, GeneratorPool), "an endpoint is not trained"

@@ -106,8 +106,10 @@ class Agent(ABC, Generic[R]):
     the same time.
     """
 
-    def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn) -> None:
+    def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn, forgets: bool = False) -> None:
+        """With `forgets` every memory is the one of an attempt's start, whatever the policy writes: a control."""
         self.renderer = renderer
+        self._forgets = forgets
         self._generate = generate
         self._search = search
 

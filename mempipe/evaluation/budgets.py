@@ -241,11 +241,12 @@ def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
             if not state["finished"]:
                 raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
         if states:
-            config = next(iter(states.values()))["settings"]["run"]
+            settings = next(iter(states.values()))["settings"]
+            config, is_control = settings["run"], settings.get("control") is not None
             yield MeasuredRun(
                 name=run.name,
                 agent=config["agent"]["name"],
-                memory_tokens=config["budget"].get("memory_tokens"),
+                memory_tokens=None if is_control else config["budget"].get("memory_tokens"),
                 sets=read_sets(run),
                 model=_model_size(config.get("model", {})),
             )

@@ -10,9 +10,11 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.loader import load_values, parse_section
+from mempipe.rollout import Control
 from mempipe.runs import unfinished
 from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
@@ -34,6 +36,9 @@ class EvaluatedRun(Section):
     """A Hugging Face folder or name, or the folder of a trained run (its export); empty: the config's model.path."""
     endpoint: EndpointConfig | None = None
     """A server that completes instead of our own engines; its tokenizer is then the model's."""
+    control: Control | None = None
+    """Plays without memory (every memory is emptied) or without search (nothing is found): what it still answers the
+    model knows anyway."""
 
     @model_validator(mode="after")
     def _one_model(self) -> EvaluatedRun:
@@ -143,7 +148,7 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
     Raises ConfigError, which names the run.
     """
     try:
-        return run_config(
+        config = run_config(
             run,
             name=run.name,
             output=str(suite.folder),
@@ -151,8 +156,18 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
             ray_address=suite.ray_address,
             ordered=False,
         )
+        _check_control(run, config)
     except ConfigError as error:
         raise ConfigError(f"runs: {run.name}: {error}") from error
+    return config
+
+
+def _check_control(run: EvaluatedRun, config: RunConfig) -> None:
+    name = config.agent.name
+    if run.control == "no_memory" and not isinstance(config.budget, MemoryBudget):
+        raise ConfigError(f"control is no_memory, but agent.name {name!r} writes no memory that could be emptied")
+    if run.control == "no_search" and not config.agent_spec.searches:
+        raise ConfigError(f"control is no_search, but agent.name {name!r} does not search")
 
 
 def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:

@@ -38,7 +38,8 @@ class SweepConfig(EvaluationSuite):
     output: str = "sweeps"
     """Where sweeps have their folders."""
     budgets: list[PositiveInt] = Field(min_length=1)
-    """Values of budget.memory_tokens. An agent without that setting is a reference: one trial for each seed."""
+    """Values of budget.memory_tokens. An agent without that setting, and a control, is a reference: one trial for each
+    seed."""
     seeds: list[int] = Field([1], min_length=1)
     """Each budget is tried once under each of them."""
     train: bool = False
@@ -68,10 +69,10 @@ class SweepConfig(EvaluationSuite):
     @model_validator(mode="after")
     def _runs_can_be_trained(self) -> SweepConfig:
         for run in self.runs:
-            if self.train and (run.checkpoint or run.endpoint is not None or not run.config):
+            if self.train and (run.checkpoint or run.endpoint is not None or run.control or not run.config):
                 raise ValueError(
                     f"runs: {run.name}: with train every run has a config, a training run's YAML file, and neither "
-                    "checkpoint nor endpoint"
+                    "checkpoint nor endpoint nor control"
                 )
         return self
 
@@ -206,5 +207,7 @@ def _checked(trial: Trial) -> Trial:
 
 
 def _has_memory_budget(run: EvaluatedRun) -> bool:
+    if run.control is not None:
+        return False
     agent = merged(run_values(run), run.settings).get("agent", {})
     return "memory_tokens" in agent_spec(agent.get("name", DEFAULT_AGENT)).budget.model_fields

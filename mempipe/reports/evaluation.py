@@ -142,6 +142,7 @@ def _facts(
     return {
         "agent": config.agent.name,
         "model": served["weights"],
+        "control": str(served.get("control") or "none").replace("_", " "),
         "prompt hash": ", ".join(sorted({row.prompt_hash for row in rows})),
         "index snapshots": ", ".join(sorted({snapshot for row in rows for snapshot in row.snapshots}))
         or "none was searched",

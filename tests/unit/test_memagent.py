@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from agent_builders import (
     FAMILIES,
+    Library,
     ScriptedEngine,
     Step,
     assert_token_exact,
@@ -23,6 +24,7 @@ from mempipe.agents.protocol import UnfitQuestion
 from mempipe.checks.run import check_retrieval
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import parse_config
+from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, FinishReason, SearchResult, Trajectory
 
@@ -325,3 +327,13 @@ def test_promise_3_budget_is_law_whatever_memagent_samples_and_reads(
     }
     for context in trajectory.contexts:
         assert TOKENIZER.special_token_ids.intersection(context.token_ids[: context.num_prompt_tokens]) <= template
+
+
+async def test_the_control_without_memory_answers_from_the_memory_of_the_start():
+    engine = ScriptedEngine(TOKENIZER, ["Paris is the capital", "It is \\boxed{Paris}"])
+    config = parse_config({"agent": {"name": "memagent"}})
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library(), control="no_memory")
+    question = build_question(context="A short text.")
+    trajectory = await agent.rollout(question, trajectory_id="t", group_id="g", member=0)
+    assert [context.memory_before for context in trajectory.contexts] == ["(nothing yet)"] * 2
+    assert "Paris is the capital" not in TOKENIZER.decode(engine.prompts[1])

@@ -282,6 +282,19 @@ async def test_a_search_without_a_number_may_find_more_than_the_schema_says():
     assert '"default": 5,' in TOKENIZER.decode(agent.renderer.prompt(question=[], memory=[]))
 
 
+@pytest.mark.parametrize(("control", "memories", "found"), [("no_memory", 0, 1), ("no_search", 1, 0), (None, 1, 1)])
+async def test_a_control_plays_without_a_memory_or_without_search(control, memories, found):
+    engine = ScriptedEngine(TOKENIZER, [THINK_AND_CALL, NOTE, ANSWER])
+    agent = make_agent(parse_config({}), tokenizer=TOKENIZER, generate=engine, search=Library(), control=control)
+    trajectory = await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    _, observed, answered = (TOKENIZER.decode(prompt) for prompt in engine.prompts)
+    assert (
+        observed.count("Paris is the capital of France.") == found == len(trajectory.contexts[0].searches[0].passages)
+    )
+    assert answered.count("Paris is the capital") == memories
+    assert [context.memory_before for context in trajectory.contexts] == ["", "Paris is the capital" * memories]
+
+
 def test_the_last_turn_still_searches_and_writes_its_memory():
     last = run(LAYOUT, [THINK_AND_CALL, NOTE] * 5).contexts[-1]
     assert last.searches and last.memory_after == "Paris is the capital"

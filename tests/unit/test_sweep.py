@@ -14,7 +14,17 @@ from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.evaluation.suite import resolve_run
-from mempipe.evaluation.sweep import SweepConfig, Trial, check_same, load_sweep, trials, write_configs
+from mempipe.evaluation.sweep import (
+    SWEEP_FILE,
+    SweepConfig,
+    Trial,
+    check_same,
+    load_sweep,
+    study_sweep,
+    trials,
+    write_configs,
+)
+from mempipe.files import write_text
 from mempipe.loader import load_config, parse_section
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
@@ -63,6 +73,32 @@ def test_every_budget_has_a_trial_for_each_seed_and_an_agent_without_one_is_a_re
     assert planned[2].suite.runs[0].settings["budget"] == {"memory_tokens": 8} and planned[2].suite.seed == 1
     assert planned[4].memory_tokens is None and "budget" not in planned[4].suite.runs[0].settings
     assert {trial.suite.folder.parent for trial in planned} == {tmp_path / "small" / "trials"}
+
+
+def test_a_control_is_a_reference_whatever_its_budget(tmp_path):
+    model = {"model": {"path": "m"}}
+    control = {"name": "blind", "control": "no_memory", "settings": model}
+    sweep = config(tmp_path, runs=[{"name": "mem", "settings": model}, control])
+    planned = trials(sweep)
+    assert [trial.name for trial in planned] == ["mem-memory-4-seed-1", "mem-memory-8-seed-1", "blind-seed-1"]
+    for trial in planned:
+        finish(trial, right=30 if trial.memory_tokens else 5)
+        write_configs(tmp_path / "small", trial)
+    settings = planned[2].results / "world" / "settings.json"
+    settings.write_text(settings.read_text().replace('"run"', '"control": "no_memory", "run"').replace("null", "64"))
+    write_text(tmp_path / "small" / SWEEP_FILE, yaml.safe_dump(sweep.model_dump(mode="json")))
+    study = study_sweep(tmp_path / "small")
+    assert [curve.agent for curve in study.curves] == ["mem"] and [each.agent for each in study.references] == ["blind"]
+
+
+def test_what_a_control_takes_away_must_be_there(tmp_path):
+    for control, agent, message in (
+        ("no_memory", "react", "writes no memory"),
+        ("no_search", "memagent", "not search"),
+    ):
+        run = {"name": "a", "control": control, "settings": {"model": {"path": "m"}, "agent": {"name": agent}}}
+        with pytest.raises(ConfigError, match=f"runs: a: control is {control}, but agent.name '{agent}' .*{message}"):
+            trials(config(tmp_path, runs=[run]))
 
 
 def test_a_trained_trial_trains_under_its_budget_and_measures_that_run(tmp_path):
