@@ -182,6 +182,8 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
     if model:
         values["model"] = {**values.get("model", {}), "path": model, "source": ""}
+    if "model" in values:  # weights that nobody trains are whole: the engine needs no room for an adapter
+        values["model"] = {**values["model"], "lora_rank": 0}
     config = parse_section({**values, **changes}, RunConfig)
     if not config.model.path:
         raise ConfigError("no model is named; set checkpoint, endpoint or model.path")

@@ -53,6 +53,10 @@ def test_the_folder_of_a_run_knows_all(run):
     assert found.state == run / "service"
 
 
+def test_the_weights_of_a_run_with_adapters_are_served_whole(run):
+    assert served(run=str(run), settings={"model": {"lora_rank": 16}}).main.model.lora_rank == 0
+
+
 def test_settings_replace_those_of_the_run(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     settings = {"budget": {"max_turns": 3}, "evaluation": {"temperature": 0.5}, "retrieval": {"index": "quick/index"}}
