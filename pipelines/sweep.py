@@ -64,18 +64,21 @@ def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> No
 
 def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
     """Runs every trial that has no whole results. Raises TrialsFailed when some of them have none afterwards."""
-    commands = [_commands(sweep, trial) for trial in planned if not trial.finished]
-    say(f"{len(planned)} trials, {len(commands)} of them to do")
-    if not commands:
+    missing = [trial for trial in planned if not trial.finished]
+    say(f"{len(planned)} trials, {len(missing)} of them to do")
+    if not missing:
         return
     model = next((trial.training.model for trial in planned if trial.training is not None), None)
+    failed: dict[str, str] = {}
     with connected(sweep.ray_address, name=sweep.name, model=model):
-        failed = run_trials(
-            commands,
-            folder=sweep.folder / "tune",
-            at_once=sweep.trials_at_once or trials_at_once(planned, cluster_gpus()),
-            max_failures=sweep.max_failures,
-        )
+        at_once = sweep.trials_at_once or trials_at_once(planned, cluster_gpus())
+        for part in in_order(missing):
+            failed |= run_trials(
+                [_commands(sweep, trial) for trial in part],
+                folder=sweep.folder / "tune",
+                at_once=at_once,
+                max_failures=sweep.max_failures,
+            )
     failed |= {trial.name: "it left questions without a row" for trial in planned if not trial.finished} | failed
     if failed:
         name, error = next(iter(failed.items()))
@@ -83,6 +86,16 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
             f"{len(failed)} of {len(planned)} trials failed ({', '.join(failed)}); {name}: {error}; its output is in "
             f"{sweep.folder / 'logs'}, and --resume goes on"
         )
+
+
+def in_order(missing: Sequence[Trial]) -> list[list[Trial]]:
+    """Returns one trial for each training, and then those that measure what another one has trained."""
+    first: dict[Path, Trial] = {}
+    for trial in missing:
+        folder = trial.suite.folder if trial.training is None else trial.training.folder
+        first.setdefault(folder, trial)
+    then = [trial for trial in missing if trial not in first.values()]
+    return [[*first.values()], then] if then else [[*first.values()]]
 
 
 def trials_at_once(planned: Sequence[Trial], gpus: dict[str, int]) -> int:

@@ -1,7 +1,8 @@
 """What a sweep is: the agents of an evaluation under several memory budgets and seeds, each trained or only measured.
 
 A trial is one agent, one budget and one seed. It is a config file (two, where it is trained first) for the commands
-that there are anyway, so that it can be repeated by hand, and its results are those of an evaluation.
+that there are anyway, so that it can be repeated by hand, and its results are those of an evaluation. Where an agent is
+trained for several budgets at once (budget.memory_choices), all trials of a seed measure one training.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class SweepConfig(EvaluationSuite):
     seeds: list[int] = Field([1], min_length=1)
     """Each budget is tried once under each of them."""
     train: bool = False
-    """Every trial trains its agent (runs.config is a run's YAML file) under its budget, then measures it. In the file
-    of a benchmark {run} stands for the folder of the trial's run."""
+    """Every trial trains its agent (runs.config is a run's YAML file) under its budget, then measures it; one with
+    budget.memory_choices is trained once for each seed, and measured under every budget. In the file of a benchmark
+    {run} stands for the folder of the trial's run."""
     trials_at_once: PositiveInt | None = None
     """Trials side by side; null: as many as the cluster's GPUs hold, and one after another without GPUs."""
     max_failures: int = Field(2, ge=0)
@@ -183,17 +185,26 @@ def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int,
     if not sweep.train:
         suite["runs"] = [run.model_copy(update={"settings": merged(run.settings, changes)}).model_dump()]
         return _checked(Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=None, suite=_suite(suite)))
-    common = {"name": name, "output": str(sweep.folder / "runs"), "seed": seed, "tracking": tracking}
-    values = merged(merged(load_values(run.config, kind="run"), run.settings), changes)
-    try:
-        training = parse_section({**values, **common, "ray_address": sweep.ray_address}, RunConfig)
-    except ConfigError as error:
-        raise ConfigError(f"runs: {name}: {error}") from error
-    suite["runs"] = [{"name": run.name, "config": str(training.folder)}]
+    training, is_mixed = _training(sweep, run, name, changes, seed, tracking)
+    suite["runs"] = [{"name": run.name, "config": str(training.folder), "settings": changes if is_mixed else {}}]
     suite["benchmarks"] = [
         benchmark | {"file": benchmark["file"].replace(RUN, str(training.folder))} for benchmark in suite["benchmarks"]
     ]
     return Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=training, suite=_suite(suite))
+
+
+def _training(
+    sweep: SweepConfig, run: EvaluatedRun, name: str, changes: dict[str, Any], seed: int, tracking: dict[str, Any]
+) -> tuple[RunConfig, bool]:
+    """Returns the training of the trial of that name, and whether it is one for several budgets."""
+    values = merged(load_values(run.config, kind="run"), run.settings)
+    is_mixed = bool(values.get("budget", {}).get("memory_choices"))
+    own = {"name": f"{run.name}-mixed-seed-{seed}"} if is_mixed else merged({"name": name}, changes)
+    own |= {"output": str(sweep.folder / "runs"), "seed": seed, "ray_address": sweep.ray_address}
+    try:
+        return parse_section({**merged(values, own), "tracking": tracking}, RunConfig), is_mixed
+    except ConfigError as error:
+        raise ConfigError(f"runs: {name}: {error}") from error
 
 
 def _suite(values: dict[str, Any]) -> EvaluationSuite:

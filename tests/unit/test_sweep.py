@@ -28,7 +28,7 @@ from mempipe.files import write_text
 from mempipe.loader import load_config, parse_section
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
-from pipelines.sweep import TrialsFailed, begin, run_missing, trials_at_once
+from pipelines.sweep import TrialsFailed, begin, in_order, run_missing, trials_at_once
 from pipelines.sweep import main as sweep_main
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,23 @@ def test_a_trained_trial_trains_under_its_budget_and_measures_that_run(tmp_path)
     assert trial.training.tracking == trial.suite.tracking and trial.suite.tracking.parent_run_id == "p"
     (name, file), (then, _) = write_configs(sweep.folder, trial)
     assert (name, then) == ("train", "evaluate") and load_config(file) == trial.training
+
+
+def test_a_policy_for_several_budgets_is_trained_once_and_measured_under_each(tmp_path):
+    budget = {"memory_tokens": 16, "memory_choices": [4, 8, 16]}
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"budget": budget}}]
+    files = [{"name": "world", "file": "{run}/world/validation.parquet"}]
+    sampling = {"temperature": 1.0}
+    planned = trials(config(tmp_path, runs=runs, benchmarks=files, train=True, seeds=[1, 2], sampling=sampling))
+    assert [trial.name for trial in planned] == [f"mem-memory-{n}-seed-{seed}" for n in (4, 8) for seed in (1, 2)]
+    assert {trial.training.name for trial in planned} == {"mem-mixed-seed-1", "mem-mixed-seed-2"}
+    assert planned[0].training == planned[2].training and planned[0].training.budget.memory_limit == 16
+    assert [trial.suite.runs[0].settings for trial in planned[::2]] == [
+        {"budget": {"memory_tokens": tokens}} for tokens in (4, 8)
+    ]
+    assert planned[2].suite.benchmarks[0].file == f"{planned[0].training.folder}/world/validation.parquet"
+    assert in_order(planned) == [planned[:2], planned[2:]]  # no two trials train the same at once
+    assert in_order(planned[2:]) == [planned[2:]]
 
 
 def test_what_a_trial_has_trained_is_what_its_evaluation_measures(tmp_path):
