@@ -156,7 +156,7 @@ class MlflowWriter:
             self._failed += 1
             self._changed.notify_all()
         if self._failed == 1 and not self._gave_up:
-            text = "MLflow at %s does not take entries; training goes on and they are tried again: %s"
+            text = "MLflow at %s does not take entries; they are tried again while the work goes on: %s"
             _logger.warning(text, _public(self._store.uri), _one_line(error))
 
     def _pause(self, seconds: float) -> None:
