@@ -83,9 +83,7 @@ class SweepConfig(EvaluationSuite):
 class Trial:
     """One agent under one budget and seed: an evaluation of a single run, and the training before it."""
 
-    agent: str
-    memory_tokens: int | None  # None: the agent carries its whole history
-    seed: int
+    memory_tokens: int | None  # None: a reference, which has no such budget
     training: RunConfig | None
     suite: EvaluationSuite
 
@@ -184,13 +182,13 @@ def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int,
     suite |= {"name": name, "output": str(sweep.folder / "trials"), "seed": seed, "tracking": tracking}
     if not sweep.train:
         suite["runs"] = [run.model_copy(update={"settings": merged(run.settings, changes)}).model_dump()]
-        return _checked(Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=None, suite=_suite(suite)))
+        return _checked(Trial(memory_tokens=tokens, training=None, suite=_suite(suite)))
     training, is_mixed = _training(sweep, run, name, changes, seed, tracking)
     suite["runs"] = [{"name": run.name, "config": str(training.folder), "settings": changes if is_mixed else {}}]
     suite["benchmarks"] = [
         benchmark | {"file": benchmark["file"].replace(RUN, str(training.folder))} for benchmark in suite["benchmarks"]
     ]
-    return Trial(agent=run.name, memory_tokens=tokens, seed=seed, training=training, suite=_suite(suite))
+    return Trial(memory_tokens=tokens, training=training, suite=_suite(suite))
 
 
 def _training(

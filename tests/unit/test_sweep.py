@@ -222,7 +222,7 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     sweep = config(tmp_path, seeds=[1, 2], sampling={"temperature": 1.0})
     for trial in trials(sweep):
         write_configs(sweep.folder, trial)
-        finish(trial, right={4: 10, 8: 30, None: 20}[trial.memory_tokens] + trial.seed)
+        finish(trial, right={4: 10, 8: 30, None: 20}[trial.memory_tokens] + trial.suite.seed)
     paths = sweep_main(sweep)
     text = (sweep.folder / "budgets.md").read_text()
     assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
