@@ -46,7 +46,8 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     trained = trained_parameters(config.model, shape)
     if not trained:
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]
-    findings.append(ok(f"model: {_short(shape.num_parameters)} parameters, {_short(trained)} trained"))
+    of_them = f", {_short(trained)} trained" if training else ""
+    findings.append(ok(f"model: {_short(shape.num_parameters)} parameters{of_them}"))
     if devices.num_gpus:
         planned = placed.applied(config)
         findings += _gpu_memory(planned, shape, placed, devices.gpu_gib, training=training)
