@@ -16,6 +16,7 @@ nowhere).
     early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact
                        and the answering turn did not read its passage
                        / answers
+    answer_in_memory   memory turns whose new memory knows a golden answer / memory turns
     truncation_rate    memory turns whose memory was cut / memory turns
     memory_tokens      tokens of the memories that memory turns left / memory turns
     budget_use         memory_tokens / budget.memory_tokens
@@ -33,7 +34,8 @@ of the fact's passage and its *cue*: the last word of four letters or more that 
 sentence ("born" in "Ann Lee was born in Oslo"). A value that has no cue, or stands in no sentence, is not looked for.
 
 All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
-absent. Questions without evidence count for memory tokens, truncation, copying and compression only.
+absent. Questions without evidence count for the answer, memory tokens, truncation, copying and compression only; those
+of several objectives not for the answer.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class MemoryQuality:
     facts_lost: int = 0
     answers: int = 0
     early_answers: int = 0
+    answerable_turns: int = 0
+    answers_in_memory: int = 0
     memory_turns: int = 0
     memories_truncated: int = 0
     memory_tokens: int = 0
@@ -90,6 +94,7 @@ class MemoryQuality:
             "kept_rate": (self.facts_kept, self.facts_retrieved),
             "lost_rate": (self.facts_lost, self.facts_held),
             "early_answer_rate": (self.early_answers, self.answers),
+            "answer_in_memory": (self.answers_in_memory, self.answerable_turns),
             "truncation_rate": (self.memories_truncated, self.memory_turns),
             "memory_tokens": (self.memory_tokens, self.memory_turns),
             "budget_use": (self.memory_tokens, self.memory_turns * (memory_budget or 0)),
@@ -115,7 +120,7 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
         counts += _evidence_counts(context, question, wrote=is_memory_turn(trajectory, index))
         read |= {passage.id: passage for search in context.searches for passage in search.passages}
         if is_memory_turn(trajectory, index):
-            counts += _memory_counts(context)
+            counts += _memory_counts(context) + _answer_counts(context, question)
             counts += _relevance_counts(context.memory_after, question, read)
     if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
         last = question.evidence[-1]
@@ -209,6 +214,13 @@ def _memory_counts(context: Context) -> MemoryQuality:
         memory_words=len(memory),
         copied_words=_num_copied(memory, passages),
     )
+
+
+def _answer_counts(context: Context, question: Question) -> MemoryQuality:
+    if question.objectives or not question.golden_answers:
+        return MemoryQuality()
+    held = any(contains_value(context.memory_after, answer) for answer in question.golden_answers)
+    return MemoryQuality(answerable_turns=1, answers_in_memory=int(held))
 
 
 def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passage]) -> MemoryQuality:

@@ -1,6 +1,7 @@
 """Memory metrics of hand-made trajectories whose values can be read off."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,7 @@ def test_an_ideal_trajectory_finds_and_keeps_everything():
         "kept_rate": 1.0,
         "lost_rate": 0.0,
         "early_answer_rate": 0.0,
+        "answer_in_memory": 0.5,
         "truncation_rate": 0.0,
         "memory_tokens": 3.5,
         "budget_use": 0.35,
@@ -202,7 +204,10 @@ def test_rates_are_ratios_of_sums():
 
 def test_rates_without_a_case_are_absent():
     unknown = Group(id="g", question=Question(id="q", text="?", golden_answers=["x"]), trajectories=[GOOD])
-    assert set(memory_quality([unknown])) == {"truncation_rate", "memory_tokens", "copy_rate", "compression"}
+    without_evidence = {"answer_in_memory", "truncation_rate", "memory_tokens", "copy_rate", "compression"}
+    assert set(memory_quality([unknown])) == without_evidence
+    joined = Question(id="q", text="?", golden_answers=["x; y"], objectives=[["x"], ["y"]])
+    assert set(memory_quality([replace(unknown, question=joined)])) == without_evidence - {"answer_in_memory"}
     assert memory_quality([]) == {} and rollout_metrics([]) == {}
 
 
