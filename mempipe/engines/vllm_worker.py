@@ -1,5 +1,5 @@
 """What mempipe adds to a vLLM worker process: a weight-transfer backend, checksums of the weights it holds, CPU weights
-that can be written, and an end together with its owner.
+that can be written, an adapter that is quick on a CPU, and an end together with its owner.
 
 vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all of them. It
 is imported nowhere else.
@@ -21,6 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -164,6 +165,34 @@ def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 
+def shrink_by_one_adapter(
+    self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
+) -> None:
+    """Writes x [T, inputs] times the adapter's first matrix into y [T, rank]; zero for a token without an adapter.
+
+    vLLM's own CPU path copies the adapter for every token, since each could have another one: prompts take twenty times
+    as long. An engine here serves one adapter, in slot 0 of `w_t_all` [1, 1, rank, inputs].
+    """
+    states = F.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype))
+    has_adapter = self.token_lora_indices[: len(states)] >= 0
+    y.view(-1, y.shape[-1])[:, : states.shape[1]] = scale * states * has_adapter.unsqueeze(1)
+
+
+def expand_by_one_adapter(
+    self: PunicaWrapperCPU,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    w_t_all: torch.Tensor,
+    y_offset: int,
+    y_slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """Adds x [T, rank] times the adapter's second matrix to a slice of y [T, outputs]."""
+    states = F.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype))
+    part = y[:, y_offset : y_offset + y_slice_size]
+    part.copy_(part + states if add_inputs else states)
+
+
 def end_with(frontend: psutil.Process) -> None:
     """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down; an engine whose front-end was
     killed would stay, with its memory."""
@@ -176,6 +205,8 @@ def install() -> None:
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
+        PunicaWrapperCPU._apply_shrink = shrink_by_one_adapter
+        PunicaWrapperCPU._apply_expand = expand_by_one_adapter
         # vLLM compiles one small sampling function even in eager mode, which costs 15 s at start.
         torch.compiler.set_stance("force_eager")
     frontend = psutil.Process(int(os.environ[FRONTEND_PID]))
