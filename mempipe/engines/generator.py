@@ -486,7 +486,12 @@ def _engine_arguments(
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
     if model.lora_rank:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank_of_engine(model.lora_rank)}
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": _rank_of_engine(model.lora_rank),
+            "lora_target_modules": list(model.lora_targets),  # else the head computes an adapter that is always zero
+        }
     if device == "cuda":
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
