@@ -240,6 +240,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
                 num_ranks=config.learner.num_ranks,
                 max_tokens=config.learner.max_tokens_per_micro_batch,
                 aggregation=config.algorithm.aggregation,
+                share_prefixes=config.learner.share_prefixes,
             )
             for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]

@@ -1,8 +1,10 @@
 """Causal attention within each context of a packed row.
 
-A packed row [1, T] holds whole contexts one after the other. No [T, T] mask is ever built: on CUDA with 16-bit weights
-`torch.nn.attention.varlen` takes the boundaries as they are; everywhere else contexts of similar length are gathered
-into a right-padded batch, where causal attention never looks at the padding, and scattered back. Both are exact.
+A packed row [1, T] holds whole contexts one after the other; a context may take its first tokens from the one before
+it, and is gathered whole here, so that attention alone works on shared tokens more than once. No [T, T] mask is ever
+built: on CUDA with 16-bit weights `torch.nn.attention.varlen` takes the boundaries as they are; everywhere else
+contexts of similar length are gathered into a right-padded batch, where causal attention never looks at the padding,
+and scattered back. Both are exact.
 """
 
 from __future__ import annotations
@@ -16,20 +18,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from mempipe.rl.packing import context_places
+
 
 class ContextLayout:
     """Says where the contexts of a packed row lie; made once per micro-batch, used by every layer.
 
-    `lengths` are the S context lengths; they sum to T.
+    `lengths` are the S context lengths. Of these tokens the first `shared_lengths` [S] stand in the row once, with the
+    context before; without sharing the lengths sum to T.
     """
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, device: torch.device, shared_lengths: Sequence[int] | None = None
+    ) -> None:
         assert lengths and min(lengths) > 0, (
             f"a packed row needs contexts of at least one token, got lengths {list(lengths)}"
         )
         self.lengths = list(lengths)
+        self.shared_lengths = list(shared_lengths or [0] * len(lengths))
         self.max_length = max(lengths)
+        self.num_tokens = sum(lengths) - sum(self.shared_lengths)
         self.device = device
+
+    @functools.cached_property
+    def gathered(self) -> tuple[Tensor, Tensor] | None:
+        """[sum of lengths] the row position of every context's tokens, and [T] where in those a row position comes
+        first; None where nothing is shared: both are the row itself."""
+        if not any(self.shared_lengths):
+            return None
+        own = [
+            torch.arange(end - length + shared, end)
+            for end, length, shared in zip(
+                itertools.accumulate(self.lengths), self.lengths, self.shared_lengths, strict=True
+            )
+        ]
+        return self._places.to(self.device), torch.cat(own).to(self.device)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        return torch.from_numpy(context_places(self.lengths, self.shared_lengths))
 
     @functools.cached_property
     def boundaries(self) -> Tensor:
@@ -51,20 +78,20 @@ class ContextLayout:
 
     @functools.cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
-        """[P] the row position in each slot of the padded buckets, and [T] the slot of each row position.
+        """[P] the row position in each slot of the padded buckets, and [T] a slot of each row position.
 
         Padding repeats the context's first token."""
-        starts = [0, *itertools.accumulate(self.lengths)]
+        places = self._places.split(self.lengths)
         longest_first = sorted(range(len(self.lengths)), key=lambda context: -self.lengths[context])
         padded_lengths = [length for count, length in self.buckets for _ in range(count)]
-        row_positions, slots = [], torch.empty(starts[-1], dtype=torch.int64)
+        row_positions, slots = [], torch.empty(self.num_tokens, dtype=torch.int64)
         first_slot = 0
         for context, padded in zip(longest_first, padded_lengths, strict=True):
-            start, length = starts[context], self.lengths[context]
-            positions = torch.full((padded,), start)
-            positions[:length] = torch.arange(start, start + length)
+            place, length, shared = places[context], self.lengths[context], self.shared_lengths[context]
+            positions = torch.full((padded,), int(place[0]))
+            positions[:length] = place
             row_positions.append(positions)
-            slots[start : start + length] = torch.arange(first_slot, first_slot + length)
+            slots[place[shared:]] = torch.arange(first_slot + shared, first_slot + length)
             first_slot += padded
         return torch.cat(row_positions).to(self.device), slots.to(self.device)
 
@@ -131,6 +158,8 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if layout.gathered is not None:
+        query, key, value = (rows.index_select(0, layout.gathered[0]) for rows in (query, key, value))
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -144,7 +173,7 @@ def _varlen(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)
-    return output
+    return output if layout.gathered is None else output.index_select(0, layout.gathered[1])
 
 
 def _padded(

@@ -132,6 +132,9 @@ class LearnerConfig(Section):
     """FSDP ranks: one GPU each, or one CPU process each."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Packed tokens in one forward and backward pass of one rank."""
+    share_prefixes: bool = False
+    """Contexts that begin alike (siblings with the same prompt; with agent.chunk_first, the same chunk) train on those
+    tokens once. Only attention still sees every context whole."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of one rank without a GPU."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"

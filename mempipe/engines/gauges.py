@@ -28,9 +28,10 @@ class TrainingFlops:
         self._weights = sum(parameter.numel() for parameter in policy.lm.parameters()) - looked_up
         self._attention = config.num_hidden_layers * config.hidden_size
 
-    def of(self, lengths: Sequence[int]) -> int:
-        """The operations of contexts of these lengths."""
-        return 6 * self._weights * sum(lengths) + 6 * self._attention * sum(length**2 for length in lengths)
+    def of(self, lengths: Sequence[int], shared_lengths: Sequence[int]) -> int:
+        """The operations of contexts of these lengths, whose shared tokens count once."""
+        pairs = sum(length**2 for length in lengths) - sum(shared**2 for shared in shared_lengths)
+        return 6 * self._weights * (sum(lengths) - sum(shared_lengths)) + 6 * self._attention * pairs
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -300,7 +300,9 @@ class Learner:
             "counts": counts,
             "shared": {"lr": lr, "grad_norm": norm},
             "seconds": time.perf_counter() - start,
-            "flops": sum(self._flops.of(batch.sequence_lengths.tolist()) for batch in real),
+            "flops": sum(
+                self._flops.of(batch.sequence_lengths.tolist(), batch.shared_lengths.tolist()) for batch in real
+            ),
             "peak_memory_gib": peak_memory_gib(self._device),
             "peak_teraflops": self._peak_teraflops,
         }

@@ -50,18 +50,24 @@ class PolicyModel(nn.Module):
         self.entropy_gradient = False  # an entropy bonus needs it
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, loss_positions: Tensor, layout: ContextLayout, temperature: float
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        loss_positions: Tensor,
+        source_positions: Tensor,
+        layout: ContextLayout,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids` [T].
 
-        Both are of the distribution that is sampled from: logits / temperature. The entropy carries a gradient with
-        `entropy_gradient` only.
+        The token before each stands at `source_positions` [N]. Both results are of the distribution that is sampled
+        from: logits / temperature. The entropy carries a gradient with `entropy_gradient` only.
         """
         backbone = cast(nn.Module, self.lm.base_model)
         states = backbone(
             input_ids=token_ids.unsqueeze(0), position_ids=position_ids.unsqueeze(0), use_cache=False, layout=layout
         ).last_hidden_state[0]
-        states = states.index_select(0, loss_positions - 1)
+        states = states.index_select(0, source_positions)
         targets = token_ids.index_select(0, loss_positions)
         rows = max(1, MAX_LOGITS // self.lm.config.get_text_config().vocab_size)
         if len(targets) <= rows:
@@ -165,13 +171,15 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, 
 def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy, float32 [N] on the model's device, of the loss tokens of a micro-batch."""
     device = next(policy.parameters()).device
-    layout = ContextLayout(micro_batch.sequence_lengths.tolist(), device=device)
-    assert sum(layout.lengths) == micro_batch.num_tokens, (
-        f"contexts of {sum(layout.lengths)} tokens in a row of {micro_batch.num_tokens}; sequence_lengths must sum "
-        "to the row's length"
+    layout = ContextLayout(
+        micro_batch.sequence_lengths.tolist(), shared_lengths=micro_batch.shared_lengths.tolist(), device=device
     )
-    columns = (micro_batch.token_ids, micro_batch.position_ids, micro_batch.loss_positions)
-    return policy(*(to_device(column, device) for column in columns), layout, temperature)
+    assert layout.num_tokens == micro_batch.num_tokens, (
+        f"contexts of {layout.num_tokens} tokens in a row of {micro_batch.num_tokens}; sequence_lengths less "
+        "shared_lengths must sum to the row's length"
+    )
+    names = ("token_ids", "position_ids", "loss_positions", "source_positions")
+    return policy(*(to_device(getattr(micro_batch, name), device) for name in names), layout, temperature)
 
 
 @torch.no_grad()
@@ -196,7 +204,12 @@ def score(
         token_ids = torch.tensor([token for index in row for token in sequences[index]], device=device)
         position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
         logprobs, _ = policy(
-            token_ids, position_ids, loss_positions, ContextLayout(lengths, device=device), temperature
+            token_ids,
+            position_ids,
+            loss_positions,
+            loss_positions - 1,
+            ContextLayout(lengths, device=device),
+            temperature,
         )
         dense = torch.zeros(len(token_ids), device=device).index_copy(0, loss_positions, logprobs)
         for index, part in zip(row, dense.cpu().split(lengths), strict=True):

@@ -2,6 +2,10 @@
 
 The weight of a token is its share of the mean that the loss is, and counts the whole step: the gradient is the sum over
 all micro-batches of all ranks of `weights * loss(token)`, however the contexts were ordered, packed and dealt out.
+
+Contexts that begin alike can share a row's tokens: siblings that read the same chunk, or were given the same prompt. In
+the order of their tokens every context begins with as much of the one before it as of any other, so a number for each
+context, how many tokens it takes from the one before it, describes the whole tree of prefixes.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +24,28 @@ from mempipe.types import TrainingSample
 Aggregation = Literal["token", "context", "trajectory"]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+MOST_SHARED = 8
+"""Tokens of whole contexts that a micro-batch holds for each of its own, at most: attention sees contexts whole, and
+needs memory for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The input of one forward and backward pass of one rank: T tokens of S whole contexts in a row, N of them loss
-    tokens.
+    """The input of one forward and backward pass of one rank: T tokens of S whole contexts in a row, N loss tokens.
+
+    A context may take its first tokens from the one before it; a token that several contexts train is a loss token of
+    each.
 
     A filler (`weights` all zero) keeps ranks in step when one of them has less to do; it adds nothing to loss or
     gradient.
     """
 
     token_ids: Ints  # [T]
-    position_ids: Ints  # [T], from 0 in every context
-    sequence_lengths: Ints  # [S], sums to T
+    position_ids: Ints  # [T], counted from 0 in every context
+    sequence_lengths: Ints  # [S], of whole contexts
+    shared_lengths: Ints  # [S], first tokens that the context before has too, and that are there once; else 0
     loss_positions: Ints  # [N], where in T each loss token stands; never the first token of a context
+    source_positions: Ints  # [N], where in T the token before it stands, whose state predicts it
     loss_sequences: Ints  # [N], which of the S contexts it is in
     old_logprobs: Floats  # [N], the sampler's
     ref_logprobs: Floats  # [N], zeros without a reference
@@ -57,12 +68,18 @@ class MicroBatch:
 
 
 def pack_step(
-    samples: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int, aggregation: Aggregation
+    samples: Sequence[TrainingSample],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    aggregation: Aggregation,
+    share_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
     """Returns the micro-batches of one optimiser step, one list per rank, all lists equally long.
 
-    Contexts are never split. Contexts of similar length share a micro-batch, and micro-batches that ranks work on at
-    the same time hold similar numbers of tokens. The result depends on the set of samples only, not on their order.
+    Contexts are never split. Contexts of similar length share a micro-batch, or, with `share_prefixes`, contexts that
+    begin alike; micro-batches that ranks work on at the same time hold similar numbers of tokens. The result depends on
+    the set of samples only, not on their order.
     Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
     """
     if num_ranks < 1:
@@ -79,21 +96,32 @@ def pack_step(
             f"context {twice[1]} of trajectory {twice[0]} is {count} times in the step; every context is trained once"
         )
     scale = _token_weights(samples, aggregation)
-    ordered = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
-    bins = _bins(ordered, num_ranks=num_ranks, max_tokens=max_tokens)
-    bins.sort(key=_tokens, reverse=True)
+    rows = _rows(_parts(samples, share_prefixes), num_ranks=num_ranks, max_tokens=max_tokens)
+    rows.sort(key=_tokens, reverse=True)
 
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
-    for start in range(0, len(bins), num_ranks):
-        row = bins[start : start + num_ranks]
+    for start in range(0, len(rows), num_ranks):
+        side_by_side = rows[start : start + num_ranks]
         by_load = sorted(range(num_ranks), key=lambda rank: load[rank])
-        for rank, contexts in zip(by_load, row, strict=False):
-            ranks[rank].append(_micro_batch(contexts, scale))
-            load[rank] += _tokens(contexts)
-        for rank in by_load[len(row) :]:
-            ranks[rank].append(_filler(ordered[-1]))
+        for rank, row in zip(by_load, side_by_side, strict=False):
+            ranks[rank].append(_micro_batch(row, scale))
+            load[rank] += _tokens(row)
+        for rank in by_load[len(side_by_side) :]:
+            ranks[rank].append(_filler(rows[-1][-1].sample))
     return ranks
+
+
+def context_places(lengths: Sequence[int], shared_lengths: Sequence[int]) -> Ints:
+    """Returns where in the row each token of each context stands, [sum of lengths]: the first `shared_lengths` of a
+    context where those of the context before it stand, the others after everything before them."""
+    places: list[Ints] = []
+    start = 0
+    for length, shared in zip(lengths, shared_lengths, strict=True):
+        own = np.arange(start, start + length - shared, dtype=np.int64)
+        places.append(np.concatenate([places[-1][:shared], own]) if shared else own)
+        start += length - shared
+    return np.concatenate(places)
 
 
 def split_updates(
@@ -161,50 +189,88 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
     return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
 
 
-def _tokens(contexts: Sequence[TrainingSample]) -> int:
-    return sum(len(sample.token_ids) for sample in contexts)
+class _Part(NamedTuple):
+    """A context in a row, and how many of its first tokens the context before it has too."""
+
+    sample: TrainingSample
+    shared: int
+
+    @property
+    def own(self) -> int:
+        return len(self.sample.token_ids) - self.shared
 
 
-def _bins(ordered: Sequence[TrainingSample], *, num_ranks: int, max_tokens: int) -> list[list[TrainingSample]]:
-    """Cuts the samples into runs of neighbours of at most `max_tokens` each. There are as many runs as the ranks need
+def _tokens(row: Sequence[_Part]) -> int:
+    return sum(part.own for part in row)
+
+
+def _parts(samples: Sequence[TrainingSample], share_prefixes: bool) -> list[_Part]:
+    """Returns the samples in the order in which they are put into rows."""
+    by_length = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
+    if not share_prefixes:
+        return [_Part(sample, 0) for sample in by_length]
+    tokens = [np.asarray(sample.token_ids, dtype=">u4") for sample in by_length]  # bytes sort as the numbers do
+    order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
+    before = [-1, *order]
+    return [
+        _Part(by_length[i], 0 if j < 0 else _common_prefix(tokens[j], tokens[i]))
+        for j, i in zip(before, order, strict=False)
+    ]
+
+
+def _common_prefix(one: npt.NDArray, other: npt.NDArray) -> int:
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def _rows(parts: Sequence[_Part], *, num_ranks: int, max_tokens: int) -> list[list[_Part]]:
+    """Cuts the contexts into runs of neighbours of at most `max_tokens` each. There are as many runs as the ranks need
     rounds for, and their largest is as small as possible.
     """
-    num_rounds = -(-len(_runs(ordered, max_tokens)) // num_ranks)
-    low, high = len(ordered[0].token_ids), max_tokens
+    num_rounds = -(-len(_runs(parts, max_tokens)) // num_ranks)
+    low, high = max(len(part.sample.token_ids) for part in parts), max_tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_runs(ordered, middle)) <= num_rounds * num_ranks:
+        if len(_runs(parts, middle)) <= num_rounds * num_ranks:
             high = middle
         else:
             low = middle + 1
-    return _runs(ordered, low)
+    return _runs(parts, low)
 
 
-def _runs(ordered: Sequence[TrainingSample], capacity: int) -> list[list[TrainingSample]]:
-    """Puts neighbours together while they fit; every sample alone does."""
-    runs: list[list[TrainingSample]] = []
-    room = 0
-    for sample in ordered:
-        length = len(sample.token_ids)
-        if length > room:
+def _runs(parts: Sequence[_Part], capacity: int) -> list[list[_Part]]:
+    """Puts neighbours together while they fit; every context alone does. The first of a run shares nothing."""
+    runs: list[list[_Part]] = []
+    room = room_whole = 0
+    for part in parts:
+        length = len(part.sample.token_ids)
+        if part.own > room or length > room_whole:
             runs.append([])
-            room = capacity
-        runs[-1].append(sample)
-        room -= length
+            room, room_whole = capacity, MOST_SHARED * capacity
+            part = _Part(part.sample, 0)
+        runs[-1].append(part)
+        room -= part.own
+        room_whole -= length
     return runs
 
 
-def _micro_batch(contexts: Sequence[TrainingSample], scale: dict[str, float]) -> MicroBatch:
+def _micro_batch(row: Sequence[_Part], scale: dict[str, float]) -> MicroBatch:
+    contexts = [part.sample for part in row]
     lengths = np.array([len(sample.token_ids) for sample in contexts], dtype=np.int64)
+    shared = np.array([part.shared for part in row], dtype=np.int64)
+    places = context_places(lengths.tolist(), shared.tolist())
     positions = np.flatnonzero(_flat([sample.loss_mask for sample in contexts], np.int64))
     sequences = np.repeat(np.arange(len(contexts)), lengths)[positions]
     advantages = np.array([sample.advantage for sample in contexts], dtype=np.float32)
     weights = np.array([scale[sample.trajectory_id] for sample in contexts], dtype=np.float32)
     return MicroBatch(
-        token_ids=_flat([sample.token_ids for sample in contexts], np.int64),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        token_ids=_flat([part.sample.token_ids[part.shared :] for part in row], np.int64),
+        position_ids=np.concatenate([np.arange(*ends, dtype=np.int64) for ends in zip(shared, lengths, strict=True)]),
         sequence_lengths=lengths,
-        loss_positions=positions,
+        shared_lengths=shared,
+        loss_positions=places[positions],
+        source_positions=places[positions - 1],
         loss_sequences=sequences,
         old_logprobs=_flat([sample.logprobs for sample in contexts], np.float32)[positions],
         ref_logprobs=_flat([sample.ref_logprobs or [0.0] * len(sample.token_ids) for sample in contexts], np.float32)[
@@ -230,7 +296,9 @@ def _filler(sample: TrainingSample) -> MicroBatch:
         token_ids=np.array(sample.token_ids[:2], dtype=np.int64),
         position_ids=np.arange(2, dtype=np.int64),
         sequence_lengths=np.array([2], dtype=np.int64),
+        shared_lengths=np.array([0], dtype=np.int64),
         loss_positions=np.array([1], dtype=np.int64),
+        source_positions=np.array([0], dtype=np.int64),
         loss_sequences=np.array([0], dtype=np.int64),
         old_logprobs=zero,
         ref_logprobs=zero,

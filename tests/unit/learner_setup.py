@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,27 @@ def samples(seed: int, lengths: Sequence[int] = (5, 23, 9, 14, 8, 2, 17, 11)) ->
     return [sample(rng, length=length, trajectory=f"t{i // 2}", index=i % 2) for i, length in enumerate(lengths)]
 
 
-def pack(step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int = 1000) -> list[list[MicroBatch]]:
-    return pack_step(step, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token")
+def family(seed: int) -> list[TrainingSample]:
+    """Contexts that begin alike, two of them wholly alike, one alone; loss tokens among what they share."""
+    rng = np.random.default_rng(seed)
+    tree = {"root": (), "left": ("root",), "right": ("root",), "leaf": ("root", "left"), "twin": ("root", "left")}
+    parts = {name: sample(rng, length=length) for name, length in zip(tree, (6, 9, 4, 7, 7), strict=True)}
+    parts["twin"] = parts["leaf"]
+    joined = [sample(rng, length=11, trajectory="alone")]
+    for name, before in tree.items():
+        pieces = [parts[part] for part in (*before, name)]
+        columns = ("token_ids", "loss_mask", "logprobs", "policy_versions", "ref_logprobs")
+        values = {column: [value for piece in pieces for value in getattr(piece, column)] for column in columns}
+        joined.append(replace(parts[name], trajectory_id=name, advantage=float(rng.normal()), **values))
+    return joined
+
+
+def pack(
+    step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int = 1000, share_prefixes: bool = False
+) -> list[list[MicroBatch]]:
+    return pack_step(
+        step, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token", share_prefixes=share_prefixes
+    )
 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:

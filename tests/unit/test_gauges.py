@@ -20,7 +20,13 @@ def test_training_takes_six_operations_a_weight_and_token_and_those_of_attention
     model = load_plain(save_model(tmp_path, architecture))
     weights = sum(parameter.numel() for parameter in model.parameters()) - looked_up
     attention = 6 * 2 * 64 * (5**2 + 9**2)  # two layers of 64 dimensions
-    assert TrainingFlops(PolicyModel(model)).of([5, 9]) == 6 * weights * 14 + attention
+    assert TrainingFlops(PolicyModel(model)).of([5, 9], [0, 0]) == 6 * weights * 14 + attention
+
+
+def test_shared_tokens_take_their_operations_once(tmp_path):
+    flops = TrainingFlops(PolicyModel(load_plain(save_model(tmp_path))))
+    whole, shared = flops.of([9, 9], [0, 0]), flops.of([9, 9], [0, 9])
+    assert shared == flops.of([9], [0]) == whole // 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_setup import VOCAB, assert_close, load_plain, pack, sample, samples, save_model
+from learner_setup import VOCAB, assert_close, family, load_plain, pack, sample, samples, save_model
 from transformers import AutoModelForCausalLM
 
 from mempipe.engines import model as model_module
@@ -54,6 +54,26 @@ def test_a_packed_row_scores_as_its_contexts_do_alone(tmp_path, architecture, te
     expected_logprobs, expected_entropy = one_by_one(folder, batch, temperature)
     torch.testing.assert_close(logprobs.detach(), expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("max_tokens", [1000, 40])
+def test_contexts_that_begin_alike_train_on_those_tokens_once_and_alike(tmp_path, architecture, max_tokens):
+    folder = save_model(tmp_path, architecture)
+    tokens, found = [], []
+    for share_prefixes in (False, True):
+        policy, logprobs = policy_of(folder), {}
+        (batches,) = pack(family(0), max_tokens=max_tokens, share_prefixes=share_prefixes)
+        for batch in batches:
+            scores, _ = loss_token_logprobs(policy, batch, temperature=0.8)
+            (scores * torch.tensor(batch.weights * batch.advantages)).sum().backward()
+            logprobs |= zip(zip(batch.advantages, batch.old_logprobs, strict=True), scores.tolist(), strict=True)
+        tokens.append(sum(batch.num_tokens for batch in batches))
+        found.append((logprobs, {name: p.grad for name, p in policy.named_parameters()}))
+    assert tokens[0] == 86 and tokens[1] == (37 if max_tokens == 1000 else tokens[1]) < 60
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_editing_one_context_changes_no_logprob_in_another(qwen2):

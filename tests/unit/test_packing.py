@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.rl.packing import MicroBatch, pack_step, split_updates
+from mempipe.rl.packing import MOST_SHARED, MicroBatch, context_places, pack_step, split_updates
 from mempipe.types import Column, TrainingSample
 
 AGGREGATIONS = ("token", "context", "trajectory")
@@ -343,3 +343,63 @@ def test_columns_are_packed_as_lists_are():
         for one, other in zip(ours, theirs, strict=True):
             for field in dataclasses.fields(MicroBatch):
                 np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), strict=True)
+
+
+ALIKE = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), min_size=1, max_size=12)
+
+
+def alike(token_ids: list[list[int]]) -> list[TrainingSample]:
+    return [
+        dataclasses.replace(sample(len(ids), f"t{i}", loss=len(ids) // 2), token_ids=ids, advantage=float(i))
+        for i, ids in enumerate(token_ids)
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(token_ids=ALIKE, num_ranks=st.integers(1, 3), max_tokens=st.integers(12, 40))
+def test_contexts_that_share_tokens_are_each_there_as_a_whole(token_ids, num_ranks, max_tokens):
+    samples = alike(token_ids)
+    plain, shared = (
+        batches_of(
+            pack_step(
+                samples, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token", share_prefixes=share_prefixes
+            )
+        )
+        for share_prefixes in (False, True)
+    )
+    found, weights = [], Counter[tuple[float, int, int]]()
+    for batch in shared:
+        assert batch.num_tokens <= max_tokens
+        places = context_places(batch.sequence_lengths.tolist(), batch.shared_lengths.tolist())
+        contexts = np.split(places, np.cumsum(batch.sequence_lengths)[:-1])
+        for here in contexts:
+            assert batch.position_ids[here].tolist() == list(range(len(here)))
+        for i, (at, source) in enumerate(zip(batch.loss_positions, batch.source_positions, strict=True)):
+            here = contexts[batch.loss_sequences[i]].tolist()
+            assert here.index(at) == here.index(source) + 1
+        if not batch.is_filler:
+            found += [batch.token_ids[here].tolist() for here in contexts]
+            positions = batch.position_ids[batch.loss_positions]
+            weights.update(zip(batch.advantages, positions.tolist(), batch.weights.tolist(), strict=True))
+    assert sorted(found) == sorted(token_ids)
+    expected = Counter[tuple[float, int, int]]()
+    for batch in plain:
+        if not batch.is_filler:
+            positions = batch.position_ids[batch.loss_positions]
+            expected.update(zip(batch.advantages, positions.tolist(), batch.weights.tolist(), strict=True))
+    assert weights == expected
+    assert sum(b.num_tokens for b in shared if not b.is_filler) <= sum(b.num_tokens for b in plain if not b.is_filler)
+
+
+def test_siblings_that_read_the_same_chunk_are_trained_on_it_once():
+    chunk = list(range(1000))
+    siblings = alike([[*chunk, 2000 + i, *range(3000, 3099)] for i in range(8)])
+    ((batch,),) = pack_step(siblings, num_ranks=1, max_tokens=4096, aggregation="token", share_prefixes=True)
+    assert batch.num_tokens == 1000 + 8 * 100 and batch.shared_lengths.tolist() == [0] + [1000] * 7
+
+
+def test_a_row_has_room_for_the_attention_of_whole_contexts():
+    siblings = alike([[*range(90), 100 + i] for i in range(100)])
+    (batches,) = pack_step(siblings, num_ranks=1, max_tokens=100, aggregation="token", share_prefixes=True)
+    assert all(batch.sequence_lengths.sum() <= MOST_SHARED * 100 for batch in batches)
+    assert sum(len(batch.sequence_lengths) for batch in batches) == 100
