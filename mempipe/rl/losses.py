@@ -135,13 +135,6 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (torch.expm1(d) - d).clamp(max=MAX_KL)
 
 
-def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of each row of logits: [..., V] -> [...], in float32 at least. A metric; no loss uses it."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
-
-
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Merges the metric sums of several micro-batches or ranks: sums are added, maxima compared."""
     merged: dict[str, float] = {}

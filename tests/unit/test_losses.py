@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss, token_entropy
+from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
@@ -268,11 +268,6 @@ def test_metrics_of_micro_batches_add_up_to_those_of_the_step():
     assert parts == pytest.approx(whole) and mean_metrics(parts)["tokens"] == 4
     assert mean_metrics(whole)["importance_ratio_max"] == pytest.approx(math.exp(0.5))
     assert mean_metrics(whole)["loss"] == whole["loss"]
-
-
-def test_entropy_of_known_distributions():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [100.0, 0.0, 0.0, 0.0], [0.0, 0.0, -math.inf, -math.inf]])
-    assert token_entropy(logits).tolist() == pytest.approx([math.log(4), 0.0, math.log(2)], abs=1e-6)
 
 
 def step_samples() -> list[TrainingSample]:
