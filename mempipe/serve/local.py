@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ray import serve
 
@@ -16,8 +16,18 @@ def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
     """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=name):
-        try:
-            serve.start(http_options={"host": host, "port": port})
-            yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        finally:
-            serve.shutdown()
+        serve.start(http_options={"host": host, "port": port})
+        yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        _end_applications()
+
+
+def _end_applications() -> None:
+    """Lets every application finish its requests, before Ray ends all that is left. What was deployed last asks the
+    others, so it ends first.
+
+    Serve's controller ends with its cluster: `serve.shutdown` would wait for an answer of an actor that it kills, and
+    Ray tells the terminal of every answer that is lost so.
+    """
+    for name in reversed(serve.status().applications):
+        with suppress(TimeoutError):
+            serve.delete(name)

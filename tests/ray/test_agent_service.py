@@ -83,6 +83,7 @@ def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finis
             serving.process.send_signal(signal.SIGINT)
             ended = serving.wait()
             assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+            assert "raylet" not in ended.stdout + ended.stderr  # what Ray says of its own end
             assert marked.survivors() == []
         finally:
             marked.end()
