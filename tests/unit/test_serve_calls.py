@@ -110,6 +110,19 @@ async def test_a_request_whose_replica_died_is_503_with_retry_after():
     assert "ask again" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("has_body", "status"), [(True, 503), (False, 408)])
+async def test_a_body_that_went_to_a_dead_replica_is_503_and_one_that_never_came_408(has_body, status):
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_body:
+            while (await receive()).get("more_body"):
+                pass
+        await JSONResponse("late", 408)(scope, receive, send)
+
+    async with client_of(Front(late)) as client:
+        answer = await client.post("/v1/answer", json={"question": "who ?"})
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, "1" if has_body else None)
+
+
 async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay():
     for status, headers, expected in (
         (503, {}, "1"),
