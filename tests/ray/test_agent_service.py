@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,11 @@ from tools.processes import Running as RunningCommand
 
 NUM_QUESTIONS = 12
 TIMEOUT_S = 120.0
+LONG_MESSAGES = {
+    "num_samples": 16,
+    "budget": {"action_tokens": 320, "memory_tokens": 8, "observation_tokens": 8, "question_tokens": 32},
+}
+"""Options of a request that works for seconds, at a temperature that is as good as greedy: its messages do not end."""
 
 
 @dataclass
@@ -158,27 +163,54 @@ def test_one_request_id_comes_back(running):
     assert len(answer.headers.get_list("x-request-id")) == 1
 
 
-def test_the_official_client_works_unchanged(running):
+@pytest.fixture
+def chat(running) -> Iterator[Callable[..., Any]]:
+    """Asks the first question with the official client."""
     question = running.questions[0]
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    (model,) = client.models.list()
-    body: Any = {"model": model.id, "messages": [{"role": "user", "content": question.text}]}
-    extra = {"mempipe": partition_of(question)}
-    plain = client.chat.completions.create(**body, extra_body=extra)
-    chunks = list(client.chat.completions.create(**body, extra_body=extra, stream=True))
-    expected = running.evaluated[question.text].answer or ""
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        messages: Any = [{"role": "user", "content": question.text}]
+
+        def ask(options: dict[str, Any], **arguments: Any) -> Any:
+            extra = {"mempipe": {**partition_of(question), **options}}
+            return client.chat.completions.create(model=model.id, messages=messages, extra_body=extra, **arguments)
+
+        yield ask
+
+
+def test_the_official_client_works_unchanged(running, chat):
+    plain, chunks = chat({}), list(chat({}, stream=True))
+    expected = running.evaluated[running.questions[0].text].answer or ""
     assert plain.choices[0].message.content == expected
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
 
-def test_streams_that_are_cut_off_keep_nobody_waiting(running):
-    body = {"question": running.questions[0].text, "stream": True, "num_samples": 16, "sampling": {"temperature": 1.0}}
-    for _ in range(8):
-        with httpx.stream("POST", f"{running.url}/v1/answer", json=body, timeout=TIMEOUT_S) as response:
-            lines = response.iter_lines()
-            next(lines)
-    question = running.questions[1]
+def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_within_a_second(running, chat):
+    engine = replica("generator")
+
+    def under_way() -> int:
+        return ray.get(engine.get_num_ongoing_requests.remote())
+
+    started = time.monotonic()
+    chat(LONG_MESSAGES, temperature=0.01)
+    whole_s = time.monotonic() - started
+    stream = chat(LONG_MESSAGES, temperature=0.01, stream=True)
+    next(iter(stream))
+    until(lambda: under_way() > 0)
+    stream.close()
+    freed_s = until(lambda: under_way() == 0)
+    assert freed_s < min(1.0, whole_s / 2), whole_s
+    question = running.questions[0]
     assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
+
+
+def until(condition: Callable[[], bool]) -> float:
+    """Waits until the condition holds; returns the seconds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() < started + TIMEOUT_S
+        time.sleep(0.02)
+    return time.monotonic() - started
 
 
 def test_a_session_outlives_its_replica(running):
@@ -193,11 +225,16 @@ def test_a_session_outlives_its_replica(running):
 
 def kill(deployment: str) -> None:
     """Ends one replica of the deployment, as a lost node would."""
+    ray.kill(replica(deployment))
+
+
+def replica(deployment: str) -> Any:
+    """Returns the actor of one replica."""
     actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    replica = next(
+    found = next(
         actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::") and f"#{deployment}#" in actor["name"]
     )
-    ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+    return ray.get_actor(found["name"], namespace=found["namespace"])
 
 
 def until_ready(running: Running) -> None:
