@@ -46,6 +46,7 @@ from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import load_metrics
+from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import check_engines
 from mempipe.environment import EVERY_PROCESS
@@ -225,7 +226,8 @@ def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dic
         except RayActorError as error:
             raise RoleLost(f"{phase}: {name} died: {error}") from error
         except RayTaskError as error:
-            raise LaunchError(f"{phase}: {name}: {error.cause}") from error
+            kind = RoleLost if isinstance(error.cause, EngineDead) else LaunchError
+            raise kind(f"{phase}: {name}: {error.cause}") from error
     return results
 
 

@@ -116,6 +116,25 @@ async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapt
         assert [completions[i].logprobs[j] for j in new] == pytest.approx([scores[j] for j in new], abs=1e-4)
 
 
+async def test_canaries_are_scored_beside_completions(adapted):
+    await adapted.sync()
+    generator = adapted.generator
+    calls = [
+        generator.generate(ids, max_tokens=100, sampling=SamplingConfig(), stop_token_ids=[]) for ids in prompts(4)
+    ]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in tasks)
+    check_canary(await adapted.scores(), adapted.learner.score(CANARY), tolerance=1e-4)
+    await asyncio.gather(*tasks)
+
+
+def test_only_layers_with_an_adapter_compute_one(adapted):
+    """Where the head could have one too (Llama's can), vLLM ends when it scores beside completions."""
+    config = adapted.generator._engine.vllm_config.lora_config
+    assert config.target_modules == adapted.learner.settings.model.lora_targets
+
+
 async def test_an_engine_that_missed_an_adapter_is_caught(adapted):
     version = await adapted.sync()
     adapted.learner.step([update(3)])

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from mempipe.actors.launch import LaunchError, RoleLost
+from mempipe.actors import launch
+from mempipe.actors.launch import LaunchError, RoleLost, wait_for
 from mempipe.actors.learner_group import LearnerFailed, LearnerLost
 from mempipe.engines.checkpoint import Position
+from mempipe.engines.generator import EngineDead, EngineFault
 from mempipe.loader import parse_config
 from mempipe.stream import StepGroups
 from pipelines.repair import Checkpoints, with_restarts
@@ -187,3 +190,14 @@ def test_restarts_are_counted():
 def test_what_would_come_again_ends_the_run(error):
     with pytest.raises(type(error), match=str(error)):
         attempts([error], max_restarts=5)
+
+
+@pytest.mark.parametrize(("cause", "kind"), [(EngineDead("it ended"), RoleLost), (EngineFault("odd"), LaunchError)])
+def test_an_engine_that_died_in_a_call_is_a_role_that_is_lost(monkeypatch, cause, kind):
+    def get(reference: object, *, timeout: float) -> None:
+        raise RayTaskError("prove", "", cause)
+
+    monkeypatch.setattr(launch.ray, "get", get)
+    with pytest.raises(LaunchError, match="checking weights: generator-0: ") as caught:
+        wait_for({"generator-0": None}, phase="checking weights", timeout_s=1.0)
+    assert type(caught.value) is kind
