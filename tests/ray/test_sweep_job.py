@@ -1,4 +1,5 @@
-"""The real `mempipe sweep` with two trials: one of them killed, then the whole sweep, then --resume.
+"""The real `mempipe sweep` with two trials: one of them killed, then the whole sweep, then --resume with a third budget
+and two trials at once.
 
 What answers is a server of the test's own, since what a trial does inside is the subject of other tests.
 """
@@ -23,9 +24,9 @@ from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.evaluation.results import read_results
 from mempipe.tracking.tracker import last_run_id
-from tools.processes import Marked, Running, run
+from tools.processes import Marked, Running
 
-FIRST, SECOND = (f"noise-memory-{tokens}-seed-1" for tokens in (4, 8))
+FIRST, SECOND, THIRD = (f"noise-memory-{tokens}-seed-1" for tokens in (4, 8, 16))
 NUM_QUESTIONS = 12
 
 
@@ -121,7 +122,12 @@ def swept(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             at_kill = driver.stdout
             driver.kill()
             survivors, first = marked.survivors(), parts(folder, FIRST)
-            again = run([*command, "--resume"], marked=marked, cwd=output)
+            go.clear()  # no trial can end before both are there
+            more = ["budgets=[4,8,16]", "trials_at_once=2", "--resume"]
+            resumed = Running([*command, *more], marked=marked, cwd=output)
+            resumed.wait_until(lambda: process_of(marked, SECOND) and process_of(marked, THIRD), every_s=0.2)
+            go.set()
+            again = resumed.wait()
             assert again.returncode == 0, again.stdout + again.stderr
             yield Swept(folder, at_kill, survivors, first, again.stdout)
         finally:
@@ -133,14 +139,15 @@ def test_a_killed_trial_starts_again_and_goes_on(swept):
     assert f"{FIRST}: finished (1 of 2)" in swept.output_at_kill
 
 
-def test_a_killed_sweep_leaves_no_process_and_does_only_what_is_missing(swept):
+def test_a_killed_sweep_leaves_no_process_and_does_only_what_is_missing_two_trials_at_once(swept):
     assert swept.survivors_of_kill == []
-    assert "2 trials, 1 of them to do" in swept.output and f"{SECOND}: finished (1 of 1)" in swept.output
+    assert "3 trials, 2 of them to do" in swept.output and "finished (2 of 2)" in swept.output
+    assert all(f"{trial}: finished" in swept.output for trial in (SECOND, THIRD)) and FIRST not in swept.output
     assert parts(swept.folder, FIRST) == swept.first_parts_at_kill
 
 
 def test_promise_7_every_question_of_every_trial_has_one_row(swept):
-    for trial in (FIRST, SECOND):
+    for trial in (FIRST, SECOND, THIRD):
         ids = [row.question_id for row in read_results(swept.folder / "trials" / trial / "noise" / "world")]
         assert len(ids) == len(set(ids)) == NUM_QUESTIONS
 
@@ -153,6 +160,6 @@ def test_trials_stand_below_the_sweep_in_mlflow_and_the_report_is_there(swept):
     assert parent.info.status == "FINISHED" and "noise/em" in parent.data.metrics
     below = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
     children = client.search_runs([parent.info.experiment_id], below)
-    assert {child.info.run_name for child in children} == {FIRST, SECOND}
+    assert {child.info.run_name for child in children} == {FIRST, SECOND, THIRD}
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert {"budgets.html", "budgets.md", "budgets.svg"} <= artifacts
