@@ -226,7 +226,7 @@ async def test_the_same_prompt_after_a_sync_is_not_answered_from_the_old_prefix_
 
     assert await gap_after_sync(fresh) < TOLERANCE
 
-    async def keep_the_cache() -> bool:
+    async def keep_the_cache(reset_running_requests: bool) -> bool:
         return True
 
     with monkeypatch.context() as patch:
