@@ -27,8 +27,13 @@ LOCAL_CLUSTER = {
 }
 """What the Ray node that a run starts for itself is told."""
 
+SMALL_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""On CPUs torch keeps what it made for a matrix product in bfloat16, 1,024 of them: a megabyte or more for every length
+that a packed row has had, so that a learner grew with every step. One pass over a row needs about thirty."""
+
 EVERY_PROCESS = {
     **SLEEPING_THREADS,
+    **SMALL_KERNEL_CACHES,
     **NO_TELEMETRY,
     **LOCAL_CLUSTER,
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that

@@ -1,0 +1,28 @@
+"""What processes that run with mempipe's environment do differently."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from mempipe.environment import EVERY_PROCESS
+
+ROWS_OF_MANY_LENGTHS = """
+import psutil, torch
+torch.set_num_threads(1)
+weight = torch.randn(512, 512, dtype=torch.bfloat16, requires_grad=True)
+def learn(lengths):
+    for length in lengths:
+        row = torch.randn(length, 512, dtype=torch.bfloat16, requires_grad=True)
+        torch.nn.functional.linear(row, weight).sum().backward()
+    return psutil.Process().memory_full_info().uss
+before = learn(range(1, 9))
+print((learn(range(100, 700, 2)) - before) // 2**20)
+"""
+
+
+def test_memory_does_not_grow_with_the_lengths_that_rows_have_had():
+    command = [sys.executable, "-c", ROWS_OF_MANY_LENGTHS]
+    ended = subprocess.run(command, env={**os.environ, **EVERY_PROCESS}, capture_output=True, text=True, check=True)
+    assert int(ended.stdout) < 300, "MiB after 300 lengths"
