@@ -1,39 +1,16 @@
-"""What stands in for engines where a test is not about them. It starts at once and always writes the same message."""
+"""A server that stands in for an engine where a test is not about engines: it always writes the same message."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mempipe.config import RunConfig
-from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.types import Completion, FinishReason
-
 ANSWER = "new"
 MESSAGE = f"I know</think>\\boxed{{ {ANSWER}}}"
-
-
-class StandInReplica:
-    """A deployment in the place of `GeneratorReplica`."""
-
-    def __init__(self, config: RunConfig, version: str) -> None:
-        tokenizer = load_tokenizer(config.model.path)
-        self._version = version
-        self._token_ids = [*tokenizer.encode_template(MESSAGE), min(tokenizer.stop_token_ids)]
-
-    async def version(self) -> str:
-        return self._version
-
-    async def generate(
-        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
-    ) -> Completion:
-        ids = self._token_ids[:max_tokens]
-        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=FinishReason.STOP, policy_version=0)
 
 
 class _Completions(BaseHTTPRequestHandler):

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,15 @@ import openai
 import pytest
 import ray
 from ray import serve
-from standins import ANSWER, StandInReplica, completions_server
+from standins import ANSWER, completions_server
 
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tiny import build_model
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.loader import parse_section
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.rollout import make_agent
-from mempipe.serve import agent
 from mempipe.serve.agent import LocalService, served_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import resolve, weights_version
@@ -43,7 +40,6 @@ from tools.processes import Marked, free_ports
 from tools.processes import Running as RunningCommand
 
 NUM_QUESTIONS = 12
-NUM_CLIENTS = 32
 TIMEOUT_S = 120.0
 LONG_MESSAGES = {
     "num_samples": 16,
@@ -62,21 +58,8 @@ class Running:
     questions: list[Question]
     evaluated: dict[str, Trajectory] = field(default_factory=dict)
 
-    @property
-    def version(self) -> str:
-        return weights_version(str(self.run / "huggingface"))
-
-    def ask(self, question: Question, **body: Any) -> httpx.Response:
-        asked = {"question": question.text, "partition": question.partition}
-        return httpx.post(f"{self.url}/v1/answer", json=asked | body, timeout=TIMEOUT_S)
-
-    def is_right(self, question: Question, reply: dict[str, Any]) -> bool:
-        """Tells whether the answer is what an evaluation finds, message by message."""
-        expected = self.evaluated[question.text]
-        turns = [(turn["action"], turn["memory_after"], turn["context_tokens"]) for turn in reply["turns"]]
-        contexts = [(each.action, each.memory_after, len(each.token_ids)) for each in expected.contexts]
-        ends = (reply["answer"], reply["end_reason"]) == (expected.answer, expected.end_reason)
-        return ends and turns == contexts
+    def ask(self, question: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/answer", json={"question": question, **body}, timeout=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +102,8 @@ def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Runn
     with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
         service = Running(url, local, finished, questions)
         config = resolve(parse_section(settings, AgentServiceConfig)).main
-        service.evaluated = asyncio.run(evaluated(config, f"generator-{service.version}", questions))
+        engines = f"generator-{weights_version(str(finished / 'huggingface'))}"
+        service.evaluated = asyncio.run(evaluated(config, engines, questions))
         yield service
     assert not ray.is_initialized()
 
@@ -140,17 +124,37 @@ async def evaluated(config: RunConfig, engines: str, questions: Sequence[Questio
     return {q.text: trajectory for q, trajectory in zip(questions, await asyncio.gather(*played), strict=True)}
 
 
+def is_right(service: Running, question: Question, reply: dict[str, Any]) -> bool:
+    """Whether the answer is what the evaluation found, message by message."""
+    expected = service.evaluated[question.text]
+    actions = [context.action for context in expected.contexts]
+    memories = [context.memory_after for context in expected.contexts]
+    tokens = [len(context.token_ids) for context in expected.contexts]
+    return (
+        (reply["answer"], reply["end_reason"]) == (expected.answer, expected.end_reason)
+        and [turn["action"] for turn in reply["turns"]] == actions
+        and [turn["memory_after"] for turn in reply["turns"]] == memories
+        and [turn["context_tokens"] for turn in reply["turns"]] == tokens
+    )
+
+
+def partition_of(question: Question) -> dict[str, str]:
+    return {"partition": question.partition}
+
+
 def test_the_answers_are_those_of_an_evaluation_token_for_token(running):
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(running.ask, running.questions))
+        replies = list(pool.map(lambda q: running.ask(q.text, **partition_of(q)), running.questions))
     assert [reply.status_code for reply in replies] == [200] * NUM_QUESTIONS
-    assert all(running.is_right(q, reply.json()) for q, reply in zip(running.questions, replies, strict=True))
-    assert {reply.json()["model_version"] for reply in replies} == {running.version}
+    assert all(is_right(running, q, reply.json()) for q, reply in zip(running.questions, replies, strict=True))
+    version = weights_version(str(running.run / "huggingface"))
+    assert {reply.json()["model_version"] for reply in replies} == {version}
 
 
 def test_it_is_ready_and_says_what_it_serves(running):
     ready = httpx.get(f"{running.url}/readyz", timeout=30).json()
-    assert (ready["status"], ready["detail"]["generator"]) == ("ok", running.version) and ready["detail"]["index"]
+    version = weights_version(str(running.run / "huggingface"))
+    assert (ready["status"], ready["detail"]["generator"]) == ("ok", version) and ready["detail"]["index"]
     assert "<title>mempipe</title>" in httpx.get(running.url).text
 
 
@@ -168,7 +172,7 @@ def chat(running) -> Iterator[Callable[..., Any]]:
         messages: Any = [{"role": "user", "content": question.text}]
 
         def ask(options: dict[str, Any], **arguments: Any) -> Any:
-            extra = {"mempipe": {"partition": question.partition, **options}}
+            extra = {"mempipe": {**partition_of(question), **options}}
             return client.chat.completions.create(model=model.id, messages=messages, extra_body=extra, **arguments)
 
         yield ask
@@ -197,16 +201,7 @@ def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_
     freed_s = until(lambda: under_way() == 0)
     assert freed_s < min(1.0, whole_s / 2), whole_s
     question = running.questions[0]
-    assert running.is_right(question, running.ask(question).json())
-
-
-def replica(deployment: str) -> Any:
-    """Returns the actor of one replica."""
-    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    found = next(
-        actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::") and f"#{deployment}#" in actor["name"]
-    )
-    return ray.get_actor(found["name"], namespace=found["namespace"])
+    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
 
 
 def until(condition: Callable[[], bool]) -> float:
@@ -218,128 +213,99 @@ def until(condition: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
-@contextmanager
-def clients(running: Running, number: int, check: Callable[[Question, httpx.Response], Any]) -> Iterator[Counter[Any]]:
-    """Clients that ask one question after the other until the block ends; counts what `check` says of each answer."""
-    stop, seen = threading.Event(), Counter[Any]()
+def test_a_session_outlives_its_replica(running):
+    session = httpx.post(f"{running.url}/v1/sessions", timeout=30).json()["id"]
+    assert running.ask(running.questions[0].text, session=session).status_code == 200
+    before = httpx.get(f"{running.url}/v1/sessions/{session}").json()
+    kill("agent")
+    until_ready(running)
+    assert httpx.get(f"{running.url}/v1/sessions/{session}").json() == before
+    assert before["num_questions"] == 1 and running.questions[0].text in before["memory"]
 
-    def client(first: int) -> None:
-        turn = first
+
+def kill(deployment: str) -> None:
+    """Ends one replica of the deployment, as a lost node would."""
+    ray.kill(replica(deployment))
+
+
+def replica(deployment: str) -> Any:
+    """Returns the actor of one replica."""
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    found = next(
+        actor for actor in actors if actor["name"].startswith("SERVE_REPLICA::") and f"#{deployment}#" in actor["name"]
+    )
+    return ray.get_actor(found["name"], namespace=found["namespace"])
+
+
+def until_ready(running: Running) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            if httpx.get(f"{running.url}/readyz", timeout=30).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
+    stop = threading.Event()
+    seen: Counter[Any] = Counter()
+
+    def client(number: int) -> None:
+        turn = 0
         while not stop.is_set():
-            question = running.questions[turn % NUM_QUESTIONS]
-            answer = running.ask(question)
-            seen[check(question, answer)] += 1
-            time.sleep(0.2 if answer.status_code == 503 else 0)
+            question = running.questions[(number + turn) % NUM_QUESTIONS]
+            answer = running.ask(question.text, **partition_of(question))
+            if answer.status_code == 200:
+                seen[200, is_right(running, question, answer.json())] += 1
+            else:
+                seen[answer.status_code, int(answer.headers.get("retry-after", 0)) >= 1] += 1
+                time.sleep(0.2)
             turn += 1
 
-    with ThreadPoolExecutor(number) as pool:
-        working = [pool.submit(client, each) for each in range(number)]
-        try:
-            yield seen
-        finally:
-            stop.set()
-        for each in working:
+    with ThreadPoolExecutor(32) as pool:
+        clients = [pool.submit(client, number) for number in range(32)]
+        for deployment in ("retriever", "generator", "agent"):
+            time.sleep(2)
+            kill(deployment)
+        time.sleep(2)
+        stop.set()
+        for each in clients:
             each.result(timeout=TIMEOUT_S)
-
-
-@dataclass
-class Killed:
-    """What clients saw while replicas were killed, and a session before and after."""
-
-    seen: Counter[Any]
-    question: str
-    session_before: dict[str, Any]
-    session_after: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def killed(running) -> Killed:
-    """One replica of each deployment ends as with a lost node, and is replaced, under load."""
-
-    def check(question: Question, answer: httpx.Response) -> tuple[int, bool]:
-        if answer.status_code == 200:
-            return 200, running.is_right(question, answer.json())
-        return answer.status_code, int(answer.headers.get("retry-after", 0)) >= 1
-
-    session_url = f"{running.url}/v1/sessions"
-    session_url += "/" + httpx.post(session_url, timeout=30).json()["id"]
+    assert set(seen) <= {(200, True), (503, True)} and seen[200, True] >= 32
+    until_ready(running)
     question = running.questions[0]
-    assert running.ask(question, session=session_url.rpartition("/")[2]).status_code == 200
-    before = httpx.get(session_url).json()
-    with clients(running, NUM_CLIENTS, check) as seen:
-
-        def until_more(answers: int) -> None:
-            already = seen[200, True]
-            until(lambda: seen[200, True] >= already + answers)
-
-        until_more(8)
-        ray.kill(replica("retriever"))
-        until_more(8)
-        ray.kill(replica("generator"))
-        ray.kill(replica("agent"))
-        until_more(NUM_CLIENTS)
-    return Killed(seen, question.text, before, httpx.get(session_url).json())
+    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
 
 
-def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running, killed):
-    assert set(killed.seen) == {(200, True), (503, True)}
-    question = running.questions[0]
-    assert running.is_right(question, running.ask(question).json())
+def test_new_weights_take_over_without_a_failed_request(running):
+    """Last: afterwards other weights are served."""
+    from mempipe.engines.tiny import build_model
 
-
-def test_a_session_outlives_its_replica(killed):
-    assert killed.session_after == killed.session_before
-    assert killed.session_before["num_questions"] == 1 and killed.question in killed.session_before["memory"]
-
-
-def test_prometheus_finds_the_numbers_at_the_metrics_port_of_ray(running, killed):
-    """Late: Ray sends them to its port every few seconds."""
-    (node,) = ray.nodes()
-    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
-
-    wanted = (
-        ("requests", 'path="/v1/answer"', 'status="200"'),
-        ("request_seconds_bucket", 'path="/v1/answer"'),
-        ("answers", 'agent="memsearcher"', "end_reason="),
-        ("turns", 'agent="memsearcher"'),
-        ("tokens", 'kind="sampled"'),
-        ("stage_seconds_count", 'stage="generate"'),
-        ("memory_share", 'agent="memsearcher"'),
-        ("prompt_tokens", 'cached="yes"'),
-        ("prompt_tokens", 'cached="no"'),
-    )
-
-    def missing() -> list[tuple[str, ...]]:
-        """Returns the numbers of which no line has all labels and a value above 0."""
-        lines = httpx.get(url, trust_env=False).text.splitlines()
-        counted = [line for line in lines if not line.startswith("#") and float(line.split()[-1]) > 0]
-        return [
-            (name, *labels)
-            for name, *labels in wanted
-            if not any(f"mempipe_{name}" in line and all(label in line for label in labels) for line in counted)
-        ]
-
-    until(lambda: missing() == [])
-
-
-def test_new_weights_take_over_without_a_failed_request(running, killed, monkeypatch):
-    """Last: afterwards other weights are served, by a stand-in for their engine."""
-    monkeypatch.setattr(agent, "GeneratorReplica", StandInReplica)
-    old = running.version
+    until_ready(running)
+    old = weights_version(str(running.run / "huggingface"))
     build_model(running.run / "huggingface", seed=99)
-    new = running.version
+    new = weights_version(str(running.run / "huggingface"))
     assert old != new
+    stop = threading.Event()
+    seen: Counter[Any] = Counter()
 
-    def check(question: Question, answer: httpx.Response) -> tuple[int, str, bool]:
-        reply = answer.json()
-        is_new = (reply["answer"] or "").strip() == ANSWER
-        version = reply.get("model_version")
-        return answer.status_code, version, is_new if version == new else running.is_right(question, reply)
+    def client() -> None:
+        while not stop.is_set():
+            question = running.questions[0]
+            answer = running.ask(question.text, **partition_of(question))
+            version = answer.json().get("model_version")
+            seen[answer.status_code, version, version == new or is_right(running, question, answer.json())] += 1
 
-    with clients(running, 4, check) as seen:
-        until(lambda: seen[200, old, True] > 0)
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client) for _ in range(4)]
         assert running.local.deploy() == new
-        until(lambda: seen[200, new, True] > 0)
+        time.sleep(1)
+        stop.set()
+        for each in clients:
+            each.result(timeout=TIMEOUT_S)
     assert set(seen) == {(200, old, True), (200, new, True)}
-    assert set(serve.status().applications) == {"agent", f"generator-{new}"}
+    assert running.ask("who ?").json()["model_version"] == new
     assert running.local.deploy() == new  # nothing to do
