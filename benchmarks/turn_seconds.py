@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """What one turn of one question took."""
+    """Holds what one turn of one question took."""
 
     seconds: float
     context_tokens: int

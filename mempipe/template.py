@@ -89,36 +89,38 @@ def _unset_lines(section: type[Section]) -> Iterator[str]:
 
 def _deployed(lines: list[str]) -> list[str]:
     """Returns a Ray Serve config whose one application has these settings."""
-    head = f"""http_options:
-  # 0.0.0.0 to be reached from other machines; callers need no password.
-  host: 127.0.0.1
-  port: 8000
-proxy_location: EveryNode
-applications:
-  - name: retrieval
+    application = f"""  - name: retrieval
     route_prefix: /
     import_path: {SERVICE_APP}
     args:"""
-    return [*head.splitlines(), *_indented(lines, by=6)]
+    return [*_http("callers need no password."), *application.splitlines(), *_indented(lines, by=6)]
 
 
 def _deployed_agent(lines: list[str]) -> list[str]:
     """Returns a Ray Serve config whose engines and agents have these settings."""
-    head = f"""http_options:
-  # 0.0.0.0 to be reached from other machines: then `keys` below must name a file.
-  host: 127.0.0.1
-  port: 8000
-proxy_location: EveryNode
-applications:
-  - name: {ENGINES}
+    engines = f"""  - name: {ENGINES}
     route_prefix: null
     import_path: {ENGINE_APP}
     args: &service"""
-    tail = f"""  - name: agent
+    agents = f"""  - name: agent
     route_prefix: /
     import_path: {AGENT_APP}
     args: *service"""
-    return [*head.splitlines(), *_indented(lines, by=6), *tail.splitlines()]
+    head = _http("then `keys` below must name a file.")
+    return [*head, *engines.splitlines(), *_indented(lines, by=6), *agents.splitlines()]
+
+
+def _http(others: str) -> list[str]:
+    """Returns the start of a Ray Serve config, up to its applications; `others` says what callers of other machines
+    need."""
+    return [
+        "http_options:",
+        f"  # 0.0.0.0 to be reached from other machines; {others}",
+        "  host: 127.0.0.1",
+        "  port: 8000",
+        "proxy_location: EveryNode",
+        "applications:",
+    ]
 
 
 def _meaning(field: FieldInfo, inner: type[BaseModel] | None) -> str:

@@ -95,7 +95,7 @@ class Running:
 
     @property
     def stdout(self) -> str:
-        """What it has written so far."""
+        """Returns what the command has written so far."""
         return self._read(self._outputs[0])
 
     @property
@@ -112,7 +112,7 @@ class Running:
         return value
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """Its end, bounded as `wait_until` is."""
+        """Returns how the command ended; waits as long as `wait_until` does."""
         self._poll(lambda: self.process.poll() is not None, every_s=0.05)
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, self.stdout, self.stderr)
 
@@ -130,7 +130,7 @@ class Running:
         self.process.wait()
 
     def _poll(self, condition: Callable[[], T | None], *, every_s: float) -> T | None:
-        """The first true value of `condition`, or its last one once the process has ended."""
+        """Returns the first true value of `condition`, or its last one once the process has ended."""
         signs, last_sign, last_look = self._signs(), time.monotonic(), time.monotonic()
         while True:
             has_ended = self.process.poll() is not None
@@ -144,7 +144,7 @@ class Running:
             time.sleep(every_s)
 
     def _signs(self) -> list[tuple[str, int, int]]:
-        """What changes for as long as the command gets on: the sizes and times of what it writes."""
+        """Returns sizes and times of what the command writes, which change for as long as it gets on."""
         found = [("", output.fileno(), os.fstat(output.fileno()).st_size) for output in self._outputs]
         for path in self._writes.rglob("*"):
             with suppress(FileNotFoundError):  # a temporary file has gone already

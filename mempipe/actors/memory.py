@@ -33,13 +33,13 @@ def memory_metrics(roles: Mapping[str, Iterable[Handle]]) -> dict[str, float]:
     }
     held = {"run": held_gib(children=False)}  # a local cluster's processes are children of the run's own
     for role, answers in asked.items():
-        with suppress(RayError, ValueError):  # ValueError: a role without actors
-            held[role] = max(ray.get(answers, timeout=ANSWER_S))
+        with suppress(RayError):
+            held |= {role: max(ray.get(answers, timeout=ANSWER_S))} if answers else {}
     return {f"memory/{role}_gib": gib for role, gib in held.items()}
 
 
 def _unshared_bytes(process: psutil.Process) -> int:
     try:
         return process.memory_full_info().uss
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # it has just ended, or this user may not look at it
         return 0

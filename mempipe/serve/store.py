@@ -199,15 +199,16 @@ class Store:
 
         def read(database: sqlite3.Connection) -> str:
             document = _document(database, document_id, owner)
-            decoder, text = codecs.getincrementaldecoder("utf-8")(), ""
+            decoder, text, num_read = codecs.getincrementaldecoder("utf-8")(), "", 0
+            pieces = database.execute("SELECT content FROM pieces WHERE document=? ORDER BY start", (document_id,))
             try:
-                for row in database.execute(
-                    "SELECT content FROM pieces WHERE document=? ORDER BY start", (document_id,)
-                ):
+                for row in pieces:
+                    num_read += len(row["content"])
                     text += decoder.decode(row["content"])  # CPython lengthens it in place; a join would need both
                 decoder.decode(b"", final=True)
-            except UnicodeDecodeError as error:
-                reason = f"document {document.id} is not UTF-8: {error.reason}"
+            except UnicodeDecodeError as error:  # its `object` ends where the pieces that were read do
+                byte = num_read - len(error.object) + error.start
+                reason = f"document {document.id} is not UTF-8: byte {byte}"
                 raise ApiError(400, reason, param="document") from error
             return text
 

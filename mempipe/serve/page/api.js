@@ -2,7 +2,8 @@
 "use strict";
 
 const LIMITS = {
-  minimum: ["at least", ""], maximum: ["at most", ""], exclusiveMinimum: ["more than", ""], exclusiveMaximum: ["less than", ""],
+  minimum: ["at least", ""], maximum: ["at most", ""],
+  exclusiveMinimum: ["more than", ""], exclusiveMaximum: ["less than", ""],
   minLength: ["at least", " characters"], maxLength: ["at most", " characters"],
   minItems: ["at least", " items"], maxItems: ["at most", " items"],
 };
@@ -42,11 +43,14 @@ function row(name, schema, isNeeded) {
   const hasValue = !("const" in schema) && ["number", "string", "boolean"].includes(typeof schema.default);
   const value = hasValue ? `; by default ${JSON.stringify(schema.default)}` : "";
   const line = [make("code", name), " ", ...kind(schema), value, isNeeded ? " (required)" : ""];
-  return make("li", schema.description ? [...line, make("p", unwrapped(schema.description), { className: "quiet" })] : line);
+  const meaning = schema.description ? [make("p", unwrapped(schema.description), { className: "quiet" })] : [];
+  return make("li", [...line, ...meaning]);
 }
 
 function bodies(title, content) {
-  return Object.entries(content ?? {}).map(([type, { schema }]) => make("p", [`${title} ${type}: `, ...kind(schema ?? {})]));
+  return Object.entries(content ?? {}).map(([type, { schema }]) =>
+    make("p", [`${title} ${type}: `, ...kind(schema ?? {})]),
+  );
 }
 
 function route(path, method, operation) {
@@ -67,9 +71,11 @@ function route(path, method, operation) {
 
 function object(name, schema) {
   const needed = schema.required ?? [];
-  const fields = Object.entries(schema.properties ?? {}).map(([field, each]) => row(field, each, needed.includes(field)));
-  const title = make("h3", name);
-  return make("article", [title, make("p", unwrapped(schema.description ?? "")), make("ul", fields)], { id: name, className: "turn" });
+  const fields = Object.entries(schema.properties ?? {}).map(([field, each]) =>
+    row(field, each, needed.includes(field)),
+  );
+  const meaning = make("p", unwrapped(schema.description ?? ""));
+  return make("article", [make("h3", name), meaning, make("ul", fields)], { id: name, className: "turn" });
 }
 
 async function show() {
