@@ -27,7 +27,7 @@ from mempipe.rl.rewards import (
 )
 from mempipe.rollout import run_group
 from mempipe.settings import ConfigError
-from mempipe.types import Context, EndReason, Question, Trajectory
+from mempipe.types import Context, EndReason, Group, Question, Trajectory
 
 CONFIG = RewardConfig()
 PIECES = [
@@ -300,6 +300,13 @@ def test_f1_is_symmetric_in_order_and_at_most_one(prediction, golds):
     assert exact_match(prediction, golds) <= sub_em_two_way(prediction, golds)
 
 
+async def played(rollout: Any, group_size: int, reward: RewardConfig, **options: Any) -> Group:
+    """Returns the group of a question that "Paris" answers."""
+    question = Question(id="q", text="?", golden_answers=["Paris"])
+    options |= {"reward": reward, "advantage": AlgorithmConfig()}
+    return await run_group(question, rollout, group_id="g", group_size=group_size, **options)
+
+
 async def test_the_longest_context_of_a_trajectory_decides_about_its_length():
     def context(index: int, sampled: int, dropped: int) -> Context:
         row = {
@@ -316,14 +323,7 @@ async def test_the_longest_context_of_a_trajectory_decides_about_its_length():
         return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
 
     config = RewardConfig(overlong_tokens=100, overlong_buffer=40)
-    group = await run_group(
-        Question(id="q", text="?", golden_answers=["Paris"]),
-        rollout,
-        group_id="g",
-        group_size=3,
-        reward=config,
-        advantage=AlgorithmConfig(),
-    )
+    group = await played(rollout, 3, config)
     assert [t.reward for t in group.trajectories] == pytest.approx([1.0, 0.25, 0.0])
     assert [t.em for t in group.trajectories] == [1.0] * 3
 
@@ -346,14 +346,7 @@ async def test_a_cost_per_memory_token_prefers_the_shorter_of_two_right_attempts
         ended = {"end_reason": EndReason.ANSWERED, "answer": "Paris"}
         return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
 
-    group = await run_group(
-        Question(id="q", text="?", golden_answers=["Paris"]),
-        rollout,
-        group_id="g",
-        group_size=3,
-        reward=RewardConfig(memory_token_cost=0.005),
-        advantage=AlgorithmConfig(),
-    )
+    group = await played(rollout, 3, RewardConfig(memory_token_cost=0.005))
     assert [t.reward for t in group.trajectories] == pytest.approx([1.0, 0.9, 0.5])
     advantages = [t.advantage for t in group.trajectories]
     assert advantages == sorted(advantages, reverse=True) and advantages[1] > 0 > advantages[2]
@@ -375,14 +368,8 @@ async def test_information_gain_is_what_the_last_memory_adds_to_the_log_probabil
         ended = {"end_reason": EndReason.ANSWERED, "answer": answer}
         return Trajectory(id=trajectory_id, group_id=group_id, member=member, contexts=contexts, **ended)
 
-    group = await run_group(
-        Question(id="q", text="?", golden_answers=["Paris"]),
-        rollout,
-        group_id="g",
-        group_size=4,
-        reward=RewardConfig(information_weight=0.5, wrong_answer=0.0),
-        advantage=AlgorithmConfig(),
-        gold_logprobs=gold_logprobs,
+    group = await played(
+        rollout, 4, RewardConfig(information_weight=0.5, wrong_answer=0.0), gold_logprobs=gold_logprobs
     )
     # 5.5 nats without a memory: Paris 5.5 - 0.375 = 5.125, Rome 5.5 - 6 = -0.5
     assert [t.measures[0].value for t in group.trajectories] == [5.125, -0.5, 0.0, 5.125]

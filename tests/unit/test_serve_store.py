@@ -113,6 +113,19 @@ async def test_a_long_document_is_in_memory_once(tmp_path):
     assert peak < 1.5 * len(text)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "byte"),
+    [([b"Z\xc3", b"\xbcrich \xff"], 8), ([b"Z\xc3", b"rich"], 1), ([b"Zurich", b"\xc3"], 6)],
+)
+async def test_the_byte_that_is_not_utf_8_is_named_wherever_the_document_was_cut(tmp_path, pieces, byte):
+    store = open_store(tmp_path)
+    document = await store.create_document("ann")
+    for piece in pieces:
+        await store.append(document.id, "ann", piece, start=None)
+    with pytest.raises(ApiError, match=f"not UTF-8: byte {byte}$"):
+        await store.text(document.id, "ann")
+
+
 async def test_a_document_too_long_or_of_no_text_is_refused(tmp_path):
     store = open_store(tmp_path, max_document_bytes=4)
     document = await store.create_document("ann")
