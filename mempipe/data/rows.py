@@ -335,9 +335,7 @@ def _find_remote(url: str) -> tuple[list[InputFile], bool]:
         entries = filesystem.ls(path, detail=True) if is_folder else [entry]
     except FileNotFoundError as error:
         raise ConfigError(f"{url} does not exist or cannot be reached") from error
-    except (
-        Exception
-    ) as error:  # every file system has errors of its own, and all mean that the named place cannot be read
+    except Exception as error:  # file systems have errors of their own; each means that the place cannot be read
         raise ConfigError(
             f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
