@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report(direct, with_service(settings, lambda each: measure_all(each.ask, questions, seconds=seconds)))
     limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
     report_overload(with_service(limited, lambda each: overload(each, questions, seconds=seconds)))
-    turn_seconds.report(asyncio.run(turn_seconds.measure(served.main.model, served.main.generation)))
+    turn_seconds.report(turn_seconds.measure(served.main.model, served.main.generation))
 
 
 if __name__ == "__main__":

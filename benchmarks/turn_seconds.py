@@ -62,16 +62,26 @@ def calls_of_turns(trajectory: Trajectory, *, growing: bool) -> list[list[Call]]
     return turns[:NUM_TURNS]
 
 
-async def measure(
+def measure(
     model: ModelConfig, generation: GenerationConfig, *, seeds: Sequence[int] = SEEDS
 ) -> dict[str, list[list[TurnCost]]]:
     """Returns for every agent the costs of each question's turns."""
+    return asyncio.run(_measure(model, generation, _plans(model, seeds)))
+
+
+def _plans(model: ModelConfig, seeds: Sequence[int]) -> dict[str, list[list[list[Call]]]]:
+    """Returns for every agent the calls of each question's turns; the first question warms the engine up."""
     with tempfile.TemporaryDirectory() as folder:
         played = play(Path(folder), seeds=[WARM_UP_SEED, *seeds], num_hops=NUM_TURNS, model=model.path, agents=AGENTS)
-    plans = {
+    return {
         agent: [calls_of_turns(each, growing=agent_spec(agent).grows) for each in trajectories]
         for agent, trajectories in played.items()
     }
+
+
+async def _measure(
+    model: ModelConfig, generation: GenerationConfig, plans: dict[str, list[list[list[Call]]]]
+) -> dict[str, list[list[TurnCost]]]:
     longest = max(len(call.prompt) + call.num_tokens for call in _all_calls(plans))
     engine = Generator(model, generation, max_model_len=longest)
     await engine.start()
@@ -117,7 +127,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     arguments = parser.parse_args()
     model = ModelConfig(path=arguments.model, dtype="float32")
-    report(asyncio.run(measure(model, GenerationConfig(), seeds=arguments.seeds)))
+    report(measure(model, GenerationConfig(), seeds=arguments.seeds))
 
 
 if __name__ == "__main__":
