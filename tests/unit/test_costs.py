@@ -26,6 +26,23 @@ def planned(*overrides: str, gpus: int = 8, preset: str = "memsearcher_qwen2.5-3
     return step_costs(made.applied(config), KNOWN[config.model.path], made, H100), made
 
 
+@pytest.mark.parametrize(
+    "preset, gpus",
+    [
+        ("memsearcher_qwen2.5-3b", 8),
+        ("react_qwen2.5-3b", 8),
+        ("memsearcher_qwen2.5-7b", 16),
+        ("mem1_qwen2.5-7b", 16),
+        ("memtrain_qwen3-4b", 16),
+        ("memagent_qwen2.5-7b", 32),
+    ],
+)
+def test_a_preset_on_the_gpus_that_it_names_waits_for_its_learner_alone(preset, gpus):
+    costs, _ = planned(preset=preset, gpus=gpus)
+    assert costs.bottleneck == "the learner"
+    assert f"{gpus} GPUs of 80 GB" in (CONFIGS / f"{preset}.yaml").read_text()
+
+
 def test_an_average_trajectory_takes_half_of_every_limit_and_whole_chunks():
     searching = Workload.of(load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml"))
     assert (searching.contexts, searching.context_tokens) == (3, (695 + 1024 + 1024 + 3000 + 1088) / 2)
@@ -81,7 +98,8 @@ def test_what_a_step_waits_for_changes_with_the_number_of_each_role():
     assert more_ranks.bottleneck == "the engines" and more_ranks.total < planned()[0].total
     engines, _ = planned("learner.num_ranks=64", "reference.num_replicas=64", "generation.num_replicas=64", gpus=192)
     assert engines.bottleneck == "the longest trajectory"
-    assert planned(preset="memagent_qwen2.5-7b", gpus=32)[0].bottleneck == "the reference"
+    one = planned("reference.num_replicas=1", preset="memagent_qwen2.5-7b", gpus=32)[0]
+    assert one.bottleneck == "the reference"
 
 
 def test_without_lag_rollout_and_learning_come_one_after_the_other():
