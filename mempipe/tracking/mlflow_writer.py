@@ -49,6 +49,7 @@ class MlflowWriter:
         self._changed = threading.Condition()
         self._finishing = False
         self._gave_up = False
+        self._had_metrics = False
         self._failing = False  # the last call was not accepted
         self._failed = 0
         self._refused = 0
@@ -57,6 +58,7 @@ class MlflowWriter:
 
     def add_metrics(self, entries: Sequence[MetricEntry]) -> None:
         with self._changed:
+            self._had_metrics = True
             self._metrics.extend(entries)
             self._changed.notify_all()
 
@@ -89,6 +91,7 @@ class MlflowWriter:
         with self._changed:
             self._gave_up = True
             unwritten = len(self._metrics) + len(self._calls)
+            elsewhere = "; metrics.jsonl has every metric" if self._had_metrics else ""
             summary = TrackingSummary(
                 run_id=self._store.run_id,
                 num_failed_calls=self._failed,
@@ -96,11 +99,8 @@ class MlflowWriter:
                 num_unwritten=unwritten,
             )
         if unwritten or self._refused:
-            text = (
-                "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed; "
-                "metrics.jsonl has every metric"
-            )
-            _logger.warning(text, _public(self._store.uri), unwritten, self._refused, self._failed)
+            text = "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed%s"
+            _logger.warning(text, _public(self._store.uri), unwritten, self._refused, self._failed, elsewhere)
         return summary
 
     def _run(self) -> None:

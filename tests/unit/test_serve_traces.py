@@ -54,7 +54,7 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path):
     assert f"{reply['id']}/0" in {trace.info.client_request_id for trace in found}
 
 
-def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, tmp_path, monkeypatch):
+def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(traces, "FINISH_TIMEOUT_S", 0.1)
     groups = []
     service = build_service(tokenizer, tmp_path, record=lambda group, spec: groups.append((group, spec)))
@@ -71,3 +71,5 @@ def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, t
         assert recorder._writer.num_waiting == traces.MAX_WAITING
     finally:
         recorder.close()
+    (warning,) = [record.message for record in caplog.records if "incomplete" in record.message]
+    assert "metrics.jsonl" not in warning  # a service has none
