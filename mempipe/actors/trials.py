@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import shutil
 import signal
@@ -55,6 +56,9 @@ def run_trials(
     # Paths in configs are relative to where the user is; Ctrl-C ends the sweep as it ends every other command.
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_SIGINT_HANDLER": "1"}
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
+    os.environ |= {"RAY_AIR_NEW_OUTPUT": "0"}  # its tables; `_Progress` says what happens
+    # It misses the files of the loggers that are off.
+    logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
     shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(_run, {"cpu": _CPUS}),

@@ -314,11 +314,12 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _quiet_mlflow() -> None:
-    """Turns usage statistics off, and MLflow's own retries, since the writer tries again itself. Call it before the
-    first import of mlflow.
+    """Turns usage statistics off, and MLflow's notes about its tables, and its own retries, since the writer tries
+    again itself. Call it before the first import of mlflow.
     """
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 

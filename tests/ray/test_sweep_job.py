@@ -7,6 +7,7 @@ What answers is a server of the test's own, since what a trial does inside is th
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ def swept(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             go.set()
             again = resumed.wait()
             assert again.returncode == 0, again.stdout + again.stderr
-            yield Swept(folder, at_kill, survivors, first, again.stdout)
+            yield Swept(folder, at_kill, survivors, first, again.stdout + again.stderr)
         finally:
             marked.end()
 
@@ -144,6 +145,11 @@ def test_a_killed_sweep_leaves_no_process_and_does_only_what_is_missing_two_tria
     assert "3 trials, 2 of them to do" in swept.output and "finished (2 of 2)" in swept.output
     assert all(f"{trial}: finished" in swept.output for trial in (SECOND, THIRD)) and FIRST not in swept.output
     assert parts(swept.folder, FIRST) == swept.first_parts_at_kill
+
+
+def test_the_terminal_shows_the_sweep_and_nothing_else(swept):
+    for line in (swept.output_at_kill + swept.output).splitlines():
+        assert re.match(r"\[\d\d:\d\d:\d\d\] ", line), line
 
 
 def test_promise_7_every_question_of_every_trial_has_one_row(swept):
