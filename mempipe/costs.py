@@ -44,6 +44,11 @@ class Workload:
     """Of the longest trajectory."""
 
     @classmethod
+    def of_contexts(cls, num_tokens: int) -> Workload:
+        """Describes single contexts of `num_tokens`, for work that no sampling comes before."""
+        return cls(contexts=1, context_tokens=num_tokens, sampled_tokens=0, message_tokens=0, most_sampled_tokens=0)
+
+    @classmethod
     def of(cls, config: RunConfig) -> Workload:
         """Assumes half of the turns, and contexts that fill half of every limit; a chunk is always whole."""
         parts = config.budget.parts()
@@ -155,6 +160,11 @@ def learner_seconds(
     return operations / (num_ranks * gpu.teraflops * 1e12 * COMPUTE_SHARE)
 
 
+def reference_seconds(shape: Shape, gpu: Gpu, *, tokens: float) -> float:
+    """Returns the seconds of one reference's forward over `tokens`."""
+    return 2 * shape.num_parameters * tokens / (gpu.teraflops * 1e12 * COMPUTE_SHARE)
+
+
 def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float:
     """Returns the seconds in which weights are gathered from the ranks and sent to all engines at the same time."""
     served = trained_parameters(config.model, shape) if config.model.lora_rank else shape.num_parameters
@@ -183,8 +193,7 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
     generate, longest = sampling + reading, work.most_sampled_tokens * engine.step_seconds(1)
 
     references = (len(plan.seats("reference")) or config.reference.num_replicas) if needs_reference(config) else 0
-    forward = 2 * shape.num_parameters * tokens / (gpu.teraflops * 1e12 * COMPUTE_SHARE)
-    reference = forward / references if references else 0.0
+    reference = reference_seconds(shape, gpu, tokens=tokens) / references if references else 0.0
     learn = learner_seconds(config, shape, gpu, num_ranks=plan.num_ranks, contexts=contexts, work=work)
     driver = DRIVER_S_PER_MILLION * tokens / 1e6
     sync = sync_seconds(config, shape, plan, gpu)
