@@ -50,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     build_tokenizer(folder / "model")
     build_model(folder / "model", seed=1)
-    build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], folder / "index")
+    build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], folder / "index", lexical=True)
     (folder / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
     return folder
 
@@ -110,6 +110,12 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     if path.stem.startswith("tiny_"):
         for name in ("quickstart", "quickstart_react", "quickstart_mem1", "quickstart_memagent"):
             finished_run(Path("runs") / name.replace("_", "-"), ROOT / f"jobs/configs/{name}.yaml", tiny)
+    if path.stem == "smollm2_table":
+        run = tmp_path / "runs" / "smollm2_cloze"
+        finished_run(run, ROOT / "jobs/configs/smollm2_cloze_search.yaml", tiny)
+        for model in ("model", "warm_start"):
+            with_long_contexts(tiny / "model", run / model)
+        write_questions(run / "questions" / "test.parquet", several)
     if path.stem.startswith("evaluate"):
         for name in ("memsearcher-qwen2.5-3b", "memagent-qwen2.5-7b"):
             with_long_contexts(tiny / "model", tmp_path / "runs" / name)
