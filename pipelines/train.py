@@ -216,7 +216,10 @@ def learn(
 
 
 def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:
-    """Makes one learner step, brings the new weights to every engine, and returns the metrics of both."""
+    """Makes one learner step, brings the new weights to every engine, and returns the metrics of both.
+
+    The metrics of the learner are means over the tokens that it trained.
+    """
     config = roles.config
     samples = [
         [sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups
@@ -241,6 +244,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
                 max_tokens=config.learner.max_tokens_per_micro_batch,
                 aggregation=config.algorithm.aggregation,
                 share_prefixes=config.learner.share_prefixes,
+                skip_zero_advantages=config.algorithm.skips_zero_advantages,
             )
             for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]

@@ -38,7 +38,8 @@ class AlgorithmConfig(Section):
     """memtrain: whose recall samples are compared with each other: those of one attempt, which have the same prompt,
     or those of all attempts at a question. The paper does not say."""
     kl_coef: float = Field(0.001, ge=0)
-    """Weight of the low-variance KL to the reference model, in the loss."""
+    """Weight of the low-variance KL to the reference model, in the loss. Where this and entropy_coef are 0, the learner
+    passes over contexts whose advantage is 0."""
     kl_reward_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference model in the reward (MEM1: 0.001): a trajectory's reward is lowered by that
     much times the sum of logprob - ref_logprob over its tokens, before advantages are computed."""
@@ -62,6 +63,12 @@ class AlgorithmConfig(Section):
     def uses_reference(self) -> bool:
         """Tells whether log-probs of the reference model are needed."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Tells whether a context whose advantage is 0 adds nothing to the loss: every term is the advantage times
+        something."""
+        return self.kl_coef == 0 and self.entropy_coef == 0
 
 
 class RewardConfig(Section):

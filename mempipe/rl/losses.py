@@ -148,8 +148,9 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turns merged sums into what is logged: means per token, but totals, maxima and token counts as they are.
+    """Turns merged sums into what is logged: means per trained token, but totals, maxima and token counts as they are.
 
+    Where no token was trained (`pack_step`, when every advantage is 0) there are no means.
     A name "context_2/x" is a mean over the tokens of third contexts ("context_2/tokens").
     """
     means = {}
@@ -157,8 +158,8 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         scope, _, leaf = name.rpartition("/")
         if name in TOTALS or leaf == "tokens" or leaf.endswith("_max"):
             means[name] = value
-        else:
-            means[name] = value / max(sums[f"{scope}/tokens" if scope else "tokens"], 1)
+        elif tokens := sums[f"{scope}/tokens" if scope else "tokens"]:
+            means[name] = value / tokens
     return means
 
 

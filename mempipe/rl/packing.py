@@ -74,12 +74,18 @@ def pack_step(
     max_tokens: int,
     aggregation: Aggregation,
     share_prefixes: bool = False,
+    skip_zero_advantages: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of one optimiser step, one list per rank, all lists equally long.
+    """Returns the micro-batches of one optimiser step, one list per rank, all lists equally long and none empty.
 
     Contexts are never split. Contexts of similar length share a micro-batch, or, with `share_prefixes`, contexts that
     begin alike; micro-batches that ranks work on at the same time hold similar numbers of tokens. The result depends on
     the set of samples only, not on their order.
+
+    With `skip_zero_advantages` no micro-batch holds contexts whose advantage is 0, which is exact where the loss is the
+    advantage times something (`AlgorithmConfig.skips_zero_advantages`): the means that the weights are shares of count
+    them all the same. When nothing is left every rank gets a filler, and the optimiser steps with a gradient of 0.
+
     Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
     """
     if num_ranks < 1:
@@ -96,19 +102,22 @@ def pack_step(
             f"context {twice[1]} of trajectory {twice[0]} is {count} times in the step; every context is trained once"
         )
     scale = _token_weights(samples, aggregation)
-    rows = _rows(_parts(samples, share_prefixes), num_ranks=num_ranks, max_tokens=max_tokens)
+    longest_first = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
+    trained = [sample for sample in longest_first if sample.advantage or not skip_zero_advantages]
+    rows = _rows(_parts(trained, share_prefixes), num_ranks=num_ranks, max_tokens=max_tokens) if trained else []
     rows.sort(key=_tokens, reverse=True)
+    filler = _filler(longest_first[-1])
 
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
-    for start in range(0, len(rows), num_ranks):
+    for start in range(0, max(len(rows), 1), num_ranks):
         side_by_side = rows[start : start + num_ranks]
         by_load = sorted(range(num_ranks), key=lambda rank: load[rank])
         for rank, row in zip(by_load, side_by_side, strict=False):
             ranks[rank].append(_micro_batch(row, scale))
             load[rank] += _tokens(row)
         for rank in by_load[len(side_by_side) :]:
-            ranks[rank].append(_filler(rows[-1][-1].sample))
+            ranks[rank].append(filler)
     return ranks
 
 
@@ -204,16 +213,15 @@ def _tokens(row: Sequence[_Part]) -> int:
     return sum(part.own for part in row)
 
 
-def _parts(samples: Sequence[TrainingSample], share_prefixes: bool) -> list[_Part]:
+def _parts(longest_first: Sequence[TrainingSample], share_prefixes: bool) -> list[_Part]:
     """Returns the samples in the order in which they are put into rows."""
-    by_length = sorted(samples, key=lambda s: (-len(s.token_ids), s.group_id, s.trajectory_id, s.context_index))
     if not share_prefixes:
-        return [_Part(sample, 0) for sample in by_length]
-    tokens = [np.asarray(sample.token_ids, dtype=">u4") for sample in by_length]  # bytes sort as the numbers do
+        return [_Part(sample, 0) for sample in longest_first]
+    tokens = [np.asarray(sample.token_ids, dtype=">u4") for sample in longest_first]  # bytes sort as the numbers do
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
     before = [-1, *order]
     return [
-        _Part(by_length[i], 0 if j < 0 else _common_prefix(tokens[j], tokens[i]))
+        _Part(longest_first[i], 0 if j < 0 else _common_prefix(tokens[j], tokens[i]))
         for j, i in zip(before, order, strict=False)
     ]
 

@@ -21,6 +21,7 @@ SMALL = [
     "num_steps=1",
     "algorithm.groups_per_step=2",
     "algorithm.group_size=4",
+    "algorithm.entropy_coef=0.001",  # so that every context is trained, whatever it earned
     "evaluation.num_questions=2",
     "budget.max_turns=2",
 ]

@@ -110,11 +110,9 @@ def family(seed: int) -> list[TrainingSample]:
 
 
 def pack(
-    step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int = 1000, share_prefixes: bool = False
+    step: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int = 1000, **settings: bool
 ) -> list[list[MicroBatch]]:
-    return pack_step(
-        step, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token", share_prefixes=share_prefixes
-    )
+    return pack_step(step, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token", **settings)
 
 
 def make_learner(folder: Path, **changes: Any) -> Learner:

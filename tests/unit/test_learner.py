@@ -213,6 +213,14 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found["weights"] = full.full_state_dict()
     found["checksums"] = full.checksums()
 
+    plain = learner(kl_coef=0.0)
+    some, none = (
+        pack(each, num_ranks=2, max_tokens=30, skip_zero_advantages=True)[rank] for each in skipping_steps(step)
+    )
+    found["skipping_gradients"] = gradients(plain, some)
+    found["skipping_metrics"] = plain.step([some, none])
+    found["skipping_weights"] = plain.full_state_dict()
+
     # As on GPUs, where memory counts: gathered layers are freed between the passes, and activations and logits computed
     # twice.
     with pytest.MonkeyPatch.context() as patch:
@@ -237,6 +245,12 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     assert rank == 0 or not found["merged"]
     torch.save(found, out / f"rank{rank}.pt")
     full.close()
+
+
+def skipping_steps(step: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+    """The step with an advantage for every third trajectory only, and with none at all."""
+    teaches = [{f"t{number}" for number in range(0, len(step), 3)}, set()]
+    return [[s if s.trajectory_id in kept else dataclasses.replace(s, advantage=0.0) for s in step] for kept in teaches]
 
 
 def gradients_reduced_once(learner: Learner, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -295,6 +309,34 @@ def test_two_ranks_step_as_one_does(qwen2, two_ranks):
     weights = learner.full_state_dict()
     for name, weight in two_ranks[0]["weights"].items():
         assert (weight - weights[name]).abs().max() < 0.02 * 1e-3  # of two steps of about lr
+
+
+def test_contexts_without_an_advantage_cost_nothing_and_change_nothing(qwen2, two_ranks):
+    """Gradients and weights are those of all contexts, after a second update that trains nothing too: Adam's moments
+    and weight decay still move the weights."""
+    steps = skipping_steps(two_rank_step(qwen2))
+    everything = [pack(step, max_tokens=30)[0] for step in steps]
+    trained = [pack(step, max_tokens=30, skip_zero_advantages=True)[0] for step in steps]
+    assert [len(batches) for batches in trained] == [3, 1] and [len(batches) for batches in everything] == [5, 5]
+
+    expected = gradients(make_learner(qwen2, kl_coef=0.0), everything[0])
+    for found in (gradients(make_learner(qwen2, kl_coef=0.0), trained[0]), two_ranks[0]["skipping_gradients"]):
+        assert_close(found, expected, tolerance=1e-6)
+
+    full, skipping = (make_learner(qwen2, kl_coef=0.0) for _ in range(2))
+    losses = [report["loss"] for report in full.step(everything)]
+    reports = skipping.step(trained)
+    weights = full.full_state_dict()
+    for metrics, found in (
+        (reports, skipping.full_state_dict()),
+        (two_ranks[0]["skipping_metrics"], two_ranks[0]["skipping_weights"]),
+    ):
+        assert [report["loss"] for report in metrics] == pytest.approx(losses, rel=1e-5)
+        nothing = metrics[1]
+        assert (nothing["loss"], nothing["grad_norm"], nothing["num_contexts"], nothing["tokens"]) == (0, 0, 0, 0)
+        assert "entropy" not in nothing and "ratio" not in nothing and "entropy" in metrics[0]
+        for name, weight in found.items():
+            assert (weight - weights[name]).abs().max() < 0.02 * 1e-3  # of two updates of about lr
 
 
 def test_the_checksums_of_two_ranks_are_those_of_the_whole_weights(two_ranks):

@@ -225,6 +225,34 @@ def test_a_filler_adds_neither_gradient_nor_metrics(loss):
     assert merge_metrics([metrics, one]) == pytest.approx(one)
 
 
+def test_where_no_token_was_trained_there_are_no_means():
+    assert loss_of([5.0], [0.0], weights=[0.0])[2] == {"loss": 0, "policy_loss": 0, "kl_loss": 0, "tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "skips"), [({}, True), ({"kl_coef": 0.1}, False), ({"entropy_coef": 0.1}, False)], ids=str
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_token_without_an_advantage_may_be_left_out_where_nothing_else_is_in_the_loss(loss, settings, skips):
+    config = AlgorithmConfig(**{"loss": loss, "kl_coef": 0.0} | settings)
+    logprobs = torch.tensor([-1.5, -0.5, -4.0], dtype=torch.float64, requires_grad=True)
+    entropies = -logprobs.exp() * logprobs
+    total, _ = policy_loss(
+        logprobs,
+        old_logprobs=torch.full_like(logprobs, -1.0).detach(),
+        ref_logprobs=torch.zeros(3, dtype=torch.float64),
+        advantages=torch.zeros(3, dtype=torch.float64),
+        weights=torch.full((3,), 1 / 3, dtype=torch.float64),
+        loss_sequences=torch.tensor([0, 0, 1]),
+        context_indices=torch.tensor([0, 1]),
+        config=config,
+        entropies=entropies,
+    )
+    total.backward()
+    assert logprobs.grad is not None
+    assert (not logprobs.grad.any()) == config.skips_zero_advantages == skips
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratios_stay_finite(loss, advantage):

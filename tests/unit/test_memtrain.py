@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from agent_builders import Library, build_question, build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.actors.launch import Roles
 from mempipe.actors.reference import ReferenceStage
 from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, hide
 from mempipe.agents.protocol import UnfitQuestion
+from mempipe.config import RunConfig
 from mempipe.data.trajectories import group_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.faults import InfrastructureFault
@@ -28,8 +31,10 @@ from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
+from mempipe.stream import StepGroups
 from mempipe.types import Completion, FinishReason, Group, Question, TrainingSample, Trajectory, from_row, to_row
 from pipelines import warm_start
+from pipelines.train import train_step
 
 TOKENIZER = build_tokenizer()
 SENTENCES = ["Osvin was born in [MASK].", " Adela wrote Odyssey.", " Nobody wrote a thing."]
@@ -265,6 +270,32 @@ async def test_equations_1_to_3_by_hand():
         assert [recall.context.advantage for recall in trajectory.recalls] == pytest.approx(expected, abs=1e-6)
         assert all(context.advantage is None for context in trajectory.contexts)
     assert [[(m.name, m.value) for m in t.measures] for t in played] == [[("recall", 0.5)], [("recall", 0.0)]]
+
+
+@pytest.mark.parametrize(("kl_coef", "num_trained"), [(0.0, 10), (1e-3, 12)])
+async def test_recall_samples_that_are_all_alike_cost_the_learner_nothing_without_a_kl(kl_coef, num_trained):
+    algorithm = {"group_size": 2, "aggregation": "context", "kl_coef": kl_coef}
+    roles = Learning(parse_config({"algorithm": algorithm, "learner": {"num_ranks": 1}}))
+    train_step(cast(Roles, roles), StepGroups(groups=[await group()], dropped=[], wait_seconds=0.0), step=0)
+    ((ranks,),) = roles.taken
+    batches = [batch for rank in ranks for batch in rank]
+    assert sum(len(batch.sequence_lengths) for batch in batches) == num_trained
+    assert np.concatenate([batch.weights for batch in batches]) == pytest.approx(1 / 12), "all are counted"
+
+
+class Learning:
+    """Notes what a learner is given."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.taken: list[Any] = []
+
+    def learn(self, updates: Any) -> list[dict[str, float]]:
+        self.taken.append(updates)
+        return [{} for _ in updates]
+
+    def sync(self, policy_version: int) -> dict[str, float]:
+        return {}
 
 
 async def test_equation_4_by_hand():

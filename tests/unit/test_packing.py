@@ -308,6 +308,45 @@ def test_promise_4_splitting_a_step_keeps_groups_whole_and_loses_none(shape, upd
     assert max(sizes) - min(sizes) <= 1
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=STEPS,
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(13, 60),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    share_prefixes=st.booleans(),
+    seed=st.randoms(),
+)
+def test_contexts_without_an_advantage_are_left_out_and_still_counted(
+    shape, num_ranks, max_tokens, aggregation, share_prefixes, seed
+):
+    samples = [dataclasses.replace(s, advantage=seed.choice([0.0, -0.0, 0.5, -2.0])) for s in flat(step_of(shape))]
+    if not samples:
+        return
+    everything, trained = (
+        pack_step(
+            samples,
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            aggregation=aggregation,
+            share_prefixes=share_prefixes,
+            skip_zero_advantages=skips,
+        )
+        for skips in (False, True)
+    )
+    teaching = {token for s in samples if s.advantage for token in s.token_ids}
+    expected = {token: weight for token, weight in weight_by_token(everything).items() if token in teaching}
+    assert weight_by_token(trained) == expected
+    assert len(trained) == num_ranks and len({len(rank) for rank in trained}) == 1
+    assert trained[0] and any(not batch.is_filler for batch in batches_of(trained)) == bool(expected)
+
+
+def test_a_step_without_any_advantage_is_a_filler_for_every_rank():
+    samples = [dataclasses.replace(sample(5, name), advantage=0.0) for name in "abc"]
+    ranks = pack_step(samples, num_ranks=2, max_tokens=8, aggregation="token", skip_zero_advantages=True)
+    assert [[(batch.is_filler, batch.num_tokens) for batch in rank] for rank in ranks] == [[(True, 2)]] * 2
+
+
 def test_packing_is_deterministic_and_ignores_the_order_of_arrival():
     samples = flat(step_of([[[[True] * (1 + (i * j) % 7)] * 3 for i in range(4)] for j in range(6)]))
     first = pack_step(samples, num_ranks=3, max_tokens=16, aggregation="token")
