@@ -9,6 +9,7 @@ Everything here depends on its arguments alone; `mempipe.actors.documents` runs 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -255,7 +256,8 @@ def _masked(
     text, num_masks = hide(whole, answer, entity.kind, config.mask)
     if not num_masks or can_be_read(text, answer, entity.kind):
         return None
-    chunks = chunks_of(text, config.chunk_tokens, count_tokens, config.mask)
+    count_once = functools.cache(count_tokens)  # chunks are counted while they are cut, and again for their lengths
+    chunks = chunks_of(text, config.chunk_tokens, count_once, config.mask)
     _, number = material.seed
     return Document(
         id=f"memtrain-{number:08d}",
@@ -266,7 +268,7 @@ def _masked(
         pivot_id=material.pivot.id,
         pivot_title=material.pivot.title,
         kind=entity.kind,
-        chunk_tokens=[count_tokens(chunk) for chunk in chunks],
+        chunk_tokens=[count_once(chunk) for chunk in chunks],
         num_masks=num_masks,
         passage_ids=[passage.id for passage in passages],
         related_scores=[passage.score for passage in material.related],
