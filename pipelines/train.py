@@ -27,7 +27,7 @@ from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launc
 from mempipe.actors.tracker import TrackerFront
 from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
-from mempipe.data.qa import draw_questions, read_questions
+from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
@@ -109,7 +109,7 @@ def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: Tra
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
-    questions = read_questions(config.data.train)
+    questions = QuestionTable(iter_questions(config.data.train))
     validation = held_out_questions(config)
     started = time.perf_counter()
     say("starting engines, retrievers and learner")
@@ -117,7 +117,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         run.add_seconds("launch", time.perf_counter() - started)
         say(f"all roles are up after {time.perf_counter() - started:.0f} s ({roles.plan})")
         tokenizer = load_tokenizer(config.model.path)
-        roles.canary = [tokenizer.encode_text(question.text) for question in questions[:NUM_CANARIES]]
+        roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
         position = roles.learners.restore(run.folder / "checkpoints") or Position()
         run.update(num_steps=position.step)
         roles.sync(position.step)
@@ -159,7 +159,7 @@ def evaluate(
 def learn(
     run: Run,
     roles: Roles,
-    questions: Sequence[Question],
+    questions: QuestionTable,
     validation: Sequence[Question],
     position: Position,
     tracker: TrackerFront,
@@ -287,8 +287,8 @@ class TrainingRows:
     with the last epoch.
     """
 
-    def __init__(self, questions: Sequence[Question], config: RunConfig, *, skip: set[str], num_steps: int) -> None:
-        self._questions, self._skip = list(questions), skip
+    def __init__(self, questions: QuestionTable, config: RunConfig, *, skip: set[str], num_steps: int) -> None:
+        self._questions, self._skip = questions, skip
         self._seed, self._num_epochs, self._shuffle = config.seed, config.data.num_epochs, config.data.shuffle
         self._limit = None if config.algorithm.filter_zero_variance else num_steps * config.algorithm.groups_per_step
 
@@ -301,9 +301,10 @@ class TrainingRows:
             if self._shuffle:
                 random.Random(f"{self._seed}:{epoch}").shuffle(order)
             for i in order:
-                group_id = f"{epoch}/{self._questions[i].id}"
+                question = self._questions[i]
+                group_id = f"{epoch}/{question.id}"
                 if group_id not in self._skip:
-                    yield group_id, self._questions[i]
+                    yield group_id, question
 
 
 class Timer:

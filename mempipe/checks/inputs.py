@@ -8,7 +8,7 @@ from __future__ import annotations
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
-from mempipe.data.qa import read_questions
+from mempipe.data.qa import iter_questions
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
@@ -28,15 +28,15 @@ def check_inputs(config: RunConfig) -> str:
 
 
 def _check_questions(path: str, renderer: Renderer) -> None:
-    questions = read_questions(path)
-    unfit = []
-    for question in questions:
+    count, unfit = 0, []
+    for question in iter_questions(path):
+        count += 1
         try:
             renderer.check(question)
         except UnfitQuestion as error:
             unfit.append(str(error))
     if unfit:
         raise ConfigError(
-            f"{path}: {len(unfit)} of {len(questions)} questions do not fit: {'; '.join(unfit[:3])}; raise the "
+            f"{path}: {len(unfit)} of {count} questions do not fit: {'; '.join(unfit[:3])}; raise the "
             "budget or leave them out"
         )

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from mempipe.files import whole_file
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
+
+_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,27 @@ def iter_questions(path: str | Path) -> Iterator[Question]:
     Raises what `read_questions` raises when it reaches the row.
     """
     return _read(path, bad=BadRows(), formats=Counter())
+
+
+class QuestionTable:
+    """Holds questions as Arrow columns and makes each one when it is asked for.
+
+    A text takes its bytes of UTF-8 here, and Ray gives the columns to other processes without a copy: a file of long
+    documents may have gigabytes.
+    """
+
+    def __init__(self, questions: Iterable[Question]) -> None:
+        self._batches: list[pa.RecordBatch] = []
+        remaining = iter(questions)
+        while rows := [to_row(question) for question in islice(remaining, _BATCH_ROWS)]:
+            self._batches.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(Question)))
+
+    def __len__(self) -> int:
+        return sum(batch.num_rows for batch in self._batches)
+
+    def __getitem__(self, index: int) -> Question:
+        batch = self._batches[index // _BATCH_ROWS]
+        return from_row(Question, batch.slice(index % _BATCH_ROWS, 1).to_pylist()[0])
 
 
 def _read(path: str | Path, *, bad: BadRows, formats: Counter[str]) -> Iterator[Question]:

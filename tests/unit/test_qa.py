@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import pickle
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from mempipe.cli import main
-from mempipe.data.qa import describe_questions, draw_questions, read_question_file, read_questions, write_questions
+from mempipe.data.qa import (
+    QuestionTable,
+    describe_questions,
+    draw_questions,
+    read_question_file,
+    read_questions,
+    write_questions,
+)
 from mempipe.data.world import World
 from mempipe.settings import ConfigError
 from mempipe.types import Question
@@ -420,6 +428,20 @@ def test_all_questions_are_taken_where_that_many_are_asked_for(count):
 @pytest.mark.parametrize("count", range(1, 20))
 def test_as_many_questions_are_drawn_as_were_asked_for(count):
     assert len(draw_questions(some_questions(a=1, b=9, c=3, d=7), count, seed=0)) == count
+
+
+def test_a_table_gives_its_questions_back_and_its_texts_travel_without_a_copy():
+    drawn = World(1).questions(50, seed=0)
+    questions = [
+        dataclasses.replace(question, id=f"{question.id}-{i}", context=f"Zoë {i} " * 500)
+        for i in range(3)
+        for question in drawn
+    ]
+    table, buffers = QuestionTable(questions), []
+    assert [table[i] for i in range(len(table))] == questions
+    carried = pickle.dumps(table, protocol=5, buffer_callback=buffers.append)  # as Ray does it
+    assert len(carried) < 0.05 * sum(len(question.context) for question in questions)
+    assert pickle.loads(carried, buffers=buffers)[140] == questions[140]
 
 
 def test_wrong_parquet_rows_are_refused_by_row_and_field(tmp_path):
