@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from statistics import fmean, pstdev
 
@@ -95,13 +95,17 @@ def full_history_tokens(trajectory: Trajectory) -> list[int]:
     They are template and question as in the first turn, plus the action and the passages of every earlier turn. Compare
     them with `num_prompt_tokens` of the same turns: template, question and bounded memory.
     """
-    if not trajectory.contexts:
-        return []
-    first = trajectory.contexts[0]
-    tokens = [first.num_prompt_tokens - first.num_memory_tokens]
-    for context in trajectory.contexts[:-1]:
-        tokens.append(tokens[-1] + _num_action_tokens(context) + context.num_observation_tokens)
-    return tokens
+    return [tokens for _, tokens in growing_history(trajectory.contexts)]
+
+
+def growing_history(contexts: Iterable[Context]) -> Iterator[tuple[Context, int]]:
+    """Yields each context with its `full_history_tokens`. One context is read for one that is yielded."""
+    tokens: int | None = None
+    for context in contexts:
+        if tokens is None:
+            tokens = context.num_prompt_tokens - context.num_memory_tokens
+        yield context, tokens
+        tokens += _num_action_tokens(context) + context.num_observation_tokens
 
 
 def full_history_context_tokens(trajectory: Trajectory) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
-from mempipe.serve.answering import Answering, Emit, Plan
+from mempipe.serve.answering import Answering, Plan
 from mempipe.serve.api import AnswerReply, AnswerRequest
+from mempipe.serve.attempt_events import Emit
 from mempipe.serve.errors import ApiError
 from mempipe.serve.journal import Metrics
 from mempipe.serve.store import Store
@@ -53,8 +53,11 @@ class AnswerJobs:
             raise
         return AnswerJob(plan, request_id, session.id)
 
-    async def run(self, job: AnswerJob, emit: Emit) -> AnswerReply:
-        """Plays the job and returns its answer. Frees the job's session, also when there is no answer."""
+    async def run(self, job: AnswerJob, emit: Emit | None = None) -> AnswerReply:
+        """Plays the job and returns its answer. Frees the job's session, also when there is no answer.
+
+        `emit` hears what happens meanwhile; None for a caller that waits for the answer alone.
+        """
         memory = None
         try:
             reply, memory = await self._answering.answer(
@@ -65,7 +68,3 @@ class AnswerJobs:
         finally:
             if job.session is not None:
                 await asyncio.shield(self._store.release(job.session, memory))
-
-
-def to_nobody(name: str, data: dict[str, Any]) -> None:
-    """Drops the events of a job whose caller waits for the answer alone."""

@@ -1,6 +1,6 @@
 """Answers a request with the agent of training and evaluation, bound to the engine and the retriever of the service.
 
-It knows neither Ray nor HTTP. `Emit` hears each event when it happens.
+It knows neither Ray nor HTTP.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,22 +24,15 @@ from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_section
 from mempipe.rl.rewards import split_answers
-from mempipe.serve.api import (
-    AnswerReply,
-    AnswerRequest,
-    BudgetChanges,
-    Sampling,
-    TurnReply,
-)
+from mempipe.serve.api import AnswerReply, AnswerRequest, BudgetChanges, Sampling, TurnReply
+from mempipe.serve.attempt_events import AttemptEvents, Emit
 from mempipe.serve.conversation import next_memory, starting_from
 from mempipe.serve.errors import ApiError
-from mempipe.serve.replies import most_frequent, passage_reply, turn_replies, usage_of
+from mempipe.serve.replies import most_frequent, turn_replies, usage_of
 from mempipe.settings import ConfigError
-from mempipe.types import Completion, Context, EndReason, Group, Question, SearchResult, Trajectory
+from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
 from mempipe.user_code import user_code
 
-Emit = Callable[[str, dict[str, Any]], None]
-"""Takes an event: its name and its data."""
 Record = Callable[[Group, AgentSpec], None]
 """Takes the attempts at a question and the agent that made them (`mempipe.serve.traces`)."""
 KEPT_RENDERERS = 32
@@ -72,10 +65,10 @@ class Plan:
     sampling: SamplingConfig
     num_samples: int
 
-    def turn_replies(self, trajectory: Trajectory) -> list[TurnReply]:
-        """Returns the turns of one attempt as the service shows them."""
+    def turn_replies(self, contexts: Iterable[Context]) -> Iterator[TurnReply]:
+        """Yields the turns of one attempt as the service shows them (`mempipe.serve.replies`)."""
         limit = self.renderer.budget.memory_limit
-        return turn_replies(trajectory, thought=self.config.agent_spec.thought, memory_limit=limit)
+        return turn_replies(contexts, thought=self.config.agent_spec.thought, memory_limit=limit)
 
 
 class Answering:
@@ -118,13 +111,18 @@ class Answering:
         """
         return await asyncio.to_thread(self._plan, request, text, memory)
 
-    async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit) -> tuple[AnswerReply, str]:
+    async def answer(
+        self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None
+    ) -> tuple[AnswerReply, str]:
         """Plays the agent; returns the answer and the memory for the next question of a session.
 
-        Raises ApiError: 503 when engine or retriever fail or take too long, 400 for what they refuse.
+        `emit` hears each event when it happens; None where nobody listens. Raises ApiError: 503 when engine or
+        retriever fail or take too long, 400 for what they refuse.
         """
         engine, started = self.engine(), time.perf_counter()
-        emit("started", {"id": request_id, "model": self.name, "model_version": engine.version, "agent": plan.agent})
+        if emit is not None:
+            version = engine.version
+            emit("started", {"id": request_id, "model": self.name, "model_version": version, "agent": plan.agent})
         try:
             async with asyncio.timeout(self._timeout_s):
                 trajectories = await self._play_all(plan, engine, request_id, emit)
@@ -146,7 +144,7 @@ class Answering:
             answers=split_answers(chosen.answer or "", plan.num_objectives) if plan.num_objectives > 1 else [],
             end_reason=chosen.end_reason,
             confidence=confidence,
-            turns=plan.turn_replies(chosen),
+            turns=list(plan.turn_replies(chosen.contexts)),
             usage=usage_of(trajectories),
             seconds=time.perf_counter() - started,
             session=session,
@@ -223,7 +221,7 @@ class Answering:
             budget = parse_section(budget.model_dump(exclude_unset=True) | limits, kind)
         return config.agent_spec.renderer(config.agent, budget, limits=config.retrieval, tokenizer=self._tokenizer)
 
-    async def _play_all(self, plan: Plan, engine: Engine, request_id: str, emit: Emit) -> list[Trajectory]:
+    async def _play_all(self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None) -> list[Trajectory]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 attempts = [
@@ -234,35 +232,42 @@ class Answering:
             raise failures.exceptions[0] from failures
         return [attempt.result() for attempt in attempts]
 
-    async def _play(self, plan: Plan, engine: Engine, request_id: str, member: int, emit: Emit) -> Trajectory:
-        """Plays one attempt and emits its events."""
-        spec, contexts = plan.config.agent_spec, list[Context]()
+    async def _play(self, plan: Plan, engine: Engine, request_id: str, member: int, emit: Emit | None) -> Trajectory:
+        """Plays one attempt and tells what happens where somebody listens."""
+        spec, told = plan.config.agent_spec, None
+        if emit is not None:
+            told = AttemptEvents(
+                emit,
+                sample=member,
+                decode=self._tokenizer.decode,
+                thought=spec.thought,
+                turn_replies=plan.turn_replies,
+            )
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
             completion = await engine.generate(token_ids, max_tokens=max_tokens, sampling=plan.sampling)
-            text = self._tokenizer.decode(completion.token_ids)
-            emit("message", {"sample": member, "turn": len(contexts), "thought": spec.thought(text), "text": text})
+            if told is not None:
+                told.message(completion)
             return completion
 
         async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
-            emit("search", {"sample": member, "turn": len(contexts), "query": query})
+            if told is not None:
+                told.search(query)
             try:
                 result = await self._search(query, num_passages=num_passages, partition=partition)
             except ValueError as error:
                 raise ApiError(400, str(error), param="partition") from error
-            found = [passage_reply(passage).model_dump() for passage in result.passages]
-            emit("passages", {"sample": member, "turn": len(contexts), "query": query, "passages": found})
+            if told is not None:
+                told.passages(query, result)
             return result
 
-        def on_context(context: Context) -> None:
-            contexts.append(context)
-            so_far = Trajectory(contexts=contexts, end_reason=EndReason.NO_ACTION, answer=None, **names)
-            emit("turn", {"sample": member, **plan.turn_replies(so_far)[-1].model_dump()})
-
-        names: dict[str, Any] = {"id": f"{request_id}/{member}", "group_id": request_id, "member": member}
         agent = spec.agent(plan.renderer, generate=generate, search=search)
         of_user = plan.config.agent.name not in BUILT_IN
         with user_code(f"agent {plan.agent} failed", passing=(ApiError,)) if of_user else nullcontext():
             return await agent.rollout(
-                plan.question, trajectory_id=names["id"], group_id=request_id, member=member, on_context=on_context
+                plan.question,
+                trajectory_id=f"{request_id}/{member}",
+                group_id=request_id,
+                member=member,
+                on_context=told.turn if told is not None else None,
             )

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from mempipe.serve.answering import Emit
 from mempipe.serve.api import AnswerReply
+from mempipe.serve.attempt_events import Emit
 from mempipe.serve.errors import FAILED, ApiError, error_body
 
 PING_S = 10.0

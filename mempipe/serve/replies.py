@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mempipe.evaluation.rollout_metrics import full_history_tokens
+from mempipe.evaluation.rollout_metrics import growing_history
 from mempipe.rl.rewards import normalize_answer
 from mempipe.serve.api import PassageReply, SearchReply, ToolReply, TurnReply, Usage
 from mempipe.types import Context, Passage, Trajectory
 
 
-def turn_replies(trajectory: Trajectory, *, thought: Callable[[str], str], memory_limit: int | None) -> list[TurnReply]:
-    """Returns the contexts of a trajectory as the service shows them; `thought` finds it in the text of an action."""
-    return [
-        _turn(context, thought(context.action), history, memory_limit)
-        for context, history in zip(trajectory.contexts, full_history_tokens(trajectory), strict=True)
-    ]
+def turn_replies(
+    contexts: Iterable[Context], *, thought: Callable[[str], str], memory_limit: int | None
+) -> Iterator[TurnReply]:
+    """Yields the contexts of an attempt as the service shows them; `thought` finds it in the text of an action.
+
+    `contexts` may be a list that still grows: one is read for one that is yielded.
+    """
+    for context, history in growing_history(contexts):
+        yield _turn(context, thought(context.action), history, memory_limit)
 
 
 def _turn(context: Context, thought: str, history: int, limit: int | None) -> TurnReply:

@@ -27,10 +27,11 @@ from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
+from mempipe.serve import attempt_events, replies
 from mempipe.serve.api import AnswerReply
 from mempipe.serve.conversation import fitted, noted
 from mempipe.serve.keys import new_key
-from mempipe.serve.replies import changes
+from mempipe.serve.replies import changes, passage_reply
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -163,6 +164,17 @@ def test_a_stream_tells_what_happens_in_its_order_and_ends_with_the_answer(servi
     assert answer == plain
     assert [data["turn"] for name, data in told if name == "search"] == [0, 1]
     assert {k: v for k, v in told[5][1].items() if not k.endswith("seconds")}.items() >= plain["turns"][0].items()
+
+
+def test_a_turn_is_made_ready_once_for_the_answer_and_once_for_who_listens(service, monkeypatch):
+    """Not with all earlier turns each time; and events are made only for a stream."""
+    compared, told = [], []
+    monkeypatch.setattr(replies, "changes", lambda *memories: compared.append(memories) or changes(*memories))
+    monkeypatch.setattr(attempt_events, "passage_reply", lambda each: told.append(each) or passage_reply(each))
+    assert len(ask(service)["turns"]) == 3
+    assert (len(compared), len(told)) == (3, 0)
+    assert post(service, question=TWO_HOPS.text, stream=True).status_code == 200
+    assert len(compared) == 3 + 2 * 3 and told
 
 
 def test_a_fault_in_a_stream_is_its_last_event(service):

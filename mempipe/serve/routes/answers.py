@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from mempipe.serve.answer_jobs import to_nobody
 from mempipe.serve.api import AnswerReply, AnswerRequest
 from mempipe.serve.event_stream import event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER
@@ -24,5 +23,5 @@ async def answer(asked: AnswerRequest, parts: PartsOfApp, owner: Owner, request_
     """
     job = await parts.jobs.plan(asked, owner=owner, request_id=request_id)
     if not asked.stream:
-        return await parts.jobs.run(job, to_nobody)
+        return await parts.jobs.run(job)
     return event_stream(events(lambda emit: parts.jobs.run(job, emit)))

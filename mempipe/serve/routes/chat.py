@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from fastapi import APIRouter
 
-from mempipe.serve.answer_jobs import to_nobody
 from mempipe.serve.answering import Answering
 from mempipe.serve.api import (
     AnswerReply,
@@ -34,7 +33,7 @@ async def chat(asked: ChatRequest, parts: PartsOfApp, owner: Owner, request_id: 
     """A chat completion; the field `mempipe` holds the trace, in a stream each event."""
     job = await parts.jobs.plan(_asked_in(asked), owner=owner, request_id=request_id, history=_history(asked))
     if not asked.stream:
-        return _reply(await parts.jobs.run(job, to_nobody))
+        return _reply(await parts.jobs.run(job))
     with_usage = asked.stream_options is not None and asked.stream_options.include_usage
     chunks = _Chunks(request_id, parts.answering)
     return event_stream(chunks.of(events(lambda emit: parts.jobs.run(job, emit)), with_usage=with_usage))
