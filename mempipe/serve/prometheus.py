@@ -1,4 +1,8 @@
-"""Numbers of the agents and the engines for Prometheus, at the metrics port of every Ray node."""
+"""Numbers of the agents and the engines for Prometheus, at the metrics port of every Ray node.
+
+All are counters or histograms: Ray drops a gauge that was not set for some seconds, so one that answers set would be
+gone whenever there are none.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from mempipe.serve.api import AnswerReply
 
 SECONDS = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Bounds of the latency histograms."""
+SHARES = [0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
+"""Bounds of the histogram of the memory."""
 
 
 class EngineMetrics:
@@ -36,17 +42,17 @@ class PrometheusMetrics:
             names: Any = tags  # Ray's annotation is of a tuple of one
             return metrics.Counter(f"mempipe_{name}", description, names)
 
-        def histogram(name: str, description: str, *tags: Any) -> metrics.Histogram:
+        def histogram(name: str, description: str, bounds: list[float], *tags: Any) -> metrics.Histogram:
             names: Any = tags
-            return metrics.Histogram(f"mempipe_{name}", description, boundaries=SECONDS, tag_keys=names)
+            return metrics.Histogram(f"mempipe_{name}", description, boundaries=bounds, tag_keys=names)
 
         self._requests = counter("requests", "Requests by path and status.", "path", "status")
-        self._seconds = histogram("request_seconds", "Seconds from request to answer.", "path")
+        self._seconds = histogram("request_seconds", "Seconds from request to answer.", SECONDS, "path")
         self._answers = counter("answers", "Answers by agent and how they ended.", "agent", "end_reason")
         self._turns = counter("turns", "Turns of agents.", "agent")
         self._tokens = counter("tokens", "Tokens, by whether they were read or sampled.", "agent", "kind")
-        self._stages = histogram("stage_seconds", "Seconds of one turn in engine and retriever.", "stage")
-        self._memory = metrics.Gauge("mempipe_memory_share", "Share of the memory budget in use.", ("agent",))
+        self._stages = histogram("stage_seconds", "Seconds of one turn in engine and retriever.", SECONDS, "stage")
+        self._memory = histogram("memory_share", "Share of its budget that the memory of a turn has.", SHARES, "agent")
 
     def requested(self, path: str, status: int, seconds: float) -> None:
         self._requests.inc(1, {"path": path, "status": str(status)})
@@ -63,4 +69,4 @@ class PrometheusMetrics:
             self._stages.observe(turn.generate_seconds, {"stage": "generate"})
             self._stages.observe(turn.search_seconds, {"stage": "search"})
             if turn.memory_limit:
-                self._memory.set(turn.memory_tokens / turn.memory_limit, agent)
+                self._memory.observe(turn.memory_tokens / turn.memory_limit, agent)
