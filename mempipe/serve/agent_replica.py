@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.faults import retry_pauses
 from mempipe.serve.agent_app import make_app
 from mempipe.serve.answering import Answering, nowhere
 from mempipe.serve.calls import EndpointEngine, ServedEngine, call
@@ -21,9 +25,11 @@ from mempipe.serve.prometheus import PrometheusMetrics
 from mempipe.serve.served_run import resolve
 from mempipe.serve.store import Store
 from mempipe.serve.traces import SampledTraces
+from mempipe.settings import ConfigError
 from mempipe.types import SearchResult
 
 READY_TIMEOUT_S = 5.0
+ENGINES_TIMEOUT_S = 60.0
 
 
 class AgentReplica:
@@ -74,7 +80,7 @@ class AgentReplica:
             endpoint = Endpoint(config.endpoint, tokenizer=self._tokenizer, stop_texts=stop_texts)
             self._engine = EndpointEngine(endpoint=endpoint, version=config.endpoint.model)
             return
-        handle = serve.get_app_handle(user_config["generator"])
+        handle = await engines_of(user_config["generator"], timeout_s=ENGINES_TIMEOUT_S)
         self._engine = ServedEngine(
             handle=handle,
             version=await handle.version.remote(),
@@ -105,6 +111,22 @@ class AgentReplica:
         except Exception as error:  # whatever keeps a part from answering, the service is not ready
             raise ApiError(503, f"not ready: {error}") from error
         return detail
+
+
+async def engines_of(application: str, *, timeout_s: float) -> DeploymentHandle:
+    """Returns the handle of an application of engines. Serve deploys it beside the agents and may be slower with it.
+
+    Raises ConfigError when there is none after `timeout_s`.
+    """
+    deadline, pauses = time.monotonic() + timeout_s, retry_pauses(longest_s=2.0)
+    while True:
+        try:
+            return serve.get_app_handle(application)
+        except RayServeException as error:
+            if time.monotonic() > deadline:
+                message = f"user_config.generator is {application!r}, and Serve has no such application"
+                raise ConfigError(message) from error
+        await asyncio.sleep(next(pauses))
 
 
 def _log_as_serve_does() -> None:

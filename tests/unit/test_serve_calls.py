@@ -10,15 +10,19 @@ import httpx
 import pytest
 from faulty_server import faulty, says
 from faulty_server import hangs as never
+from ray import serve
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from mempipe.engines.config import EndpointConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
+from mempipe.serve.agent_replica import engines_of
 from mempipe.serve.calls import EndpointEngine, RoleUnavailable, call
 from mempipe.serve.front import Front, middlewares
+from mempipe.settings import ConfigError
 
 
 class Response:
@@ -156,3 +160,17 @@ async def test_an_endpoint_is_ready_when_its_server_has_the_model():
                 await engine.check(timeout_s=0.2)
         finally:
             await client.close()
+
+
+async def test_the_agents_wait_for_engines_that_are_deployed_beside_them(monkeypatch):
+    known = iter([False, True])
+
+    def get_app_handle(name: str) -> str:
+        if not next(known, False):
+            raise RayServeException(f"Application {name!r} does not exist.")
+        return f"handle of {name}"
+
+    monkeypatch.setattr(serve, "get_app_handle", get_app_handle)
+    assert await engines_of("generator", timeout_s=10) == "handle of generator"
+    with pytest.raises(ConfigError, match=r"user_config.generator is 'generatr', and Serve has no such application"):
+        await engines_of("generatr", timeout_s=0.1)
