@@ -6,6 +6,7 @@ Replicas are killed and weights replaced at the end.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -289,31 +291,41 @@ def until_ready(running: Running) -> None:
         time.sleep(0.2)
 
 
-def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
-    stop = threading.Event()
-    seen: Counter[Any] = Counter()
+@contextmanager
+def clients(running: Running, number: int, check: Callable[[Question, httpx.Response], Any]) -> Iterator[Counter[Any]]:
+    """Clients that ask one question after the other until the block ends; counts what `check` says of each answer."""
+    stop, seen = threading.Event(), Counter[Any]()
 
-    def client(number: int) -> None:
-        turn = 0
-        while not stop.is_set():
-            question = running.questions[(number + turn) % NUM_QUESTIONS]
+    def client(first: int) -> None:
+        for turn in itertools.count(first):
+            if stop.is_set():
+                return
+            question = running.questions[turn % NUM_QUESTIONS]
             answer = running.ask(question.text, **partition_of(question))
-            if answer.status_code == 200:
-                seen[200, is_right(running, question, answer.json())] += 1
-            else:
-                seen[answer.status_code, int(answer.headers.get("retry-after", 0)) >= 1] += 1
-                time.sleep(0.2)
-            turn += 1
+            seen[check(question, answer)] += 1
+            time.sleep(0.2 if answer.status_code == 503 else 0)
 
-    with ThreadPoolExecutor(32) as pool:
-        clients = [pool.submit(client, number) for number in range(32)]
+    with ThreadPoolExecutor(number) as pool:
+        working = [pool.submit(client, first) for first in range(number)]
+        try:
+            yield seen
+        finally:
+            stop.set()
+        for each in working:
+            each.result(timeout=TIMEOUT_S)
+
+
+def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
+    def check(question: Question, answer: httpx.Response) -> tuple[int, bool]:
+        if answer.status_code == 200:
+            return 200, is_right(running, question, answer.json())
+        return answer.status_code, int(answer.headers.get("retry-after", 0)) >= 1
+
+    with clients(running, 32, check) as seen:
         for deployment in ("retriever", "generator", "agent"):
             time.sleep(2)
             kill(deployment)
         time.sleep(2)
-        stop.set()
-        for each in clients:
-            each.result(timeout=TIMEOUT_S)
     assert set(seen) <= {(200, True), (503, True)} and seen[200, True] >= 32
     until_ready(running)
     question = running.questions[0]
@@ -329,23 +341,14 @@ def test_new_weights_take_over_without_a_failed_request(running):
     build_model(running.run / "huggingface", seed=99)
     new = weights_version(str(running.run / "huggingface"))
     assert old != new
-    stop = threading.Event()
-    seen: Counter[Any] = Counter()
 
-    def client() -> None:
-        while not stop.is_set():
-            question = running.questions[0]
-            answer = running.ask(question.text, **partition_of(question))
-            version = answer.json().get("model_version")
-            seen[answer.status_code, version, version == new or is_right(running, question, answer.json())] += 1
+    def check(question: Question, answer: httpx.Response) -> tuple[int, str, bool]:
+        version = answer.json().get("model_version")
+        return answer.status_code, version, version == new or is_right(running, question, answer.json())
 
-    with ThreadPoolExecutor(4) as pool:
-        clients = [pool.submit(client) for _ in range(4)]
+    with clients(running, 4, check) as seen:
         assert running.local.deploy() == new
         time.sleep(1)
-        stop.set()
-        for each in clients:
-            each.result(timeout=TIMEOUT_S)
     assert set(seen) == {(200, old, True), (200, new, True)}
     assert running.ask("who ?").json()["model_version"] == new
     assert running.local.deploy() == new  # nothing to do
