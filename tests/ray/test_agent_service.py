@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 import signal
 import sys
@@ -19,11 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
 
@@ -101,7 +104,8 @@ def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Runn
     settings = {"run": str(finished), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
     settings |= {"retriever_replicas": {"min": 2, "max": 2}, "settings": {"generation": {"timeout_s": 60.0}}}
     questions = read_questions(world.data.validation)[:NUM_QUESTIONS]
-    with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
+    environment = patch.dict(os.environ, RAY_metrics_report_interval_ms="1000")
+    with environment, served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
         service = Running(url, local, finished, questions)
         config = resolve(parse_section(settings, AgentServiceConfig)).main
         engines = f"generator-{weights_version(str(finished / 'huggingface'))}"
@@ -213,6 +217,42 @@ def until(condition: Callable[[], bool]) -> float:
         assert time.monotonic() < started + TIMEOUT_S
         time.sleep(0.02)
     return time.monotonic() - started
+
+
+NUMBERS: list[tuple[str, dict[str, str]]] = [
+    ("requests_total", {"path": "/v1/answer", "status": "200"}),
+    ("request_seconds_count", {"path": "/v1/answer"}),
+    ("answers_total", {"agent": "memsearcher"}),
+    ("turns_total", {"agent": "memsearcher"}),
+    ("tokens_total", {"agent": "memsearcher", "kind": "read"}),
+    ("tokens_total", {"agent": "memsearcher", "kind": "sampled"}),
+    ("stage_seconds_count", {"stage": "generate"}),
+    ("stage_seconds_count", {"stage": "search"}),
+    ("memory_share_count", {"agent": "memsearcher"}),
+    ("prompt_tokens_total", {"cached": "no"}),
+    ("prompt_tokens_total", {"cached": "yes"}),
+]
+
+
+def test_prometheus_finds_the_numbers_at_the_metrics_port_of_ray(running):
+    """After a moment: Ray sends them to the port from time to time."""
+    longer_than_a_block_of_the_cache = " ".join(question.text for question in running.questions[:6])
+    for _ in range(2):
+        assert running.ask(longer_than_a_block_of_the_cache, budget={"question_tokens": 64}).status_code == 200
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+
+    def missing() -> list[tuple[str, dict[str, str]]]:
+        """Returns the numbers that no sample above 0 has."""
+        families = text_string_to_metric_families(httpx.get(url, trust_env=False).text)
+        samples = [sample for family in families for sample in family.samples if sample.value > 0]
+        return [
+            (name, labels)
+            for name, labels in NUMBERS
+            if not any(s.name == f"ray_mempipe_{name}" and labels.items() <= s.labels.items() for s in samples)
+        ]
+
+    until(lambda: not missing())
 
 
 def test_a_session_outlives_its_replica(running):
