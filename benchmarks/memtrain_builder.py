@@ -57,6 +57,10 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measured(**json.loads(arguments.measure))))
         return
+    if arguments.pivots <= PART * max(WAYS.values()):
+        parser.error(
+            f"--pivots is {arguments.pivots}; it must be more than {PART * max(WAYS.values())}, a part a worker"
+        )
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {arguments.pivots} pivots")
     with tempfile.TemporaryDirectory() as folder:
         settings = prepared(Path(folder), arguments)
