@@ -12,7 +12,7 @@ from tools.processes import Marked, Running, run
 
 GROWS = """
 import time
-for i in range(8):
+for i in range(16):
     time.sleep(0.5)
     print(i, flush=True) if i % 2 else open("file", "a").write(str(i))
 """
@@ -20,22 +20,24 @@ for i in range(8):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "QUIET_S", 3.0)
     monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.1)
 
 
-def test_a_command_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+def test_a_command_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 6.0)  # less than it takes, more than a busy machine needs to start it
     done = run([sys.executable, "-c", GROWS], marked=Marked(), cwd=tmp_path)
-    assert (done.returncode, done.stdout.split()) == (0, ["1", "3", "5", "7"])
-    assert (tmp_path / "file").read_text() == "0246"
+    assert (done.returncode, done.stdout.split()) == (0, [str(i) for i in range(1, 16, 2)])
+    assert (tmp_path / "file").read_text() == "02468101214"
 
 
-def test_a_command_that_hangs_fails_with_the_end_of_its_output(tmp_path: Path) -> None:
+def test_a_command_that_hangs_fails_with_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Marked()
     hangs = Running(
         [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"], marked=marked, cwd=tmp_path
     )
     try:
+        hangs.wait_until(lambda: "so far" in hangs.stdout)
+        monkeypatch.setattr(processes, "QUIET_S", 3.0)
         with pytest.raises(AssertionError, match="written nothing for 3 s\nso far"):
             hangs.wait_until(lambda: False)
         assert len(marked.processes()) == 1
