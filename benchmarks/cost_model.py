@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mempipe.capacity import Shape, model_shape
-from mempipe.costs import Workload, learner_seconds, reference_seconds
+from mempipe.costs import learner_seconds, reference_seconds
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.gpus import GPUS
 from mempipe.engines.learner import Learner
@@ -73,8 +73,9 @@ class Bench:
         learner = Learner(settings)
         (batches,) = pack_step(samples, num_ranks=1, max_tokens=num_tokens, aggregation="token")
         config = load_config(CONFIG).model_copy(update={"model": settings.model})
-        work = Workload.of_contexts(num_tokens)
-        expected = learner_seconds(config, self.shape, GPU, num_ranks=1, contexts=len(samples), work=work)
+        expected = learner_seconds(
+            config, self.shape, GPU, num_ranks=1, contexts=len(samples), context_tokens=num_tokens
+        )
         return Contestant(work=lambda: learner.step([batches]), expected=expected)
 
     def reference(self, samples: Sequence[TrainingSample]) -> Contestant:

@@ -44,11 +44,6 @@ class Workload:
     """Of the longest trajectory."""
 
     @classmethod
-    def of_contexts(cls, num_tokens: int) -> Workload:
-        """Describes single contexts of `num_tokens`, for work that no sampling comes before."""
-        return cls(contexts=1, context_tokens=num_tokens, sampled_tokens=0, message_tokens=0, most_sampled_tokens=0)
-
-    @classmethod
     def of(cls, config: RunConfig) -> Workload:
         """Assumes half of the turns, and contexts that fill half of every limit; a chunk is always whole."""
         parts = config.budget.parts()
@@ -143,9 +138,9 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
 
 
 def learner_seconds(
-    config: RunConfig, shape: Shape, gpu: Gpu, *, num_ranks: int, contexts: float, work: Workload
+    config: RunConfig, shape: Shape, gpu: Gpu, *, num_ranks: int, contexts: float, context_tokens: float
 ) -> float:
-    """Returns the seconds of forward and backward over `contexts`, by the operations that they need."""
+    """Returns the seconds of forward and backward over contexts of one length, by the operations that they need."""
     trained = trained_parameters(config.model, shape) / shape.num_parameters
     passes = 4 + 2 * min(trained, 1)  # the gradient of weights that do not train is not computed
     if config.model.gradient_checkpointing:
@@ -155,8 +150,8 @@ def learner_seconds(
         passes += 2 * (updates - 1) / updates
     if config.algorithm.uses_reference and config.model.lora_rank:
         passes += 2
-    attention = shape.layers * shape.heads * shape.head_dim * work.context_tokens  # per token and operation
-    operations = contexts * work.context_tokens * passes * (shape.num_parameters + attention)
+    attention = shape.layers * shape.heads * shape.head_dim * context_tokens  # per token and operation
+    operations = contexts * context_tokens * passes * (shape.num_parameters + attention)
     return operations / (num_ranks * gpu.teraflops * 1e12 * COMPUTE_SHARE)
 
 
@@ -194,7 +189,9 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
 
     references = (len(plan.seats("reference")) or config.reference.num_replicas) if needs_reference(config) else 0
     reference = reference_seconds(shape, gpu, tokens=tokens) / references if references else 0.0
-    learn = learner_seconds(config, shape, gpu, num_ranks=plan.num_ranks, contexts=contexts, work=work)
+    learn = learner_seconds(
+        config, shape, gpu, num_ranks=plan.num_ranks, contexts=contexts, context_tokens=work.context_tokens
+    )
     driver = DRIVER_S_PER_MILLION * tokens / 1e6
     sync = sync_seconds(config, shape, plan, gpu)
     if algorithm.max_off_policy_steps and not config.generation.updates_in_flight:
