@@ -72,13 +72,17 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
     failed: dict[str, str] = {}
     with connected(sweep.ray_address, name=sweep.name, model=model):
         at_once = sweep.trials_at_once or trials_at_once(planned, cluster_gpus())
+        num_over = 0
         for part in in_order(missing):
             failed |= run_trials(
                 [_commands(sweep, trial) for trial in part],
                 folder=sweep.folder / "tune",
                 at_once=at_once,
                 max_failures=sweep.max_failures,
+                num_over=num_over,
+                num_in_all=len(missing),
             )
+            num_over += len(part)
     failed |= {trial.name: "it left questions without a row" for trial in planned if not trial.finished} | failed
     if failed:
         name, error = next(iter(failed.items()))

@@ -47,9 +47,12 @@ def run_trials(
     folder: Path,
     at_once: int,
     max_failures: int,
+    num_over: int,
+    num_in_all: int,
 ) -> dict[str, str]:
     """Runs all trials on the connected cluster; returns why each failed one failed, by its name.
 
+    They are a part of `num_in_all` trials of which `num_over` are over, and are counted so on the terminal.
     `folder` is where Tune keeps its own records; it is emptied. A trial that ends with an error, or is killed, starts
     again up to `max_failures` times; one whose input cannot work does not.
     """
@@ -70,7 +73,7 @@ def run_trials(
             name=folder.name,
             storage_path=str(folder.parent.resolve()),
             failure_config=tune.FailureConfig(max_failures=max_failures),
-            callbacks=[_Progress(len(trials))],
+            callbacks=[_Progress(num_over, num_in_all)],
             verbose=0,
         ),
     )
@@ -136,8 +139,8 @@ def _name(trial: Any) -> str:
 class _Progress(tune.Callback):
     """Says what becomes of the trials."""
 
-    def __init__(self, num_trials: int) -> None:
-        self._num_trials, self._num_over = num_trials, 0
+    def __init__(self, num_over: int, num_trials: int) -> None:
+        self._num_over, self._num_trials = num_over, num_trials
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         say(f"{_name(trial)}: started")

@@ -133,6 +133,25 @@ def test_a_policy_for_several_budgets_is_trained_once_and_measured_under_each(tm
     assert in_order(planned[2:]) == [planned[2:]]
 
 
+def test_trials_that_come_one_part_after_another_are_counted_through(tmp_path, monkeypatch):
+    from contextlib import nullcontext
+
+    sweep = config(tmp_path)
+    planned, counted = trials(sweep), []
+    monkeypatch.setattr("pipelines.sweep.connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipelines.sweep.cluster_gpus", dict)
+    monkeypatch.setattr("pipelines.sweep.in_order", lambda missing: [missing[:1], missing[1:]])
+
+    def run_trials(part: list[Any], *, num_over: int, num_in_all: int, **_: Any) -> dict[str, str]:
+        counted.append((len(part), num_over, num_in_all))
+        return {}
+
+    monkeypatch.setattr("pipelines.sweep.run_trials", run_trials)
+    with pytest.raises(TrialsFailed):  # none of them left anything
+        run_missing(sweep, planned)
+    assert counted == [(1, 0, len(planned)), (len(planned) - 1, 1, len(planned))]
+
+
 def test_what_a_trial_has_trained_is_what_its_evaluation_measures(tmp_path):
     """The weights, the index and the budget of its own run, once the training has left them there."""
     runs = [{"name": "mem", "config": QUICKSTART, "settings": {"num_steps": 2}}]
