@@ -77,6 +77,8 @@ def budget_lines(study: BudgetStudy) -> list[str]:
 def verdict(curve: BudgetCurve) -> str:
     """Says the smallest sufficient budget in a sentence."""
     answer, largest = curve.smallest_sufficient, curve.points[-1]
+    if all(point.measured.score.value == 0 for point in curve.points):
+        return f"{curve.agent}: every score is 0 under every budget, which says nothing of the memory that is enough."
     if answer is largest:
         return (
             f"{curve.agent}: no smaller budget is enough: {curve.points[-2].memory_tokens} tokens are significantly "

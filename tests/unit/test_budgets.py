@@ -28,6 +28,7 @@ from mempipe.reports.budgets import (
     causes_by_budget,
     figures_by_hops,
     reference_verdicts,
+    verdict,
     write_budget_report,
 )
 from mempipe.settings import ConfigError
@@ -61,6 +62,14 @@ def costing(turns: list[list[int]]) -> list[ResultRow]:
         replace(row, question_id=str(i), context_tokens_by_turn=[own], total_tokens=[sum(own)])
         for i, (row, own) in enumerate(zip(rows([True] * len(turns)), turns, strict=True))
     ]
+
+
+def test_where_nothing_is_right_no_budget_is_called_enough():
+    wrong = rows([False] * 20)
+    said = verdict(budget_curve("memsearcher", {4: [{"nq": wrong}], 8: [{"nq": wrong}]}))
+    assert said == (
+        "memsearcher: every score is 0 under every budget, which says nothing of the memory that is enough."
+    )
 
 
 def share(of: float, number: int) -> list[bool]:
