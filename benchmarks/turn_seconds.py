@@ -1,6 +1,6 @@
 """What a turn costs an engine where the history grows and where a memory takes its place: turn 2 against turn 20.
 
-    python -m benchmarks.turn_seconds runs/quickstart/huggingface [--seeds 1 2 3 4 5]
+    python -m benchmarks.turn_seconds runs/quickstart/huggingface [--seeds 1 2 3 4 5] [--dtype bfloat16] [--threads 2]
 
 What is measured: MemSearcher and ReAct, each with its own prompts, answer questions of 20 hops on the same engine, one
 question at a time. No small model goes on for 20 turns by itself, so a faultless script writes the messages
@@ -125,9 +125,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a Hugging Face folder")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
     arguments = parser.parse_args()
-    model = ModelConfig(path=arguments.model, dtype="float32")
-    report(measure(model, GenerationConfig(), seeds=arguments.seeds))
+    model = ModelConfig(path=arguments.model, dtype=arguments.dtype)
+    report(measure(model, GenerationConfig(num_threads=arguments.threads), seeds=arguments.seeds))
 
 
 if __name__ == "__main__":

@@ -467,7 +467,6 @@ def _engine_arguments(
     arguments: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
-        "hf_overrides": {"head_dtype": "float32"},  # as the learner computes logits
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": seed,
@@ -493,6 +492,7 @@ def _engine_arguments(
             "lora_target_modules": list(model.lora_targets),  # else the head computes an adapter that is always zero
         }
     if device == "cuda":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the learner computes logits; CPUs: vllm_worker
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
         **arguments,

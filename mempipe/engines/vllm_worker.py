@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
+from vllm import _custom_ops as ops
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -90,6 +92,10 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
+            return
+        for layer in self.model.modules():
+            if hasattr(layer, "cpu_linear"):
+                keep_weights_writable(layer, remove_weight=False)
 
     def shutdown(self) -> None:
         pass
@@ -159,10 +165,28 @@ def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tor
 
 
 def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
-    """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original:
-    the layer multiplies by its parameter, so that writing the parameter changes the layer (and the layer tied to
-    it)."""
+    """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original.
+
+    Here the parameter stays, so that it can be written. A layer multiplies by the parameter itself in float32. In
+    bfloat16 it multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the learner
+    computes logits in float32: casting the head in every engine step takes a third of a small model's step. Copies are
+    made again by calling this again (`SharedMemoryTransfer.finish_weight_update`).
+    """
     layer.cpu_linear = F.linear
+    is_head = issubclass(type(layer), VocabParallelEmbedding)
+    if layer.weight.dtype != torch.bfloat16 or layer.weight.ndim != 2:
+        return
+    if is_head:
+        layer.cpu_linear = _float32_head(layer.weight)
+    elif ops._supports_onednn:
+        packed = ops.create_onednn_mm(layer.weight.t())
+        layer.cpu_linear = lambda x, _, bias: ops.onednn_mm(packed, x, bias)
+
+
+def _float32_head(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Returns a product in float32. The copy is made at the first call: an embedding that is no head never needs it."""
+    head = cache(weight.float)
+    return lambda x, _, bias: F.linear(x.float(), head(), None if bias is None else bias.float())
 
 
 def shrink_by_one_adapter(

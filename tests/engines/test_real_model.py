@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from mempipe.engines.checksums import StaleWeights, check_held
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig
@@ -18,7 +19,7 @@ from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.engines.weights import check_canary, pack_weights
+from mempipe.engines.weights import CanaryFailed, check_canary, pack_weights
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
@@ -69,6 +70,13 @@ def update(rows: list[list[int]]) -> list[MicroBatch]:
     return [batch]
 
 
+def scale(learner: Learner, part: str, factor: float) -> None:
+    with torch.no_grad():
+        for name, parameter in learner.policy.named_parameters():
+            if part in name:
+                parameter *= factor
+
+
 async def test_promise_5_an_engine_that_misses_one_small_update_is_caught(smollm2, learner):
     tokenizer = load_tokenizer(str(smollm2))
     rows = [tokenizer.encode_text(text) for text in TEXTS]
@@ -94,5 +102,15 @@ async def test_promise_5_an_engine_that_misses_one_small_update_is_caught(smollm
         check_canary(await scores(), learner.score(rows), tolerance=TOLERANCE)  # which is why checksums are needed
         with pytest.raises(StaleWeights, match="generator-0 does not hold the learner's weights"):
             check_held(await engine.held_weights(), learner.checksums(), engine="generator-0", version=NUM_UPDATES)
+
+        for part, factor in (
+            ("proj", 1.1),
+            ("embed_tokens", 1.5),
+        ):  # CPU engines multiply by copies: of layers, and of the head
+            scale(learner, part, factor)
+            with pytest.raises(CanaryFailed):
+                check_canary(await scores(), learner.score(rows), tolerance=TOLERANCE)
+            await engine.load_weights(pack_weights(learner.served_state_dict()), NUM_UPDATES + 1)
+            check_canary(await scores(), learner.score(rows), tolerance=TOLERANCE)
     finally:
         await engine.shutdown()
