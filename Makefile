@@ -7,7 +7,7 @@ SEED   ?= 1
 WORKERS ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),0,2)
 # A GPU, and a CPU with AMX, multiply in bfloat16 several times as fast; other CPUs are faster in float32.
 DTYPE  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU)$(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null),bfloat16,float32)
-NAME   := quickstart$(if $(filter-out 1,$(SEED)),-seed-$(SEED))
+SUFFIX := $(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
 export OMP_WAIT_POLICY := PASSIVE
@@ -19,10 +19,11 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: setup quickstart real test test-fast test-gpu lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
-	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=$(NAME) seed=$(SEED) --resume-if-exists
+	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) --resume-if-exists
 
 real: setup  ## a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
-	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml model.dtype=$(DTYPE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
+	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \
+		model.dtype=$(DTYPE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves

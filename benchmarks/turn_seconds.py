@@ -4,10 +4,11 @@
 
 What is measured: MemSearcher and ReAct, each with its own prompts, answer questions of 20 hops on the same engine, one
 question at a time. No small model goes on for 20 turns by itself, so a faultless script writes the messages
-(`benchmarks.context_growth`), and the engine then does the work of every turn of these trajectories: it reads each
+(`benchmarks.context_growth`), and the engine then does the work of the shown turns of these trajectories: it reads each
 prompt as the agent would send it and samples as many tokens as the script wrote there, which are then thrown away. The
-seconds of a turn are those of all its messages: reading what the prefix cache does not hold, and sampling. Searches,
-which cost both agents the same, are left out.
+seconds of a turn are those of all its messages: reading what the prefix cache does not hold, and sampling; the prompts
+of the turn before are read first, so that the cache holds what it would. Searches, which cost both agents the same, are
+left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from benchmarks.context_growth import play
 from mempipe.agents.registry import agent_spec
@@ -64,8 +65,8 @@ def calls_of_turns(trajectory: Trajectory, *, growing: bool) -> list[list[Call]]
 
 def measure(
     model: ModelConfig, generation: GenerationConfig, *, seeds: Sequence[int] = SEEDS
-) -> dict[str, list[list[TurnCost]]]:
-    """Returns for every agent the costs of each question's turns."""
+) -> dict[str, dict[int, list[TurnCost]]]:
+    """Returns for every agent and shown turn the costs, one for each question."""
     return asyncio.run(_measure(model, generation, _plans(model, seeds)))
 
 
@@ -81,44 +82,53 @@ def _plans(model: ModelConfig, seeds: Sequence[int]) -> dict[str, list[list[list
 
 async def _measure(
     model: ModelConfig, generation: GenerationConfig, plans: dict[str, list[list[list[Call]]]]
-) -> dict[str, list[list[TurnCost]]]:
+) -> dict[str, dict[int, list[TurnCost]]]:
     longest = max(len(call.prompt) + call.num_tokens for call in _all_calls(plans))
     engine = Generator(model, generation, max_model_len=longest)
+    measured: dict[str, dict[int, list[TurnCost]]] = {agent: {turn: [] for turn in SHOWN} for agent in plans}
     await engine.start()
     try:
-        return {agent: [await _costs(engine, turns) for turns in questions][1:] for agent, questions in plans.items()}
+        for question in range(len(plans[AGENTS[0]])):
+            for turn in SHOWN:  # the agents one after the other: a machine that slows down slows both
+                for agent, questions in plans.items():
+                    cost = await _cost(engine, questions[question], turn)
+                    if question:
+                        measured[agent][turn].append(cost)
     finally:
         await engine.shutdown()
+    return measured
 
 
 def _all_calls(plans: dict[str, list[list[list[Call]]]]) -> Iterator[Call]:
     return (call for questions in plans.values() for turns in questions for calls in turns for call in calls)
 
 
-async def _costs(engine: Generator, turns: list[list[Call]]) -> list[TurnCost]:
-    """Plays the turns of one question, one after the other."""
-    costs = []
-    for calls in turns:
-        started = time.perf_counter()
-        for call in calls:
-            greedy = SamplingConfig(temperature=0.0)
-            await engine.generate(call.prompt, max_tokens=call.num_tokens, sampling=greedy, stop_token_ids=[])
-        length = len(calls[-1].prompt) + calls[-1].num_tokens
-        costs.append(TurnCost(time.perf_counter() - started, length))
-    return costs
+async def _cost(engine: Generator, turns: list[list[Call]], turn: int) -> TurnCost:
+    """Plays one turn of a question, with the prefix cache as the turn before leaves it."""
+    calls = turns[turn - 1]
+    for call in turns[turn - 2]:
+        await _generate(engine, Call(call.prompt, 1))
+    started = time.perf_counter()
+    for call in calls:
+        await _generate(engine, call)
+    return TurnCost(time.perf_counter() - started, len(calls[-1].prompt) + calls[-1].num_tokens)
 
 
-def report(measured: dict[str, list[list[TurnCost]]]) -> None:
-    """Prints a table of mean seconds and mean tokens of the context."""
+async def _generate(engine: Generator, call: Call) -> None:
+    greedy = SamplingConfig(temperature=0.0)
+    await engine.generate(call.prompt, max_tokens=call.num_tokens, sampling=greedy, stop_token_ids=[])
+
+
+def report(measured: dict[str, dict[int, list[TurnCost]]]) -> None:
+    """Prints a table of median milliseconds and mean tokens of the context."""
     print("\n| turn | " + " | ".join(f"{agent}, ms | tokens" for agent in measured) + " |")
     print("|---" * (1 + 2 * len(measured)) + "|")
     for turn in SHOWN:
         cells = []
-        for questions in measured.values():
-            costs = [turns[turn - 1] for turns in questions]
-            cells.append(f"{1000 * fmean(cost.seconds for cost in costs):.1f}")
-            cells.append(f"{fmean(cost.context_tokens for cost in costs):.0f}")
-        print(f"| {turn} | {' | '.join(cells)} |")
+        for turns in measured.values():
+            cells.append(f"{1000 * median(cost.seconds for cost in turns[turn]):.0f}")
+            cells.append(f"{fmean(cost.context_tokens for cost in turns[turn]):.0f}")
+        print(f"| {turn} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
