@@ -2,7 +2,8 @@
 
     python -m benchmarks.evaluation_throughput [--questions 1000] [--rounds 3] [--run FOLDER]
 
-The quickstart's world with a briefly warm-started model (or those of a finished run), real engine and retriever.
+The quickstart's world with a briefly warm-started model, or any finished run with its own questions, index and trained
+weights; real engine and retriever.
 "stream" is what `mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is a pool of 30
 threads, each with one question that blocks on every call of the same engine actor. "threads, HTTP" is what
 MemSearcher's and MEM1's evaluations do: the same pool, against a vLLM server of the same model, settings and threads.
@@ -50,21 +51,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
-    parser.add_argument("--run", help="folder of a finished run of the quickstart")
+    parser.add_argument("--run", help="folder of a finished run")
     arguments = parser.parse_args()
     os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
-        sizes = [f"world.num_validation_questions={arguments.questions}", f"stream.groups_in_flight={NUM_IN_FLIGHT}"]
-        config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
-        run = Run(config)
-        if arguments.run is None:
+        if arguments.run is not None:
+            config = of_run(Path(arguments.run), {"stream": {"groups_in_flight": NUM_IN_FLIGHT}})
+        else:
+            sizes = [
+                f"world.num_validation_questions={arguments.questions}",
+                f"stream.groups_in_flight={NUM_IN_FLIGHT}",
+            ]
+            run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = (
-                warm_start(run, config)
-                if arguments.run is None
-                else of_run(config, Path(arguments.run), weights="huggingface")
-            )
+            config = warm_start(run, config) if arguments.run is None else config
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
             server = vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)

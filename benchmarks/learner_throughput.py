@@ -1,13 +1,13 @@
 """Trained tokens per second of one optimiser update: mempipe's packed rows, the same rows padded, and TRL's
 GRPOTrainer.
 
-    python benchmarks/learner_throughput.py [--contexts 650] [--repeats 5] [--threads 1]
+    python benchmarks/learner_throughput.py [--contexts 650] [--repeats 5] [--threads 1] [--model FOLDER] [--scale 4]
 
 All contestants get the same contexts (a memory agent's: prompt, action, observation, memory message; loss on action and
-memory only), the same random Qwen2 in float32, the same token-mean GRPO loss without KL term, AdamW, gradient clip and
-number of threads. Timed is everything between prepared rows and changed weights: forward, loss and metrics, backward,
-clip and optimiser step. Tokenising, generation and advantages are not. Loss and gradient norm of the first update are
-printed to show that the work is the same.
+memory only), the same random Qwen2 (or a given model) in float32, the same token-mean GRPO loss without KL term, AdamW,
+gradient clip and number of threads. Timed is everything between prepared rows and changed weights: forward, loss and
+metrics, backward, clip and optimiser step. Tokenising, generation and advantages are not. Loss and gradient norm of the
+first update are printed to show that the work is the same.
 
 - packed: `Learner.step`. Contexts of one length share a row, logits exist at loss tokens only.
 - padded: the same learner and micro-batches, but contexts as right-padded rows of a batch and logits at every position.
@@ -39,7 +39,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner
@@ -62,14 +68,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--row-tokens", type=int, default=2048, help="tokens of one packed micro-batch")
     parser.add_argument("--trl-rows", type=int, nargs="+", default=[8, 16], help="micro-batch sizes tried for TRL")
+    parser.add_argument("--model", help="a Hugging Face folder; without it a random tiny model")
+    parser.add_argument("--scale", type=int, default=1, help="contexts of this many times the tiny world's length")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    samples = make_contexts(arguments.contexts, seed=0)
+    samples = make_contexts(arguments.contexts, scale=arguments.scale, seed=0)
     num_tokens = sum(len(s.token_ids) for s in samples)
     num_loss_tokens = sum(sum(s.loss_mask) for s in samples)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder))
-        contestants = make_contestants(Path(folder), samples, arguments)
+        if arguments.model is None:
+            save_model(Path(folder))
+        contestants = make_contestants(Path(arguments.model or folder), samples, arguments)
         first = {name: update() for name, update in contestants.items()}  # also the warm-up
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
         for _ in range(arguments.repeats):
@@ -101,15 +110,15 @@ def main() -> None:
         )
 
 
-def make_contexts(num_contexts: int, *, seed: int) -> list[TrainingSample]:
-    """Contexts with lengths like those of the synthetic world; three in a trajectory, the last of which has no
-    observation.
+def make_contexts(num_contexts: int, *, scale: int, seed: int) -> list[TrainingSample]:
+    """Contexts with `scale` times the lengths of those of the synthetic world; three in a trajectory, the last of which
+    has no observation.
     """
     rng = np.random.default_rng(seed)
     contexts = []
     for i in range(num_contexts):
         trajectory, index = divmod(i, 3)
-        prompt, action, observation, memory = rng.integers((30, 6, 16, 6), (56, 13, 36, 15)).tolist()
+        prompt, action, observation, memory = (scale * rng.integers((30, 6, 16, 6), (56, 13, 36, 15))).tolist()
         parts = [(prompt, 0), (action, 1)] if index == 2 else [(prompt, 0), (action, 1), (observation, 0), (memory, 1)]
         mask = np.concatenate([np.full(length, bit) for length, bit in parts])
         contexts.append(
@@ -209,7 +218,7 @@ def trl_update(folder: Path, samples: list[TrainingSample], rows: int) -> Callab
     num_loss_tokens = torch.tensor(float(sum(sum(s.loss_mask) for s in samples)))
     inputs = [trl_inputs(chunk, num_loss_tokens) for chunk in chunks]
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str(Path(tempfile.gettempdir()) / "trl"),  # nothing is saved
         per_device_train_batch_size=2,
         num_generations=2,
         gradient_accumulation_steps=len(chunks),
@@ -225,11 +234,11 @@ def trl_update(folder: Path, samples: list[TrainingSample], rows: int) -> Callab
         report_to="none",
     )
     trainer = GRPOTrainer(
-        model=Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["w3", "w4"]}),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.current_gradient_accumulation_steps = len(chunks)
     trainer.model.train()

@@ -1,8 +1,9 @@
 """What the agent loop costs on top of the engine, and what it gains over a loop in lock-step.
 
-    python -m benchmarks.rollout_throughput [--groups 48] [--rounds 5] [--run FOLDER]
+    python -m benchmarks.rollout_throughput [--groups 48] [--rounds 5] [--skewed 384] [--run FOLDER]
 
-The quickstart's world with a briefly warm-started model (or those of a finished run), the real retriever, one engine.
+The quickstart's world with a briefly warm-started model, or any finished run with its own questions, index and trained
+weights; the real retriever, one engine.
 
 1. Cost. A round is `--groups` groups of 8 trajectories through the real chain (Ray Data stream, Driver, RetrieverActor,
    GeneratorActor), timed from the moment when their tickets are given out to the moment when the collector has all of
@@ -13,7 +14,8 @@ The quickstart's world with a briefly warm-started model (or those of a finished
 2. Gain. The published rollout lets all trajectories of a batch take every turn together, so each call waits for the
    slowest. "agent, in lock-step" does so with the questions of 1. "Skewed" are scripted trajectories of 1 to 6 turns,
    each with two calls of 4 to 64 tokens (uniform) and a real search between them: free, a new one starts when one ends;
-   in lock-step they go batch after batch. Engine and number of trajectories in flight are the same.
+   in lock-step they go batch after batch. Engine and number of trajectories in flight are the same. `--skewed 0` leaves
+   them out.
 
 Contestants alternate within each round, the first round does not count, and ratios are medians over rounds. On a busy
 machine the seconds of several processes suffer more than those of one: look at the CPU seconds, which are those of all
@@ -52,6 +54,7 @@ from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.runs import Run
@@ -66,7 +69,7 @@ SETTINGS = [
     "warm_start.num_noisy_trajectories=0",
     "algorithm.max_off_policy_steps=0",
 ]
-NUM_SKEWED, NUM_IN_FLIGHT = 384, 128  # trajectories of a round; at a time: as many as a step of the quickstart has
+NUM_IN_FLIGHT = 128  # skewed trajectories at a time: as many as a step of the quickstart has
 MAX_TURNS, CALL_TOKENS = 6, (4, 64)
 PROMPT_TOKENS, OBSERVATION_TOKENS = (30, 60), (20, 40)  # about what the agent's contexts have
 
@@ -78,32 +81,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=48, help="groups of a round")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
-    parser.add_argument("--run", help="folder of a finished run of the quickstart")
+    parser.add_argument("--skewed", type=int, default=384, help="scripted trajectories of a round")
+    parser.add_argument("--run", help="folder of a finished run")
     arguments = parser.parse_args()
     os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
         num_questions = arguments.groups * (arguments.rounds + 1)
-        sizes = [f"algorithm.groups_per_step={arguments.groups}", f"world.num_train_questions={num_questions}"]
-        config = load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"])
-        run = Run(config)
-        config = prepare(run) if arguments.run is None else of_run(config, Path(arguments.run), weights="warm_start")
+        settings = {"algorithm": {"groups_per_step": arguments.groups, "max_off_policy_steps": 0}}
+        if arguments.run is not None:
+            config = of_run(Path(arguments.run), settings)
+        else:
+            sizes = [f"algorithm.groups_per_step={arguments.groups}", f"world.num_train_questions={num_questions}"]
+            run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
+            config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
             config = warm_start(run, config) if arguments.run is None else config
-            with started(config, namespace, num_questions=num_questions) as contest:
+            with started(config, namespace, num_questions=num_questions, num_skewed=arguments.skewed) as contest:
                 rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]
     report(rounds)
 
 
-def of_run(config: RunConfig, run: Path, *, weights: str) -> RunConfig:
-    """With the files that a finished run made; its `weights` are "warm_start" or "huggingface" (the trained ones)."""
-    files = {split: str(run / "world" / f"{split}.parquet") for split in ("train", "validation")}
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": str(run / weights)}),
-            "retrieval": config.retrieval.model_copy(update={"index": str(run / "index")}),
-            "data": config.data.model_copy(update=files),
-        }
-    )
+def of_run(run: Path, settings: dict[str, Any]) -> RunConfig:
+    """Returns the config of a finished run with `settings` over it, and with its weights, index and questions."""
+    config = run_config(EvaluatedRun(name=run.name, checkpoint=str(run), settings=settings))
+    made = next((run / name for name in ("world", "cloze") if (run / name).exists()), None)
+    if made is None:
+        return config
+    files = {split: str(made / f"{split}.parquet") for split in ("train", "validation")}
+    return config.model_copy(update={"data": config.data.model_copy(update=files)})
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ class Contest:
     raw: Handle
     generator: Handle
     retriever: Handle
+    num_skewed: int
     step: StepGroups | None = None
     num_rounds: int = 0
 
@@ -138,9 +144,12 @@ class Contest:
         others: dict[str, Callable[[], Measured]] = {
             "raw vLLM": lambda: Measured(*ray.get(self.raw.replay.remote(recorded_calls(groups)))),
             "agent, in lock-step": lambda: asyncio.run(self._agent_in_lock_step([group.question for group in groups])),
-            "skewed": lambda: asyncio.run(self._skewed(lock_step=False)),
-            "skewed, in lock-step": lambda: asyncio.run(self._skewed(lock_step=True)),
         }
+        if self.num_skewed:
+            others |= {
+                "skewed": lambda: asyncio.run(self._skewed(lock_step=False)),
+                "skewed, in lock-step": lambda: asyncio.run(self._skewed(lock_step=True)),
+            }
         return measured | {name: with_cpu_seconds(contestant) for name, contestant in others.items()}
 
     def _agent(self) -> Measured:
@@ -178,11 +187,12 @@ class Contest:
     async def _skewed(self, *, lock_step: bool) -> Measured:
         generate, search = self._engine_and_retriever(stop=False)
         scripts = [
-            Script(seed=f"{self.num_rounds}:{i}", questions=list(self.questions.values())) for i in range(NUM_SKEWED)
+            Script(seed=f"{self.num_rounds}:{i}", questions=list(self.questions.values()))
+            for i in range(self.num_skewed)
         ]
         started = time.perf_counter()
         if lock_step:
-            for first in range(0, NUM_SKEWED, NUM_IN_FLIGHT):
+            for first in range(0, self.num_skewed, NUM_IN_FLIGHT):
                 batch = scripts[first : first + NUM_IN_FLIGHT]
                 turns = LockStep(generate, num_trajectories=len(batch))
                 await asyncio.gather(*(turns.takes_part(script.rollout(turns.generate, search)) for script in batch))
@@ -273,9 +283,9 @@ class Script:
 class RawEngine:
     """Runs vLLM without mempipe. Settings that matter for speed are the engine's own defaults, or the quickstart's."""
 
-    def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(self, model: ModelConfig, *, max_model_len: int, max_num_seqs: int, num_threads: int) -> None:
         os.environ |= environment.engine(frontend_pid=os.getpid()) | environment.IN_PROCESS_ENGINE
-        os.environ |= environment.cpu_engine(num_threads=1, kv_cache_gib=1)
+        os.environ |= environment.cpu_engine(num_threads=num_threads, kv_cache_gib=1)
         from vllm import LLM
 
         self._llm = LLM(
@@ -336,7 +346,7 @@ def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]
 
 
 @contextmanager
-def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterator[Contest]:
+def started(config: RunConfig, namespace: str, *, num_questions: int, num_skewed: int) -> Iterator[Contest]:
     """All actors; ends them afterwards."""
     options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
     context_tokens, algorithm = config.budget.context_tokens, config.algorithm
@@ -361,6 +371,7 @@ def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterato
         config.model,
         max_model_len=context_tokens,
         max_num_seqs=config.generation.max_num_seqs,
+        num_threads=config.generation.num_threads,
     )
     ray.get([generator.ready.remote(), retriever.ready.remote()])
     spec = DriverSpec(
@@ -376,7 +387,13 @@ def started(config: RunConfig, namespace: str, *, num_questions: int) -> Iterato
     with closing(stream_groups(spec, questions.items())) as groups:
         collector = Collector(groups, admission, algorithm)
         yield Contest(
-            config=config, questions=questions, collector=collector, raw=raw, generator=generator, retriever=retriever
+            config=config,
+            questions=questions,
+            collector=collector,
+            raw=raw,
+            generator=generator,
+            retriever=retriever,
+            num_skewed=num_skewed,
         )
     ray.get(generator.shutdown.remote())
     for actor in (raw, admission, retriever, generator, store):
@@ -397,6 +414,8 @@ def report(rounds: Sequence[dict[str, Measured]]) -> None:
         ("skewed", "skewed, in lock-step", 1.5),
         ("agent", "agent, in lock-step", None),
     ):
+        if faster not in rounds[0]:
+            continue
         ratios = [one[faster].rate / one[slower].rate for one in rounds]
         wanted = f", aim {aim}" if aim else ""
         print(f"{faster} / {slower}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{wanted})")

@@ -49,7 +49,7 @@ class PrometheusMetrics:
         self._requests = counter("requests", "Requests by path and status.", "path", "status")
         self._seconds = histogram("request_seconds", "Seconds from request to answer.", SECONDS, "path")
         self._answers = counter("answers", "Answers by agent and how they ended.", "agent", "end_reason")
-        self._turns = counter("turns", "Turns of agents.", "agent")
+        self._turns = counter("turns", "Turns of the attempts that gave the answers.", "agent")
         self._tokens = counter("tokens", "Tokens, by whether they were read or sampled.", "agent", "kind")
         self._stages = histogram("stage_seconds", "Seconds of one turn in engine and retriever.", SECONDS, "stage")
         self._memory = histogram("memory_share", "Share of its budget that the memory of a turn has.", SHARES, "agent")
