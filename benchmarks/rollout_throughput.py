@@ -103,7 +103,7 @@ def main() -> None:
 
 def of_run(run: Path, settings: dict[str, Any]) -> RunConfig:
     """Returns the config of a finished run with `settings` over it, and with its weights, index and questions."""
-    config = run_config(EvaluatedRun(name=run.name, checkpoint=str(run), settings=settings))
+    config = run_config(EvaluatedRun(name=run.name, config=str(run), settings=settings))
     made = next((run / name for name in ("world", "cloze") if (run / name).exists()), None)
     if made is None:
         return config

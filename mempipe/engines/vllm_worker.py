@@ -167,26 +167,28 @@ def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tor
 def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
     """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original.
 
-    Here the parameter stays, so that it can be written. A layer multiplies by the parameter itself in float32. In
-    bfloat16 it multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the learner
-    computes logits in float32: casting the head in every engine step takes a third of a small model's step. Copies are
-    made again by calling this again (`SharedMemoryTransfer.finish_weight_update`).
+    Here the parameter stays, so that it can be written; after that this is called again, since a layer may multiply by
+    a copy (`SharedMemoryTransfer.finish_weight_update`).
     """
-    layer.cpu_linear = F.linear
-    is_head = issubclass(type(layer), VocabParallelEmbedding)
-    if layer.weight.dtype != torch.bfloat16 or layer.weight.ndim != 2:
-        return
-    if is_head:
-        layer.cpu_linear = _float32_head(layer.weight)
-    elif ops._supports_onednn:
-        packed = ops.create_onednn_mm(layer.weight.t())
-        layer.cpu_linear = lambda x, _, bias: ops.onednn_mm(packed, x, bias)
+    layer.cpu_linear = _product(layer, layer.weight)
 
 
-def _float32_head(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Returns a product in float32. The copy is made at the first call: an embedding that is no head never needs it."""
-    head = cache(weight.float)
-    return lambda x, _, bias: F.linear(x.float(), head(), None if bias is None else bias.float())
+def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Returns what multiplies by `weight`: in float32 the parameter itself.
+
+    In bfloat16 a layer multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the
+    learner computes logits in float32: to cast the head in every engine step takes a quarter of a small model's step.
+    The head's copy is made at the first call; an embedding that is no head never needs it.
+    """
+    if weight.dtype != torch.bfloat16 or weight.ndim != 2:
+        return F.linear
+    if isinstance(layer, VocabParallelEmbedding):
+        head = cache(weight.float)
+        return lambda x, _, bias: F.linear(x.float(), head(), None if bias is None else bias.float())
+    if not ops._supports_onednn:
+        return F.linear
+    packed = ops.create_onednn_mm(weight.t())
+    return lambda x, _, bias: ops.onednn_mm(packed, x, bias)
 
 
 def shrink_by_one_adapter(

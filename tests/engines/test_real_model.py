@@ -103,10 +103,8 @@ async def test_promise_5_an_engine_that_misses_one_small_update_is_caught(smollm
         with pytest.raises(StaleWeights, match="generator-0 does not hold the learner's weights"):
             check_held(await engine.held_weights(), learner.checksums(), engine="generator-0", version=NUM_UPDATES)
 
-        for part, factor in (
-            ("proj", 1.1),
-            ("embed_tokens", 1.5),
-        ):  # CPU engines multiply by copies: of layers, and of the head
+        # An engine on a CPU multiplies by copies: packed ones of the layers, a float32 one of the head.
+        for part, factor in (("proj", 1.1), ("embed_tokens", 1.5)):
             scale(learner, part, factor)
             with pytest.raises(CanaryFailed):
                 check_canary(await scores(), learner.score(rows), tolerance=TOLERANCE)
