@@ -40,7 +40,7 @@ class ChainConfig(Section):
     stages: dict[FolderName, Stage] = Field(min_length=2)
     """The runs by name, in order. The first one begins with its own model, every other with the one before."""
     compare: bool = True
-    """Train the later stages without the first one too, from the model that the first one began with."""
+    """Train the later stages without the first one too, from the model that its reinforcement learning began with."""
     benchmarks: list[Benchmark] = Field(default_factory=list)
     """Question sets of the table; empty: the held-out questions of the last stage."""
     data_dir: str = ""
@@ -72,17 +72,17 @@ def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> ChainConfig:
 
 
 def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> list[RunConfig]:
-    """Returns the runs of a chain, in order: its stages, then those without the first one.
+    """Returns the runs of a chain, in order: its stages, then those without the first one. The latter begin with the
+    first stage's warm start where it has one, so that the table says what its reinforcement learning was worth.
 
     Raises ConfigError, which names the stage.
     """
     names = list(chain.stages)
     runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
-    first = runs[0].model
     for name in names[1:]:
         runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
     if chain.compare:
-        model = {"path": first.path, "source": first.source}
+        model = _beginning_of(runs[0])
         for name in names[1:]:
             runs.append(_run(chain, name, name + ALONE, model=model, tracking=tracking))
             model = _export_of(runs[-1])
@@ -117,6 +117,13 @@ def _run(
         return parse_section(merged(values, {**where, "model": model, **kept}), RunConfig)
     except ConfigError as error:
         raise ConfigError(f"stages: {stage}: {error}") from error
+
+
+def _beginning_of(run: RunConfig) -> dict[str, str]:
+    """Returns the model with which the run's reinforcement learning begins."""
+    if run.warm_start is not None:
+        return {"path": str(run.folder / "warm_start"), "source": ""}
+    return {"path": run.model.path, "source": run.model.source}
 
 
 def _export_of(run: RunConfig) -> dict[str, str]:

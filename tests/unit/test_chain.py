@@ -38,7 +38,8 @@ def test_every_stage_begins_with_the_model_that_the_one_before_left(tmp_path):
     assert [run.agent.name for run in runs] == ["memtrain", "memagent", "memagent"]
     folder = tmp_path / "tiny-chain"
     assert [run.folder for run in runs] == [folder / run.name for run in runs]
-    assert [run.model.path for run in runs] == ["", str(folder / "memtrain" / "huggingface"), ""]
+    memtrain = folder / "memtrain"
+    assert [run.model.path for run in runs] == ["", str(memtrain / "huggingface"), str(memtrain / "warm_start")]
     with_it, alone = (run.model_dump(exclude={"name", "model"}) for run in runs[1:])
     assert with_it == alone, "equal steps, equal everything"
 
@@ -47,7 +48,10 @@ def test_the_later_stages_begin_without_the_first_where_the_first_began(tmp_path
     model = tmp_path / "model"
     model.mkdir()
     stages = {
-        "one": {"config": str(CONFIGS / "tiny_memtrain.yaml"), "settings": {"model": {"path": str(model)}}},
+        "one": {
+            "config": str(CONFIGS / "tiny_memtrain.yaml"),
+            "settings": {"model": {"path": str(model)}, "warm_start": None},
+        },
         "two": {"config": str(CONFIGS / "memagent_qwen2.5-7b.yaml")},
         "three": {"config": str(CONFIGS / "mem1_qwen2.5-7b.yaml"), "settings": {"num_steps": 7}},
     }
