@@ -168,8 +168,9 @@ class ScriptedMemAgent(ScriptedAgent):
 
 
 class ScriptedMemTrain(ScriptedAgent):
-    """A memory of all that was read, not only of what the question needs, whose facts stand last; at last a box. A
-    recall is answered from the memory, and with "nothing" where that does not help.
+    """A memory of all that was read, not only of what the question needs, in the order of the text; at its end what is
+    looked for next, or the answer. At last a box. A recall is answered from the memory, and with "nothing" where that
+    does not help.
     """
 
     def reply(self, prompt: str) -> str:
@@ -177,14 +178,14 @@ class ScriptedMemTrain(ScriptedAgent):
         section = _last_between(prompt, "<information>", "</information>")
         if TARGET in section:
             return boxed(_recalled(facts, section))
+        if section:
+            read = [fact for fact in stated_facts(section) if fact not in facts]
+            facts = self._noted([*facts, *(fact for fact in read if not self._chance(self.noise.forget))])
         entity, missing = self._progress(self._needed(facts))
         if not section:
             return boxed(entity)
-        plan = f"need {search_query(missing[0], entity)}" if missing else "answer"
-        new = [fact for fact in stated_facts(section) if fact not in facts and not self._chance(self.noise.forget)]
-        facts += new
-        needed = self._needed(facts)
-        return f"{plan} {known(self._noted([*(fact for fact in facts if fact not in needed), *needed]))}"
+        # After the facts, so that each link of the chain is found in words that were just written.
+        return f"{known(facts)} {f'need {search_query(missing[0], entity)}' if missing else f'answer {entity}'}"
 
     def _needed(self, facts: Sequence[Fact]) -> list[Fact]:
         """Returns the known facts that the question needs, in its order."""

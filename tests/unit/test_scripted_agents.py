@@ -125,8 +125,8 @@ def test_memtrains_memory_holds_all_that_was_read_and_answers_every_recall(token
     for question in QUESTIONS:
         trajectory, _ = play("memtrain", question, tokenizer)
         noted = parse_facts(trajectory.contexts[-1].memory_before)
-        assert set(noted) == set(stated_facts_of(question))
-        assert [value for _, _, value in noted][-question.num_hops :] == [e.value for e in question.evidence]
+        assert noted == list(dict.fromkeys(stated_facts_of(question))), "in the order of the text"
+        assert trajectory.contexts[-1].memory_before.endswith(f"answer {question.evidence[-1].value}")
         for recall in trajectory.recalls:
             assert [(recall.answer or "").strip()] == recall.target
             asked_for[recall.target[0] in {e.value for e in question.evidence}] += 1
