@@ -110,7 +110,12 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
 def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
     """Returns the training worlds, and held-out worlds whose facts are true in none of them."""
     assert config.world is not None, "worlds are made only for a config with a `world`"
-    return make_worlds(config.world.num_train_worlds, num_held_out=NUM_HELD_OUT_WORLDS, seed=config.seed)
+    return make_worlds(
+        config.world.num_train_worlds,
+        num_held_out=NUM_HELD_OUT_WORLDS,
+        seed=config.seed,
+        document_passages=config.world.document_passages,
+    )
 
 
 def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:

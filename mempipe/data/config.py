@@ -35,5 +35,7 @@ class WorldConfig(Section):
     """Questions about worlds that are held out."""
     hops: list[int] = [1, 2, 3]
     """Hop counts of the questions, in equal shares."""
+    document_passages: int = Field(4, ge=1)
+    """Passages in the document of a question, for agents that read."""
     num_layers: int = Field(4, ge=2)
     """Layers of the tiny model; 9 make a model of twice the parameters."""

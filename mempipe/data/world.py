@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mempipe.text import TARGET
 from mempipe.types import Evidence, Passage, Question
@@ -58,7 +59,8 @@ COUNTS = {"person": 30, "film": 14, "book": 12, "company": 16, "city": 24, "coun
 OPENINGS = ("What is", "Name", "Find", "Look up")
 LONG_WALKS = 1000
 DOCUMENT_PASSAGES = 4
-"""Passages in the document of a question; a question with more hops has one for each hop."""
+"""Passages in the document of a question unless a world says otherwise; a question with more hops has one for each hop.
+"""
 PASSAGE_TOKENS = 21
 """Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an
 agent that reads one passage at a time."""
@@ -117,10 +119,20 @@ class Chain:
 
 
 class World:
-    """Draws entities, facts and passages from `seed`, without the `forbidden` facts (entity, relation, value)."""
+    """Draws entities, facts and passages from `seed`, without the `forbidden` facts (entity, relation, value).
 
-    def __init__(self, seed: int, *, id: str = "", forbidden: frozenset[tuple[str, str, str]] = frozenset()) -> None:
-        self.id = id or f"world-{seed}"
+    Its questions are the same whatever `document_passages` is; only their documents are longer.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        id: str = "",
+        forbidden: frozenset[tuple[str, str, str]] = frozenset(),
+        document_passages: int = DOCUMENT_PASSAGES,
+    ) -> None:
+        self.id, self.document_passages = id or f"world-{seed}", document_passages
         rng = random.Random(seed)
         self._names = {kind: rng.sample(NAME_POOLS[kind], count) for kind, count in COUNTS.items()}
         self._kind = {name: kind for kind, names in self._names.items() for name in names}
@@ -237,7 +249,7 @@ class World:
         """
         needed = chain.entities[:-1]
         others = rng.sample(
-            [name for name in self._kind if name not in needed], max(0, DOCUMENT_PASSAGES - len(needed))
+            [name for name in self._kind if name not in needed], max(0, self.document_passages - len(needed))
         )
         for place, name in zip(sorted(rng.sample(range(len(needed) + len(others)), len(needed))), needed, strict=True):
             others.insert(place, name)
@@ -263,11 +275,14 @@ class World:
         return f"{self.id}/{name}"
 
 
-def make_worlds(num_train: int, *, num_held_out: int, seed: int) -> tuple[list[World], list[World]]:
+def make_worlds(
+    num_train: int, *, num_held_out: int, seed: int, document_passages: int = DOCUMENT_PASSAGES
+) -> tuple[list[World], list[World]]:
     """Returns training worlds and held-out worlds; no fact of the latter is true in one of the former."""
-    held_out = [World(_derive(seed, "held-out", i), id=f"held-out-{i}") for i in range(num_held_out)]
+    world = partial(World, document_passages=document_passages)
+    held_out = [world(_derive(seed, "held-out", i), id=f"held-out-{i}") for i in range(num_held_out)]
     forbidden = frozenset().union(*(world.facts for world in held_out))
-    train = [World(_derive(seed, "train", i), id=f"train-{i}", forbidden=forbidden) for i in range(num_train)]
+    train = [world(_derive(seed, "train", i), id=f"train-{i}", forbidden=forbidden) for i in range(num_train)]
     return train, held_out
 
 
