@@ -137,6 +137,7 @@ def closing_table(run: Run) -> None:
 ROWS = (
     ("exact match", "em"),
     ("F1", "f1"),
+    ("recalls that are right", "measure_recall"),
     ("needed fact kept in memory", "kept_rate"),
     ("needed passage found", "found_rate"),
     ("answered before it was known", "early_answer_rate"),

@@ -140,6 +140,7 @@ def _tiles(numbers: Numbers) -> list[Tile]:
     tiles = [
         _change_tile("Exact match", numbers, "em", _em_note(numbers)),
         None if _f1_is_em(numbers) else _change_tile("F1", numbers, "f1", _interval_note(numbers, "f1_end")),
+        _change_tile("Right recalls", numbers, "measure_recall", "of an entity of an earlier chunk, from a memory"),
         _change_tile("Needed facts kept in memory", numbers, "kept_rate", "of those that a search brought up"),
         _change_tile(
             "Answered too early", numbers, "early_answer_rate", "of the answers: the last needed fact was not yet known"
