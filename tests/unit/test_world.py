@@ -89,6 +89,18 @@ def test_a_document_holds_what_the_question_needs_in_reading_order_among_others(
     assert set(places) == set(range(tiny_world.DOCUMENT_PASSAGES)), "what is needed stands anywhere"
 
 
+def test_longer_documents_are_about_the_same_questions():
+    short, long = (
+        make_questions(make_worlds(0, num_held_out=2, seed=1, document_passages=passages)[1], 20, seed=1)
+        for passages in (4, 12)
+    )
+    assert [question.id for question in short] == [question.id for question in long]
+    assert {len(question.context.splitlines()) for question in long} == {12}
+    assert all(
+        len(question.recall_targets) > len(other.recall_targets) for question, other in zip(long, short, strict=True)
+    )
+
+
 def test_a_long_question_walks_without_repetition_and_its_document_has_every_passage():
     for seed in range(5):
         question = WORLD.long_question(20, seed=seed)
