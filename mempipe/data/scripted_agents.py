@@ -22,7 +22,8 @@ TOOL_NAME = "wikipedia_search"
 CALL_OPEN = f'<tool_call>{{"name": "{TOOL_NAME}", "arguments": {{"query": "'
 CALL_CLOSE = '"}}</tool_call>'
 ANSWER_OPEN = "\\boxed{"
-KNOWS_NOTHING = "known nothing"
+NOTHING = "nothing"
+KNOWS_NOTHING = f"known {NOTHING}"
 
 Fact = tuple[str, str, str]
 """Entity, relation, value."""
@@ -168,9 +169,8 @@ class ScriptedMemAgent(ScriptedAgent):
 
 
 class ScriptedMemTrain(ScriptedAgent):
-    """A memory of all that was read, not only of what the question needs, in the order of the text; at its end what is
-    looked for next, or the answer. At last a box. A recall is answered from the memory, and with "nothing" where that
-    does not help.
+    """A memory of all that was read, not only of what the question needs; at last the facts that lead to the answer, and
+    a box. A recall is answered from the memory. Where the memory does not help, the answer is "nothing".
     """
 
     def reply(self, prompt: str) -> str:
@@ -178,26 +178,23 @@ class ScriptedMemTrain(ScriptedAgent):
         section = _last_between(prompt, "<information>", "</information>")
         if TARGET in section:
             return boxed(_recalled(facts, section))
-        if section:
-            read = [fact for fact in stated_facts(section) if fact not in facts]
-            facts = self._noted([*facts, *(fact for fact in read if not self._chance(self.noise.forget))])
-        entity, missing = self._progress(self._needed(facts))
         if not section:
-            return boxed(entity)
-        # After the facts, so that each link of the chain is found in words that were just written.
-        return f"{known(facts)} {f'need {search_query(missing[0], entity)}' if missing else f'answer {entity}'}"
+            chain = self._chain(facts)
+            return f"{known(chain)} {boxed(chain[-1][2])}"
+        read = [fact for fact in stated_facts(section) if fact not in facts]
+        return known(self._noted([*facts, *(fact for fact in read if not self._chance(self.noise.forget))]))
 
-    def _needed(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Returns the known facts that the question needs, in its order."""
+    def _chain(self, facts: Sequence[Fact]) -> list[Fact]:
+        """Returns the facts that lead to the answer, up to the first one whose value is not known."""
         entity, relations = parse_question(self.question)
         values = {(subject, relation): value for subject, relation, value in facts}
-        needed: list[Fact] = []
+        chain: list[Fact] = []
         for relation in relations:
-            if (entity, relation) not in values:
+            chain.append((entity, relation, values.get((entity, relation), NOTHING)))
+            entity = chain[-1][2]
+            if entity == NOTHING:
                 break
-            needed.append((entity, relation, values[entity, relation]))
-            entity = needed[-1][2]
-        return needed
+        return chain
 
 
 def vocabulary() -> list[str]:
@@ -240,7 +237,7 @@ def _recalled(facts: Sequence[Fact], section: str) -> str:
             hidden = [value for name, value in zip(asked, fact, strict=True) if name == TARGET]
             if hidden and all(name in (TARGET, value) for name, value in zip(asked, fact, strict=True)):
                 return hidden[0]
-    return "nothing"
+    return NOTHING
 
 
 def _last_between(text: str, start: str, end: str) -> str:
