@@ -1,0 +1,159 @@
+"""What MemTrain is worth in the synthetic world, on several seeds.
+
+    python -m benchmarks.memtrain_world [--seeds 1 2 3] [--output runs/memtrain-world] [--plot FILE.svg]
+
+Every seed draws worlds, questions, documents, model, script and sampling anew, and is
+
+1. `mempipe chain jobs/configs/tiny_chain.yaml`: MemTrain; MemAgent on top of it; MemAgent alone, from the same warm
+   start and with as many steps;
+2. MemTrain's ablations from the same warm start: end-to-end only (`agent.num_recalls=0`) and decoupled
+   (`reward.recall_weight=0`: recalls are trained on, but do not count in the attempt's reward);
+3. an evaluation, greedy, of warm start, MemTrain and ablations on held-out questions, with documents of `--passages`
+   passages (4 is what was trained on), and one recall per attempt.
+
+What is finished is read, not repeated. Intervals (95 %) are bootstraps over the questions of all seeds together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from mempipe.data.qa import write_questions
+from mempipe.data.world import make_questions, make_worlds
+from mempipe.evaluation.results import read_groups, read_results
+from mempipe.evaluation.statistics import Interval, bootstrap_interval, paired_bootstrap
+from pipelines.prepare import NUM_HELD_OUT_WORLDS
+
+CONFIGS = Path("jobs") / "configs"
+TRAINED_ON = 4  # passages
+ABLATIONS = {"end-to-end": "agent.num_recalls=0", "decoupled": "reward.recall_weight=0"}
+MODELS = {
+    "warm-start": "memtrain/warm_start",
+    "memtrain": "memtrain/huggingface",
+    **{name: f"{name}/huggingface" for name in ABLATIONS},
+}
+COLORS = {"warm-start": "#8b949e", "memtrain": "#1f6feb", "end-to-end": "#c2570c", "decoupled": "#1a7f5a"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--output", type=Path, default=Path("runs/memtrain-world"))
+    parser.add_argument("--passages", type=int, nargs="+", default=[TRAINED_ON, 8, 12])
+    parser.add_argument("--questions", type=int, default=192, help="held-out questions of step 3, per seed and length")
+    parser.add_argument("--plot", default="", help="an SVG of step 3")
+    arguments = parser.parse_args()
+    folders = [make(seed, arguments) for seed in arguments.seeds]
+
+    print("held-out questions after post-training (MemAgent), exact match")
+    scores = {
+        name: [row.em for folder in folders for row in read_results(folder / "evaluation" / name / "held-out")]
+        for name in ("memagent", "memagent-alone")
+    }
+    for name, values in scores.items():
+        print(f"  {name:<16}{shown(bootstrap_interval(values))}")
+    print(f"  {'difference':<16}{shown(paired_bootstrap(scores['memagent-alone'], scores['memagent']))}")
+
+    points: dict[tuple[str, str, int], Interval] = {}
+    for measure, of in (("reconstruction, exact match", answered), ("recall, share that is right", recalled)):
+        print(f"{measure}; passages in a document, and the difference to the warm start")
+        for length in arguments.passages:
+            before = of(folders, "warm-start", length)
+            for name in MODELS:
+                values = of(folders, name, length)
+                points[measure, name, length] = bootstrap_interval(values)
+                gain = "" if name == "warm-start" else shown(paired_bootstrap(before, values))
+                print(f"  {length:>3}  {name:<14}{shown(points[measure, name, length])}  {gain}")
+    if arguments.plot:
+        plot(points, arguments.passages, arguments.plot)
+
+
+def make(seed: int, arguments: argparse.Namespace) -> Path:
+    """Runs what is missing of a seed and returns its folder."""
+    folder = arguments.output / f"seed-{seed}"
+    seeds = [f"stages.{stage}.settings.seed={seed}" for stage in ("memtrain", "memagent")]
+    mempipe("chain", CONFIGS / "tiny_chain.yaml", f"output={arguments.output}", f"name={folder.name}", *seeds)
+    for name, setting in ABLATIONS.items():
+        start = [f"model.path={folder / MODELS['warm-start']}", "warm_start=null", setting]
+        where = [f"output={folder}", f"name={name}", f"seed={seed}", "--resume-if-exists"]
+        mempipe("train", CONFIGS / "tiny_memtrain.yaml", *start, *where)
+    mempipe("evaluate", write_suite(folder, seed, arguments))
+    return folder
+
+
+def mempipe(command: str, config: Path, *settings: str) -> None:
+    subprocess.run([sys.executable, "-m", "mempipe.cli", command, str(config), *settings], check=True)
+
+
+def write_suite(folder: Path, seed: int, arguments: argparse.Namespace) -> Path:
+    """Writes held-out questions with documents of every length, and the evaluation of all models on them."""
+    benchmarks = []
+    for length in arguments.passages:
+        file = folder / f"passages-{length}.parquet"
+        _, worlds = make_worlds(0, num_held_out=NUM_HELD_OUT_WORLDS, seed=seed, document_passages=length)
+        write_questions(file, make_questions(worlds, arguments.questions, seed=seed, hops=[1, 2]))
+        benchmarks.append({"name": file.stem, "file": str(file)})
+    settings = {"agent": {"num_recalls": 1}}
+    suite = {
+        "name": "lengths",
+        "output": str(folder),
+        "runs": [
+            {"name": name, "config": str(folder / "memtrain"), "checkpoint": str(folder / model), "settings": settings}
+            for name, model in MODELS.items()
+        ],
+        "benchmarks": benchmarks,
+        "sampling": {"temperature": 0.0},
+    }
+    path = folder / "lengths.yaml"
+    path.write_text(yaml.safe_dump(suite))
+    return path
+
+
+def answered(folders: Sequence[Path], name: str, length: int) -> list[float]:
+    """Exact match of every question."""
+    return [row.em for folder in folders for row in read_results(folder / "lengths" / name / f"passages-{length}")]
+
+
+def recalled(folders: Sequence[Path], name: str, length: int) -> list[float]:
+    """Whether the recall of every question's attempt was right; wrong where the attempt did not get that far."""
+    return [
+        float(any(recall.score for trajectory in group.trajectories for recall in trajectory.recalls))
+        for folder in folders
+        for group in read_groups(folder / "lengths" / name / f"passages-{length}")
+    ]
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def plot(points: dict[tuple[str, str, int], Interval], lengths: Sequence[int], file: str) -> None:
+    """Draws both measures by document length, with intervals."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    measures = list(dict.fromkeys(measure for measure, _, _ in points))
+    figure, axes = plt.subplots(1, len(measures), figsize=(10, 3.6), layout="constrained", sharey=True)
+    for measure, ax in zip(measures, axes, strict=True):
+        for place, name in enumerate(MODELS):
+            at = [points[measure, name, length] for length in lengths]
+            values = [point.value for point in at]
+            errors = [[point.value - point.low for point in at], [point.high - point.value for point in at]]
+            shifted = [length + 0.08 * place for length in lengths]  # so that intervals do not hide each other
+            ax.errorbar(shifted, values, errors, fmt="o-", capsize=3, color=COLORS[name], label=name)
+        ax.set(xlabel=f"passages in a document (trained on {TRAINED_ON})", title=measure, ylim=(0, 1))
+        ax.xaxis.set_ticks(lengths)
+    axes[0].legend(fontsize=8)
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()
