@@ -4,9 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 SEED   ?= 1
-WORKERS ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),0,2)
+GPU    := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
+AMX    := $(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null)
+WORKERS ?= $(if $(GPU),0,2)
 # A GPU, and a CPU with AMX, multiply in bfloat16 several times as fast; other CPUs are faster in float32.
-DTYPE  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU)$(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null),bfloat16,float32)
+DTYPE  ?= $(if $(GPU)$(AMX),bfloat16,float32)
 SUFFIX := $(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
