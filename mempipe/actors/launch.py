@@ -37,7 +37,7 @@ from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
 from mempipe.actors.memory import memory_metrics
-from mempipe.actors.quiet import quiet_loggers, take_note_of_pool_arguments
+from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
@@ -249,6 +249,7 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
             "object_store_memory": _object_store(model),
         }
     quiet_loggers()
+    quiet_retries()
     try:
         _knock(address)
         ray.init(**options)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
 from mempipe.actors.handles import start_actor
+
+_RETRY = "so the task will be retried"
 
 
 def quiet_loggers() -> None:
@@ -19,6 +23,24 @@ def quiet_loggers() -> None:
         # Ray's own console only: other people's handlers may hang there too.
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.CRITICAL)
+
+
+@functools.cache  # once per process
+def quiet_retries() -> None:
+    """Keeps out of the terminal that Ray will try a task again; its log files have it.
+
+    It says so for every group under way when a stream is closed, as at the end of a run that replaces groups without
+    signal, and `log_to_driver` is about other lines. What is lost in earnest is said by the run itself.
+    """
+    from ray._private import worker
+
+    show = worker.print_to_stdstream
+
+    def show_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if lines := [line for line in data["lines"] if _RETRY not in line]:
+            show({**data, "lines": lines}, *args, **kwargs)
+
+    worker.print_to_stdstream = show_others
 
 
 def take_note_of_pool_arguments() -> None:

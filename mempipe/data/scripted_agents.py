@@ -169,8 +169,8 @@ class ScriptedMemAgent(ScriptedAgent):
 
 
 class ScriptedMemTrain(ScriptedAgent):
-    """A memory of all that was read, not only of what the question needs; at last the facts that lead to the answer, and
-    a box. A recall is answered from the memory. Where the memory does not help, the answer is "nothing".
+    """A memory of all that was read, not only of what the question needs; at last the facts that lead to the answer,
+    and a box. A recall is answered from the memory. Where the memory does not help, the answer is "nothing".
     """
 
     def reply(self, prompt: str) -> str:
