@@ -19,7 +19,7 @@ from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import OptimizerConfig
 from mempipe.files import write_text
-from mempipe.progress import Progress
+from mempipe.progress import Progress, say
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.runs import Run
@@ -37,12 +37,14 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
     if not folder.exists():
         wanted = config.warm_start
         assert wanted is not None, "a warm start needs its section in the config"
+        say("writing the demonstrations of the warm start")
         shown = _recorded(run.folder / "demonstrations", config)
         samples = _samples(shown, order=wanted.order, seed=config.seed)
         updates = list(_updates(samples, wanted.tokens_per_step))
         settings = replace(
             learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
         )
+        say("starting the learner")
         with launch_learners(config, settings) as learners:
             _train(run, learners, config, updates, held_out=_samples_of(shown.held_out))
             learners.export(folder, source=config.model.path)
