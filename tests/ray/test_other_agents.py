@@ -31,6 +31,9 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, tm
     ]
     if agent == "memtrain":  # the reference scores its recall samples too, and no group may be dropped
         overrides += ["algorithm.kl_coef=0.001", "algorithm.filter_zero_variance=false", "agent.num_recalls=2"]
+        # Its answers quote facts as its memories do, and it takes longer until a box ends them.
+        longer = ["warm_start.num_clean_trajectories=2000", "warm_start.num_noisy_trajectories=0"]
+        overrides += [*longer, "world.num_train_worlds=10"]
     config = "tiny_memtrain" if agent == "memtrain" else f"quickstart_{agent}"
     command = train_command(tmp_path, overrides, config=QUICKSTART.with_name(f"{config}.yaml"))
     done = run(command, marked=Marked(), cwd=ROOT, writes=tmp_path)
