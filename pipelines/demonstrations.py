@@ -17,7 +17,6 @@ from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
 from mempipe.data.trajectories import read_trajectories
-from mempipe.data.world import make_questions
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.demonstrations import Demonstration
@@ -26,7 +25,7 @@ from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
 from mempipe.user_code import load_user_object
-from pipelines.prepare import worlds
+from pipelines.prepare import world_questions, worlds
 
 TRAJECTORIES_AT_ONCE = 256  # they share the retriever's batches
 
@@ -46,7 +45,7 @@ class Demonstrations:
 def demonstrations(config: RunConfig) -> Demonstrations:
     """The trajectories that the warm start of this config imitates; the same seed gives the same ones of a script.
 
-    Raises ConfigError when there are none.
+    Raises ConfigError when there are none, and when the synthetic world has too few questions.
     """
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
@@ -100,7 +99,7 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
     or all training questions with evidence."""
     if config.world is not None:
         train_worlds, _ = worlds(config)
-        return make_questions(train_worlds, count, seed=seed, hops=config.world.hops)
+        return world_questions(train_worlds, count, setting="warm_start", seed=seed, hops=config.world.hops)
     return [question for question in read_questions(config.data.train) if question.evidence]
 
 

@@ -6,6 +6,7 @@ one. With `cloze`, questions and index come from the passages of data.corpus; wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.rollout import make_renderer
 from mempipe.runs import Run
+from mempipe.settings import ConfigError
 from mempipe.types import Question
 
 NUM_HELD_OUT_WORLDS = 8
@@ -89,8 +91,12 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
     if not validation.exists():
         seed, hops = config.seed, wanted.hops
-        write_questions(train, make_questions(train_worlds, wanted.num_train_questions, seed=seed, hops=hops))
-        write_questions(validation, make_questions(held_out, wanted.num_validation_questions, seed=seed, hops=hops))
+        for file, of, setting in (
+            (train, train_worlds, "num_train_questions"),
+            (validation, held_out, "num_validation_questions"),
+        ):
+            count = getattr(wanted, setting)
+            write_questions(file, world_questions(of, count, setting=f"world.{setting}", seed=seed, hops=hops))
     if not index.exists():
         passages = (
             replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages
@@ -116,6 +122,18 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
         seed=config.seed,
         document_passages=config.world.document_passages,
     )
+
+
+def world_questions(
+    worlds: Sequence[World], count: int, *, setting: str, seed: int, hops: Sequence[int]
+) -> list[Question]:
+    """Returns questions about the worlds. Raises ConfigError that names the `setting` which asks for too many."""
+    try:
+        return make_questions(worlds, count, seed=seed, hops=hops)
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting}: {count} questions of {len(worlds)} worlds (world.hops {hops}): {error}"
+        ) from error
 
 
 def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:

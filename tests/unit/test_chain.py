@@ -77,6 +77,15 @@ def test_the_table_compares_the_last_stage_with_and_without_the_first(tmp_path):
     assert suite.benchmarks[0].file == str(tmp_path / "tiny-chain" / "memagent" / "world" / "validation.parquet")
 
 
+@pytest.mark.parametrize("asked", ["num_train_questions", "num_validation_questions"])
+def test_a_world_with_too_few_questions_is_refused_by_the_setting_that_asks(asked, tmp_path):
+    sizes = {"num_train_worlds": 1, "num_train_questions": 4, "num_validation_questions": 8} | {asked: 9000}
+    settings = [f"world.{name}={value}" for name, value in sizes.items()]
+    run = load_config(CONFIGS / "tiny_memtrain.yaml", [*settings, f"output={tmp_path}"])
+    with pytest.raises(ConfigError, match=rf"^world\.{asked}: 9000 questions of \d worlds .*too few .*chains"):
+        prepare(Run(run))
+
+
 def test_a_world_takes_the_model_that_it_is_given(tmp_path):
     world = ["world.num_train_worlds=1", "world.num_train_questions=4", "world.num_validation_questions=8"]
     model = tmp_path / "exported"
