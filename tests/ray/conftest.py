@@ -1,26 +1,9 @@
-"""A local Ray cluster, and the embedded world in miniature, shared by the tests of this folder."""
+"""A local Ray cluster for each file of this folder that asks for one."""
 
 import pytest
 import ray
-from miniature import MINIATURE, QUICKSTART
 
 from mempipe.actors.launch import connected
-from mempipe.config import RunConfig
-from mempipe.loader import load_config
-from mempipe.runs import Run
-from pipelines.prepare import prepare
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.ray)
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory) -> RunConfig:
-    """The miniature's config with its files made."""
-    output = tmp_path_factory.mktemp("world")
-    return prepare(Run(load_config(QUICKSTART, [*MINIATURE, f"output={output}"])))
 
 
 @pytest.fixture(scope="module")
