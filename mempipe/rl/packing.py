@@ -267,32 +267,36 @@ def _micro_batch(row: Sequence[_Part], scale: dict[str, float]) -> MicroBatch:
     contexts = [part.sample for part in row]
     lengths = np.array([len(sample.token_ids) for sample in contexts], dtype=np.int64)
     shared = np.array([part.shared for part in row], dtype=np.int64)
-    places = context_places(lengths.tolist(), shared.tolist())
-    positions = np.flatnonzero(_flat([sample.loss_mask for sample in contexts], np.int64))
-    sequences = np.repeat(np.arange(len(contexts)), lengths)[positions]
+    # A tenth of the tokens is in the loss: what only those need is picked first and put together afterwards.
+    sampled = [np.flatnonzero(np.asarray(sample.loss_mask)) for sample in contexts]
+    starts = np.cumsum(lengths) - lengths
+    positions = np.concatenate([start + where for start, where in zip(starts, sampled, strict=True)])
+    places = context_places(lengths.tolist(), shared.tolist()) if shared.any() else None
+    sequences = np.repeat(np.arange(len(contexts)), [len(where) for where in sampled])
     advantages = np.array([sample.advantage for sample in contexts], dtype=np.float32)
     weights = np.array([scale[sample.trajectory_id] for sample in contexts], dtype=np.float32)
+
+    def picked(values: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArray:
+        rows = [np.asarray(own)[where] for own, where in zip(values, sampled, strict=True)]
+        return np.concatenate(rows, dtype=dtype, casting="same_kind")
+
     return MicroBatch(
-        token_ids=_flat([part.sample.token_ids[part.shared :] for part in row], np.int64),
+        token_ids=np.concatenate([np.asarray(part.sample.token_ids)[part.shared :] for part in row], dtype=np.int64),
         position_ids=np.concatenate([np.arange(*ends, dtype=np.int64) for ends in zip(shared, lengths, strict=True)]),
         sequence_lengths=lengths,
         shared_lengths=shared,
-        loss_positions=places[positions],
-        source_positions=places[positions - 1],
+        loss_positions=positions if places is None else places[positions],
+        source_positions=positions - 1 if places is None else places[positions - 1],
         loss_sequences=sequences,
-        old_logprobs=_flat([sample.logprobs for sample in contexts], np.float32)[positions],
-        ref_logprobs=_flat([sample.ref_logprobs or [0.0] * len(sample.token_ids) for sample in contexts], np.float32)[
-            positions
-        ],
+        old_logprobs=picked([sample.logprobs for sample in contexts], np.float32),
+        ref_logprobs=picked(
+            [sample.ref_logprobs or np.zeros(len(sample.token_ids)) for sample in contexts], np.float32
+        ),
         advantages=advantages[sequences],
         weights=weights[sequences],
         context_indices=np.array([sample.context_index for sample in contexts], dtype=np.int64),
-        policy_versions=_flat([sample.policy_versions for sample in contexts], np.int64)[positions],
+        policy_versions=picked([sample.policy_versions for sample in contexts], np.int64),
     )
-
-
-def _flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArray:
-    return np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
 
 
 def _filler(sample: TrainingSample) -> MicroBatch:
