@@ -33,7 +33,7 @@ test: setup lint  ## all tests that this machine can run
 test-fast: setup  ## the tests that need no cluster, no engine and no training
 	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/conformance
 
-test-gpu: setup  ## what needs a GPU, one after another, and a table of seconds and memory
+test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu
 
 lint: setup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
 from mempipe.engines.checksums import StaleWeights, added, check_held, checksum
-from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator, WeightTransferFailed
 from mempipe.engines.model import PolicyModel, weight_checksums
 from mempipe.engines.weights import (
@@ -385,39 +384,3 @@ def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sen
     assert json.loads(json.dumps(handle.update_info)) == handle.update_info
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     assert IPCWeightTransferUpdateInfo(**handle.update_info).ipc_handles == [{"gpu": (torch.Tensor, 7)}]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-async def test_ipc_serves_what_a_learner_on_the_same_gpu_holds(model_path):
-    generator = Generator(
-        ModelConfig(path=str(model_path), dtype="float32"),
-        GenerationConfig(enforce_eager=True, gpu_memory_utilization=0.3),
-        max_model_len=256,
-        device="cuda",
-        transfer="ipc",
-    )
-    await generator.start()
-    loop = asyncio.get_running_loop()
-
-    class Control:
-        def connect(self, init_info: dict[str, Any]) -> None:
-            asyncio.run_coroutine_threadsafe(generator.connect(init_info), loop).result()
-
-        def load(self, handle: WeightHandle) -> None:
-            asyncio.run_coroutine_threadsafe(generator.load_weights(handle, handle.version), loop).result()
-
-    try:
-        model = build_model(seed=0).cuda()
-        sender = await asyncio.to_thread(
-            GpuWeightSender, model, dtype=torch.float32, control=Control(), backend="ipc", rank=0
-        )
-        for version in (1, 2):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.05 * torch.randn_like(parameter))
-            await asyncio.to_thread(sender.send, version)
-            check_canary(await engine_scores(generator), trained_scores(copy.deepcopy(model).cpu()), tolerance=1e-3)
-            assert generator.policy_version == version
-    finally:
-        await generator.shutdown()

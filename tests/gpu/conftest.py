@@ -1,39 +1,62 @@
-"""Of every test on a device: how long it took and how much device memory it needed, in one table at the end."""
+"""What needs a GPU, smallest first, each test by itself, and a table of what each took at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from shapes import GPU, start_afresh
 
-PEAKS = pytest.StashKey[dict[str, float]]()
+from mempipe.capacity import GIB
+
+ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_job_gpu"]
+MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
+COLUMNS = {"GiB": 8, "MFU": 6, "tokens/s": 10, "canary mean": 12, "canary max": 11}
+"""What a test may measure, and how wide its column is."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[PEAKS] = {}
+    config.stash[MEASURED] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    sort = iter(sorted(here, key=lambda item: ORDER.index(item.path.stem)))
+    items[:] = [next(sort) if item in here else item for item in items]
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> dict[str, float]:
+    """Numbers for the test's row of the table, by the names of COLUMNS."""
+    return request.config.stash[MEASURED].setdefault(request.node.nodeid, {})
 
 
 @pytest.fixture(autouse=True)
-def peak_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.reset_peak_memory_stats()
+def device_to_itself(measured: dict[str, float]) -> Iterator[None]:
+    """Gives a test the memory that the one before it held, and notes what it needed at most."""
+    start_afresh()
     yield
-    request.config.stash[PEAKS][request.node.nodeid] = torch.cuda.max_memory_allocated() / 2**30
+    if GPU:
+        measured.setdefault("GiB", torch.cuda.max_memory_allocated() / GIB)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    calls = [
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = [
         report
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, [])
-        if report.nodeid in config.stash[PEAKS]
+        if config.stash[MEASURED].get(report.nodeid) and report.when == "call"
     ]
-    if not calls:
+    if not rows:
         return
-    terminalreporter.section(f"on {torch.cuda.get_device_name()}")
-    for report in calls:
-        peak = config.stash[PEAKS][report.nodeid]
-        terminalreporter.write_line(f"{report.outcome:7} {report.duration:7.1f} s {peak:7.2f} GiB  {report.nodeid}")
+    terminalreporter.section(f"on {torch.cuda.get_device_name()}" if GPU else "on CPUs")
+    terminalreporter.write_line(f"{'':7} {'seconds':>8}{''.join(f'{name:>{wide}}' for name, wide in COLUMNS.items())}")
+    for report in rows:
+        found = config.stash[MEASURED][report.nodeid]
+        cells = "".join(f"{found[name]:>{wide}.4g}" if name in found else " " * wide for name, wide in COLUMNS.items())
+        terminalreporter.write_line(
+            f"{report.outcome:7} {report.duration:8.1f}{cells}  {report.nodeid.removeprefix('tests/gpu/')}"
+        )

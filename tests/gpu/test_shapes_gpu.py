@@ -1,0 +1,113 @@
+"""Learner, reference and checkpoint at the shapes of the presets; they need torch, but neither vLLM nor Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shapes import (
+    CONTEXT_TOKENS,
+    CONTEXTS,
+    GPU,
+    LARGE,
+    SMALL,
+    make_learner,
+    make_model,
+    make_samples,
+    run_config,
+    shape_of,
+    start_afresh,
+)
+
+from mempipe.capacity import GIB, learner_memory, reference_memory
+from mempipe.engines.checkpoint import Position
+from mempipe.engines.reference import ReferenceModel
+from mempipe.engines.weights import check_canary
+from mempipe.rl.packing import MicroBatch, pack_step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=[SMALL, LARGE], ids=["0.5B", "3B"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    folder = make_model(tmp_path_factory.mktemp("model"), request.param)
+    yield request.param, folder
+    shutil.rmtree(folder)
+
+
+def micro_batch(name: str) -> MicroBatch:
+    tokens = CONTEXTS * CONTEXT_TOKENS
+    (((batch,),)) = pack_step(make_samples(shape_of(name)), num_ranks=1, max_tokens=tokens, aggregation="token")
+    return batch
+
+
+def skip_unless_it_fits(num_bytes: int) -> None:
+    if GPU and (there := torch.cuda.get_device_properties(0).total_memory) < num_bytes:
+        pytest.skip(f"needs {num_bytes / GIB:.0f} GiB by arithmetic, the device has {there / GIB:.0f}")
+
+
+@pytest.mark.parametrize("lora_rank", [0, 64])
+def test_updates_fit_in_what_doctor_says_and_move_the_model(model, lora_rank, measured):
+    name, folder = model
+    config = run_config(folder, f"model.lora_rank={lora_rank}")
+    expected = learner_memory(config, shape_of(name), num_ranks=1).peak
+    skip_unless_it_fits(expected)
+    learner, batch = make_learner(config), micro_batch(name)
+    try:
+        before = learner.logprobs(batch)
+        updates = learner.step([[batch]] * 3)
+        assert not np.array_equal(before, learner.logprobs(batch)), "three updates at 1e-6 are seen in bfloat16"
+    finally:
+        learner.close()
+    last = updates[-1]
+    assert all(np.isfinite(update["loss"]) and update["grad_norm"] > 0 for update in updates)
+    assert not GPU or last["peak_memory_gib"] * GIB < expected, f"the arithmetic says {expected / GIB:.1f} GiB"
+    measured["tokens/s"] = last["tokens_per_second"]
+    if "model_flops_utilization" in last:
+        measured["MFU"] = last["model_flops_utilization"]
+
+
+def test_the_reference_scores_as_the_learner_does(model, measured):
+    name, folder = model
+    config, samples = run_config(folder, "model.gradient_checkpointing=false"), make_samples(shape_of(name))
+    skip_unless_it_fits(learner_memory(run_config(folder), shape_of(name), num_ranks=1).peak)
+    tokens = config.learner.max_tokens_per_micro_batch
+    learner = make_learner(config)
+    try:
+        trained = learner.score([sample.token_ids for sample in samples])
+    finally:
+        learner.close()
+        del learner
+    start_afresh()
+    reference = ReferenceModel(config.model, temperature=1.0, max_tokens=tokens)
+    frozen = [row[1:] for row in reference.logprobs(samples)]
+    gap = check_canary(frozen, trained, tolerance=config.canary_tolerance)
+    measured |= {"canary mean": gap.mean, "canary max": gap.maximum}
+    if GPU:
+        expected, peak = reference_memory(config, shape_of(name)).peak, torch.cuda.max_memory_allocated()
+        assert peak < expected, f"{peak / GIB:.1f} GiB; the arithmetic says {expected / GIB:.1f}"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 64])
+def test_a_checkpoint_gives_back_what_was_trained(model, lora_rank, tmp_path):
+    name, folder = model
+    if name == LARGE and not lora_rank:
+        pytest.skip("37 GB of disk; the small model has the same tensors")
+    config, batch = run_config(folder, f"model.lora_rank={lora_rank}"), micro_batch(name)
+    learner = make_learner(config)
+    try:
+        learner.step([[batch]])
+        path, expected = learner.save(tmp_path, Position(step=1), keep=1), learner.logprobs(batch)
+    finally:
+        learner.close()
+        del learner
+    again = make_learner(config)
+    try:
+        assert again.load(path) == Position(step=1)
+        np.testing.assert_array_equal(again.logprobs(batch), expected)
+    finally:
+        again.close()
