@@ -178,16 +178,20 @@ def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Callable[..., torc
 
     In bfloat16 a layer multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the
     learner computes logits in float32: to cast the head in every engine step takes a quarter of a small model's step.
-    The head's copy is made at the first call; an embedding that is no head never needs it.
+    The head's copy is made at the first call; an embedding that is no head never needs it. A processor without AVX-512
+    has no product of bfloat16, and torch's own takes a hundred times as long as one in float32: all layers have a
+    float32 copy there.
     """
     if weight.dtype != torch.bfloat16 or weight.ndim != 2:
         return F.linear
     if isinstance(layer, VocabParallelEmbedding):
         head = cache(weight.float)
         return lambda x, _, bias: F.linear(x.float(), head(), None if bias is None else bias.float())
-    if not ops._supports_onednn:
-        return F.linear
-    packed = ops.create_onednn_mm(weight.t())
+    try:
+        packed = ops.create_onednn_mm(weight.t())
+    except (RuntimeError, AttributeError):  # not on this processor; or not in this build of vLLM
+        wide = weight.float()
+        return lambda x, _, bias: F.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
     return lambda x, _, bias: ops.onednn_mm(packed, x, bias)
 
 
