@@ -62,8 +62,8 @@ async def engine(config: RunConfig, **settings: Any) -> AsyncIterator[Generator]
         await generator.shutdown()
 
 
-def sequences(num_tokens: int = CONTEXT_TOKENS) -> list[list[int]]:
-    return [list(sample.token_ids)[:num_tokens] for sample in make_samples(shape_of(SMALL))]
+def canaries() -> list[list[int]]:
+    return [list(sample.token_ids)[:256] for sample in make_samples(shape_of(SMALL))]
 
 
 def train(learner: Learner, *, seed: int = 0) -> None:
@@ -109,9 +109,9 @@ async def test_an_adapter_is_served_as_it_is_trained(model, measured):
                 train(learner, seed=version)
                 await generator.load_weights(pack_weights(learner.served_state_dict()), version)
                 gap = check_engines(
-                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, sequences()))},
+                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, canaries()))},
                     checksums=learner.checksums(),
-                    scores=learner.score(sequences()),
+                    scores=learner.score(canaries()),
                     version=version,
                     tolerance=config.canary_tolerance,
                 )
@@ -141,9 +141,9 @@ async def test_weights_go_from_learner_to_engine_on_the_gpu(model, can_sleep, me
                 train(learner, seed=version)
                 await asyncio.to_thread(sender.send, version)
                 gap = check_engines(
-                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, sequences()))},
+                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, canaries()))},
                     checksums=learner.checksums(),
-                    scores=learner.score(sequences()),
+                    scores=learner.score(canaries()),
                     version=version,
                     tolerance=config.canary_tolerance,
                 )
