@@ -51,6 +51,7 @@ from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import check_engines
 from mempipe.environment import EVERY_PROCESS
 from mempipe.placement import Demand, Plan, needs_reference, plan
+from mempipe.progress import say
 from mempipe.rl.packing import MicroBatch
 
 START_TIMEOUT_S = 900.0
@@ -59,6 +60,9 @@ ANSWER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
 WEIGHT_STORE = "weights"
+NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
+"""Ray ends a node whose agents have not begun after 15 s, which no setting changes. On a busy machine it takes Python
+longer than that to load them."""
 
 
 class LaunchError(RuntimeError):
@@ -251,8 +255,11 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
     quiet_loggers()
     quiet_retries()
     try:
-        _knock(address)
-        ray.init(**options)
+        if address:
+            _knock(address)
+            ray.init(**options)
+        else:
+            _start_node(options)
     except OSError as error:
         raise LaunchError(
             f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
@@ -268,6 +275,23 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
         raise LaunchError(f"a role of the run died: {' '.join(str(error).split())}") from error
     finally:
         ray.shutdown()
+
+
+def _start_node(options: Mapping[str, Any]) -> None:
+    """Starts a cluster of this machine, again when the node does not come up."""
+    me = psutil.Process()
+    for last in (False, False, True):
+        before = set(me.children(recursive=True))
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if last or type(error) is not Exception:
+                raise
+        for process in set(me.children(recursive=True)) - before:  # what is left of it
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        say(NODE_IS_LATE)
 
 
 def _object_store(model: ModelConfig | None) -> int:

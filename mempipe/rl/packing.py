@@ -276,7 +276,7 @@ def _micro_batch(row: Sequence[_Part], scale: dict[str, float]) -> MicroBatch:
     advantages = np.array([sample.advantage for sample in contexts], dtype=np.float32)
     weights = np.array([scale[sample.trajectory_id] for sample in contexts], dtype=np.float32)
 
-    def picked(values: Sequence[Sequence[float]], dtype: type[np.generic]) -> npt.NDArray:
+    def picked(values: Sequence[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray:
         rows = [np.asarray(own)[where] for own, where in zip(values, sampled, strict=True)]
         return np.concatenate(rows, dtype=dtype, casting="same_kind")
 
