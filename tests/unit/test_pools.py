@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,13 +46,13 @@ def pool_of(*scripts: Sequence[Any], timeout_s: float = 60.0) -> tuple[Pool, lis
 
 @pytest.fixture
 def pauses(monkeypatch) -> Iterator[list[float]]:
-    """The pauses that would have been made."""
+    """The pauses that would have been made, by the pool alone: threads of other tests sleep too."""
     made: list[float] = []
 
     async def sleep(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr("mempipe.actors.pools.asyncio.sleep", sleep)
+    monkeypatch.setattr("mempipe.actors.pools.asyncio", SimpleNamespace(sleep=sleep, timeout=asyncio.timeout))
     yield made
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,14 @@ from mempipe.settings import ConfigError
 
 def open_store(folder, **limits) -> Store:
     return Store(folder / "service.sqlite", **{"lifetime_s": 60.0, **limits})
+
+
+@pytest.fixture
+def later(monkeypatch) -> Callable[[float], None]:
+    """Moves the store's time on by that many seconds; it stands still otherwise."""
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr("mempipe.serve.store.time", SimpleNamespace(time=lambda: clock.now))
+    return lambda seconds: setattr(clock, "now", clock.now + seconds)
 
 
 async def refused(call) -> int:
@@ -33,12 +43,12 @@ async def test_a_session_keeps_its_memory_over_a_restart(tmp_path):
     assert [each.id for each in await store.sessions("ann")] == [session.id]
 
 
-async def test_one_question_at_a_time_and_a_lost_one_lets_go(tmp_path):
+async def test_one_question_at_a_time_and_a_lost_one_lets_go(tmp_path, later):
     store = open_store(tmp_path)
     session = await store.create_session("ann")
     await store.claim(session.id, "ann", for_s=0.2)
     assert await refused(store.claim(session.id, "ann", for_s=5)) == 409
-    await asyncio.sleep(0.25)
+    later(0.25)
     await store.claim(session.id, "ann", for_s=5)
     await store.release(session.id, None)
     unanswered = await store.claim(session.id, "ann", for_s=5)
@@ -70,13 +80,13 @@ async def test_what_is_anothers_is_not_there(tmp_path):
     assert await refused(store.session(session.id, "ann")) == 404
 
 
-async def test_what_has_expired_is_gone_and_makes_room(tmp_path):
+async def test_what_has_expired_is_gone_and_makes_room(tmp_path, later):
     store = open_store(tmp_path, lifetime_s=0.1, max_items=2)
     session = await store.create_session("ann")
     await store.create_session("ann")
     assert await refused(store.create_session("ann")) == 429
     await store.create_session("bob")
-    await asyncio.sleep(0.15)
+    later(0.15)
     assert await refused(store.session(session.id, "ann")) == 404
     assert await store.sessions("ann") == []
     await store.create_session("ann")
