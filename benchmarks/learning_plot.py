@@ -45,7 +45,7 @@ def plot(folders: Sequence[Path], file: str) -> None:
     learning.set(
         xlabel="learner step", ylabel="exact match", ylim=(0, 1), title="Learning (thin: training batches, sampled)"
     )
-    learning.legend(loc="lower right", fontsize=8)
+    learning.legend(loc="best", fontsize=8)
     for axes in (learning, context):
         axes.xaxis.get_major_locator().set_params(integer=True)
     for label, tokens, color in (("full history would carry", full, "#c2570c"), ("bounded memory", bounded, "#1f6feb")):
