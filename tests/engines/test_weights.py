@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_qwen2 import CANARY, build_model, changed_model, model_scores, prompts
+from tiny_qwen2 import CANARY, build_model, changed_model, make_generator, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
 from mempipe.engines.checksums import StaleWeights, added, check_held, checksum
@@ -263,6 +263,26 @@ async def test_weights_that_lack_a_parameter_are_refused(generator, serve, tmp_p
     with pytest.raises(WeightTransferFailed, match=r"lack model\.norm\.weight"):
         await generator.load_weights(publish(weights, tmp_path / "partial", version), version)
     await serve(build_model(seed=0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of products on CPUs")
+async def test_a_processor_without_a_product_of_bfloat16_multiplies_by_copies_that_follow_a_sync(
+    model_path, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    generator = make_generator(model_path, dtype="bfloat16")
+    await generator.start()
+    try:
+        model = build_model(seed=0)
+        for version in (1, 2):
+            stale = trained_scores(model)
+            model = changed_model(model, seed=version)
+            await generator.load_weights(publish(model.bfloat16().state_dict(), tmp_path, version), version)
+            found = await engine_scores(generator)
+            gap, stale_gap = canary_gap(found, trained_scores(model.float())), canary_gap(found, stale)
+            assert gap.mean < 0.05 < stale_gap.mean
+    finally:
+        await generator.shutdown()
 
 
 def test_a_tied_head_is_not_missing_while_vllm_reloads_layer_by_layer(monkeypatch, tmp_path):

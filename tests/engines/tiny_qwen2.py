@@ -65,7 +65,7 @@ def prompts(num_prompts: int, *, length: int = 24, seed: int = 0) -> list[list[i
 CANARY = prompts(3, length=20, seed=99)
 
 
-def make_generator(model_path: Path, **settings: object) -> Generator:
+def make_generator(model_path: Path, *, dtype: str = "float32", **settings: object) -> Generator:
     # On a GPU two engines of these tests live side by side.
     config = GenerationConfig(**{"max_num_seqs": 64, "timeout_s": 300.0, "gpu_memory_utilization": 0.3, **settings})
-    return Generator(ModelConfig(path=str(model_path), dtype="float32"), config, max_model_len=MAX_MODEL_LEN, seed=1)
+    return Generator(ModelConfig(path=str(model_path), dtype=dtype), config, max_model_len=MAX_MODEL_LEN, seed=1)
