@@ -265,7 +265,7 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
             f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
         ) from error
     except Exception as error:
-        if type(error) is not Exception:  # which Ray raises, as it is, for a node that does not come up
+        if not _is_late(error):
             raise
         raise LaunchError(f"Ray did not start: {' '.join(str(error).split())}") from error
     try:
@@ -278,20 +278,25 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
 
 
 def _start_node(options: Mapping[str, Any]) -> None:
-    """Starts a cluster of this machine, again when the node does not come up."""
+    """Starts a cluster of this machine, a second time when the node does not come up."""
     me = psutil.Process()
-    for last in (False, False, True):
-        before = set(me.children(recursive=True))
-        try:
-            ray.init(**options)
-            return
-        except Exception as error:
-            if last or type(error) is not Exception:
-                raise
-        for process in set(me.children(recursive=True)) - before:  # what is left of it
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        say(NODE_IS_LATE)
+    before = set(me.children(recursive=True))
+    try:
+        ray.init(**options)
+        return
+    except Exception as error:
+        if not _is_late(error):
+            raise
+    for process in set(me.children(recursive=True)) - before:  # what is left of the node
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    say(NODE_IS_LATE)
+    ray.init(**options)
+
+
+def _is_late(error: Exception) -> bool:
+    """Whether `ray.init` gave up on a node of its own that did not come up, which Ray raises as a bare Exception."""
+    return type(error) is Exception
 
 
 def _object_store(model: ModelConfig | None) -> int:
