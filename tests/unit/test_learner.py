@@ -321,7 +321,7 @@ def test_contexts_without_an_advantage_cost_nothing_and_change_nothing(qwen2, tw
 
     expected = gradients(make_learner(qwen2, kl_coef=0.0), everything[0])
     for found in (gradients(make_learner(qwen2, kl_coef=0.0), trained[0]), two_ranks[0]["skipping_gradients"]):
-        assert_close(found, expected)
+        assert_close(found, expected, tolerance=2e-6)  # of float32 in another order: 1.04e-6 on a CPU without AVX-512
 
     full, skipping = (make_learner(qwen2, kl_coef=0.0) for _ in range(2))
     losses = [report["loss"] for report in full.step(everything)]
