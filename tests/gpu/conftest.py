@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if item.path.parent == Path(__file__).parent]
-    sort = iter(sorted(here, key=lambda item: ORDER.index(item.path.stem)))
-    items[:] = [next(sort) if item in here else item for item in items]
+    items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
 
 
 @pytest.fixture

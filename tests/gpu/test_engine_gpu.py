@@ -67,14 +67,24 @@ def canaries() -> list[list[int]]:
 
 
 def train(learner: Learner, *, seed: int = 0) -> None:
-    (((batch,),)) = pack_step(
+    ((batch,),) = pack_step(
         make_samples(shape_of(SMALL), seed=seed), num_ranks=1, max_tokens=2**14, aggregation="token"
     )
     learner.step([[batch]])
 
 
-async def scores(generator: Generator, rows: list[list[int]]) -> list[list[float]]:
-    return list(await asyncio.gather(*(generator.score(row) for row in rows)))
+async def proven(generator: Generator, learner: Learner, *, version: int, tolerance: float) -> dict[str, float]:
+    """The gap between engine and learner, whose weights the engine must hold to the bit."""
+    rows = canaries()
+    scores = list(await asyncio.gather(*(generator.score(row) for row in rows)))
+    gap = check_engines(
+        {"engine": Proof(held=await generator.held_weights(), scores=scores)},
+        checksums=learner.checksums(),
+        scores=learner.score(rows),
+        version=version,
+        tolerance=tolerance,
+    )
+    return {"canary mean": gap.mean, "canary max": gap.maximum}
 
 
 async def test_what_is_sampled_has_the_log_probs_of_the_learner(model, measured):
@@ -108,14 +118,7 @@ async def test_an_adapter_is_served_as_it_is_trained(model, measured):
             for version in (1, 2):
                 train(learner, seed=version)
                 await generator.load_weights(pack_weights(learner.served_state_dict()), version)
-                gap = check_engines(
-                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, canaries()))},
-                    checksums=learner.checksums(),
-                    scores=learner.score(canaries()),
-                    version=version,
-                    tolerance=config.canary_tolerance,
-                )
-                measured |= {"canary mean": gap.mean, "canary max": gap.maximum}
+                measured |= await proven(generator, learner, version=version, tolerance=config.canary_tolerance)
     finally:
         learner.close()
 
@@ -140,14 +143,7 @@ async def test_weights_go_from_learner_to_engine_on_the_gpu(model, can_sleep, me
                     assert after - before > 2 * shape_of(SMALL).num_parameters, "its weights alone are as much"
                 train(learner, seed=version)
                 await asyncio.to_thread(sender.send, version)
-                gap = check_engines(
-                    {"engine": Proof(held=await generator.held_weights(), scores=await scores(generator, canaries()))},
-                    checksums=learner.checksums(),
-                    scores=learner.score(canaries()),
-                    version=version,
-                    tolerance=config.canary_tolerance,
-                )
-                measured |= {"canary mean": gap.mean, "canary max": gap.maximum}
+                measured |= await proven(generator, learner, version=version, tolerance=config.canary_tolerance)
     finally:
         learner.close()
 

@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def micro_batch(name: str) -> MicroBatch:
     tokens = CONTEXTS * CONTEXT_TOKENS
-    (((batch,),)) = pack_step(make_samples(shape_of(name)), num_ranks=1, max_tokens=tokens, aggregation="token")
+    ((batch,),) = pack_step(make_samples(shape_of(name)), num_ranks=1, max_tokens=tokens, aggregation="token")
     return batch
 
 
