@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,8 @@ from mempipe.runs import Run
 from mempipe.types import Group, TrainingSample
 from pipelines.demonstrations import Demonstrations, demonstrations
 
-UPDATES_PER_CALL = 10
+CALL_S = 10.0
+"""Seconds that a call of the learners should take: progress is shown after each."""
 MIN_ROW = 1024  # tokens that a micro-batch may always hold
 PARTS = ("clean", "noisy", "held_out")
 
@@ -66,13 +68,15 @@ def _train(
     position = learners.restore(_checkpoints(run)) or Position()
     losses: list[float] = json.loads(file.read_text())["losses"][: position.step] if position.step else []
     judged: list[dict] = json.loads(file.read_text())["held_out"] if position.step else []
+    at_once = 1
     with Progress("warm start", total=len(updates), done=len(losses)) as progress:
         while len(losses) < len(updates):
-            done = len(losses)
-            stop = min(done + UPDATES_PER_CALL, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
+            done, started = len(losses), time.monotonic()
+            stop = min(done + at_once, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
             reports = learners.step(
                 [_packed(batch, config, num_ranks=len(learners.ranks)) for batch in updates[done:stop]]
             )
+            at_once = max(1, int(len(reports) * CALL_S / (time.monotonic() - started)))
             losses += [report["loss"] for report in reports]
             numbers = {"loss": sum(losses[done:]) / len(reports)}
             if len(losses) % wanted.checkpoint_every == 0 or len(losses) == len(updates):
