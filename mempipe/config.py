@@ -74,8 +74,8 @@ class NoiseConfig(Section):
 class WarmStartConfig(Section):
     """Supervised start: one pass over trajectories to imitate.
 
-    They are recorded ones, a teacher's, or a script's: of the synthetic world's script, or of the script that knows the
-    evidence of cloze questions.
+    They are recorded ones, a teacher's, or a script's, which knows the facts of the synthetic world, the evidence of a
+    cloze question, or the entities of a masked document.
     """
 
     trajectories: list[str] = []
@@ -107,6 +107,10 @@ class WarmStartConfig(Section):
     """Tokens of one optimiser update, all ranks together."""
     checkpoint_every: int = Field(50, ge=1)
     """Updates between two checkpoints, from which an interrupted start goes on."""
+
+    @property
+    def scripted(self) -> bool:
+        return not self.trajectories and self.teacher is None
 
 
 class RunConfig(Section):
@@ -164,6 +168,20 @@ class RunConfig(Section):
     def agent_spec(self) -> AgentSpec:
         """Returns what the system knows about the agent."""
         return agent_spec(self.agent.name)
+
+    def script(self) -> str:
+        """Returns MODULE:NAME of what plays the agent on this run's questions. Raises ConfigError when nothing does."""
+        where, found = (
+            ("on questions made of text", self.agent_spec.text_script)
+            if self.world is None
+            else ("in the synthetic world", self.agent_spec.script)
+        )
+        if not found:
+            raise ConfigError(
+                f"warm_start: no script plays agent.name {self.agent.name!r} {where}; name warm_start.trajectories or "
+                "a warm_start.teacher"
+            )
+        return found
 
     @property
     def canary_tolerance(self) -> float:

@@ -58,12 +58,13 @@ def make_agent(
     """Makes the configured agent, bound to an engine and a retriever; with `control` without one of its means."""
     renderer = make_renderer(config, tokenizer=tokenizer)
     if control == "no_search":
-        search = _find_nothing
+        search = find_nothing
     forgets = {"forgets": True} if control == "no_memory" else {}  # an agent of the user's own need not know of it
     return config.agent_spec.agent(renderer, generate=generate, search=search, **forgets)
 
 
-async def _find_nothing(query: str, *, num_passages: int, partition: str) -> SearchResult:
+async def find_nothing(query: str, *, num_passages: int, partition: str) -> SearchResult:
+    """Searches nothing: for agents that only read, and for those without their search."""
     return SearchResult(passages=[], snapshot="none")
 
 

@@ -21,7 +21,7 @@ from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
-from mempipe.rollout import make_renderer, run_group
+from mempipe.rollout import find_nothing, make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
 from mempipe.user_code import load_user_object
@@ -51,9 +51,8 @@ def demonstrations(config: RunConfig) -> Demonstrations:
     assert wanted is not None, "demonstrations are for a config with a warm_start"
     clean = list(islice(_clean(config), wanted.num_clean_trajectories + wanted.num_held_out))
     held_out, clean = clean[: wanted.num_held_out], clean[wanted.num_held_out :]
-    scripted = not wanted.trajectories and wanted.teacher is None
     noisy = []
-    if scripted and wanted.num_noisy_trajectories:
+    if wanted.scripted and wanted.num_noisy_trajectories:
         noise = Noise(**wanted.noise.model_dump())
         questions = _questions(config, wanted.num_noisy_trajectories, seed=config.seed + 2)
         taken = {group.question.id for group in [*clean, *held_out]} if config.world is None else set[str]()
@@ -96,11 +95,11 @@ def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Gr
 
 def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question]:
     """Returns what a script is asked: `count` questions of the synthetic world,
-    or all training questions with evidence."""
+    or all training questions that its script can play."""
     if config.world is not None:
         train_worlds, _ = worlds(config)
         return world_questions(train_worlds, count, setting="warm_start", seed=seed, hops=config.world.hops)
-    return [question for question in read_questions(config.data.train) if question.evidence]
+    return list(filter(_text_script(config).can_play, read_questions(config.data.train)))
 
 
 def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:
@@ -132,23 +131,19 @@ def _script(
 ) -> Callable[[Question, str], ScriptedAgent | Demonstration]:
     turns = config.budget.turn_limit
     if config.world is None:
-        if config.agent.name != "memsearcher":
-            raise ConfigError(
-                f"warm_start: no script plays agent.name {config.agent.name!r} on questions with evidence; "
-                "name warm_start.trajectories or a warm_start.teacher"
-            )
-        return lambda question, seed: Demonstration(question=question, noise=noise, seed=seed, max_turns=turns)
-    if not config.agent_spec.script:
-        raise ConfigError(
-            f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)"
-        )
+        script = partial(_text_script(config), agent=config.agent.model_dump(), noise=noise, max_turns=turns)
+        return lambda question, seed: script(question=question, seed=seed)
     new = partial(
-        load_user_object(config.agent_spec.script, setting="AgentSpec.script"),
+        load_user_object(config.script(), setting="AgentSpec.script"),
         max_turns=turns,
         noise=noise,
         num_noted=num_noted,
     )
     return lambda question, seed: new(question=question.text, seed=seed)
+
+
+def _text_script(config: RunConfig) -> type[Demonstration]:
+    return load_user_object(config.script(), setting="AgentSpec.text_script")
 
 
 def _teacher(config: RunConfig) -> GenerateFn:
@@ -165,11 +160,13 @@ def _teacher(config: RunConfig) -> GenerateFn:
 def played(config: RunConfig, questions: Iterable[Question], generate: MakeGenerate, *, name: str) -> Iterator[Group]:
     """One scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time."""
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
-    retriever = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
+    search = find_nothing
+    if config.agent_spec.searches:
+        search = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval).search
 
     async def attempt(i: int, question: Question) -> Group | None:
         group_id = f"{name}/{i}"
-        agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=retriever.search)
+        agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=search)
         try:
             group = await run_group(
                 question,

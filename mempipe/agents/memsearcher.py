@@ -293,4 +293,5 @@ AGENT = AgentSpec(
     searches=True,
     thought=functools.partial(thought_of, actions=("<tool_call>", BOX)),
     script="mempipe.data.scripted_agents:ScriptedMemSearcher",
+    text_script="mempipe.masking.demonstrations:ClozeDemonstration",
 )

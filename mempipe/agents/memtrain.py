@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,7 +25,7 @@ from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import encode_pieces
 from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Memory, OnContext, Turn
-from mempipe.text import BOX, TARGET, check_mask, chunks_of
+from mempipe.text import BOX, TARGET, check_mask, chunks_of, surface_pattern
 from mempipe.types import Context, Question, Recall, Trajectory
 
 
@@ -146,7 +145,7 @@ class MemTrainRenderer(MemAgentRenderer):
         folded = set(map(str.casefold, answers))
         others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
         texts = [self.tokenizer.decode(chunk) for chunk in self._cut(text)]
-        return [[target for target in others if _pattern(target).search(each)] for each in texts]
+        return [[target for target in others if surface_pattern(target).search(each)] for each in texts]
 
 
 class MemTrain(MemAgent):
@@ -221,15 +220,7 @@ def make_renderer(
 
 def hide(text: str, forms: Sequence[str]) -> str:
     """Returns the text with [TARGET] for every form of an entity that stands in it as whole words, in any case."""
-    return _pattern(tuple(forms)).sub(TARGET, text)
-
-
-@functools.lru_cache(maxsize=1024)
-def _pattern(forms: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds every form of an entity, the longest first; without a form it finds nothing."""
-    longest_first = sorted(filter(None, forms), key=len, reverse=True)
-    listed = "|".join(map(re.escape, longest_first)) or r"(?!)"
-    return re.compile(rf"(?<!\w)(?:{listed})(?!\w)", re.IGNORECASE)
+    return surface_pattern(tuple(forms)).sub(TARGET, text)
 
 
 AGENT = AgentSpec(
@@ -243,4 +234,5 @@ AGENT = AgentSpec(
     thought=functools.partial(thought_of, actions=(BOX,)),
     reward={"answer": "em", "wrong_answer": 0.0},
     script="mempipe.data.scripted_agents:ScriptedMemTrain",
+    text_script="mempipe.masking.demonstrations:ReadingDemonstration",
 )

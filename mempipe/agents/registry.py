@@ -59,6 +59,8 @@ class AgentSpec:
     """Values of `reward.format` that read this agent's messages."""
     script: str = ""
     """MODULE:NAME of the scripted agent that plays it in the synthetic world, which a warm start imitates."""
+    text_script: str = ""
+    """MODULE:NAME of the `mempipe.masking.demonstrations.Demonstration` that plays it on questions made of text."""
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
         findings += _world(config)
     else:
         findings += [*_model(config), *(_given(config) if config.cloze is None else _cloze(config))]
-    findings += place_roles(config, devices)
+    findings += [*_script(config), *place_roles(config, devices)]
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
 
 
@@ -135,11 +135,14 @@ def _cloze(config: RunConfig) -> list[Finding]:
             return [fatal(f"{setting} is {value!r}; a run with `cloze` makes it from data.corpus")]
     if not corpus:
         return [fatal("data.corpus is empty; a run with `cloze` makes its questions of it, e.g. python-reference")]
-    scripted = config.warm_start is not None and not (config.warm_start.trajectories or config.warm_start.teacher)
-    if scripted and config.agent.name != "memsearcher":
-        text = f"warm_start: no script plays agent.name {config.agent.name!r} on cloze questions"
-        return [fatal(f"{text}; name warm_start.trajectories or a warm_start.teacher")]
     return [attempt(lambda: None if is_plain_text(corpus) else corpus_files(corpus), f"data.corpus: {corpus}")]
+
+
+def _script(config: RunConfig) -> list[Finding]:
+    """Checks that something plays the agent when the warm start imitates a script."""
+    if config.warm_start is None or not config.warm_start.scripted:
+        return []
+    return [attempt(config.script, "warm_start: a script plays the agent")]
 
 
 def _model(config: RunConfig) -> list[Finding]:
@@ -156,8 +159,6 @@ def _world(config: RunConfig) -> list[Finding]:
     if config.retrieval.url:
         url = config.retrieval.url
         return [fatal(f"retrieval.url is {url!r}; a run with a `world` searches the index that it makes itself")]
-    if config.warm_start is not None and not config.agent_spec.script:
-        return [fatal(f"warm_start: agent.name {config.agent.name!r} has no script that plays it (AgentSpec.script)")]
     return [ok("the run makes its own questions, index and model (`world`)")]
 
 

