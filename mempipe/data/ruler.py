@@ -246,7 +246,10 @@ def _choose(
         chosen += [question for question, is_known in zip(batch, known, strict=True) if not is_known]
     if len(chosen) < total:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-        raise ConfigError(f"{total} questions are wanted, but only {len(chosen)} of {len(order)} are left ({reasons})")
+        raise ConfigError(
+            f"{total} questions are wanted, but only {len(chosen)} of {len(order)} are left ({reasons}); lower "
+            "--num-questions, or the counts of --split"
+        )
     return chosen[:total]
 
 
