@@ -16,6 +16,7 @@ from dataclasses import replace
 from mempipe.actors.launch import LOST, Roles
 from mempipe.actors.tracker import TrackerFront
 from mempipe.engines.checkpoint import Position
+from mempipe.progress import say
 from mempipe.runs import Run
 from mempipe.stream import StepGroups
 
@@ -85,8 +86,12 @@ class Checkpoints:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves the last whole step. What goes wrong here must not hide `error`, which goes on."""
+        asked = isinstance(error, KeyboardInterrupt | SystemExit)  # the learner is sound, and perhaps at work
+        if asked and self._under_way is not None:
+            say("ending after the update under way; interrupt again to end without it")
         try:
-            steps, rest = divmod(self._learners.updates_done(), self._config.algorithm.updates_per_step)
+            done = self._learners.updates_done(finish=asked)
+            steps, rest = divmod(done, self._config.algorithm.updates_per_step)
             if rest:
                 print(f"the learner stopped in the middle of step {steps + 1}; the last checkpoint stands", flush=True)
             elif self._under_way is not None and steps == self._under_way.step:

@@ -193,12 +193,13 @@ class LearnerGroup:
         """Returns the bytes that a sync sends to an engine."""
         return self._get("counting bytes", [self.ranks[0].num_served_bytes.remote()])[0]
 
-    def updates_done(self) -> int:
-        """Optimiser updates of the learner as it is now. Raises LearnerLost when the ranks do not say so at once, or
-        not the same."""
-        counts = set(
-            self._get("counting updates", [rank.updates_done.remote() for rank in self.ranks], timeout_s=ANSWER_S)
-        )
+    def updates_done(self, *, finish: bool = False) -> int:
+        """Optimiser updates of the learner as it is now, or when it has finished the one under way.
+
+        Raises LearnerLost when the ranks do not say so in time, which without `finish` is at once, or not the same.
+        """
+        answers = [rank.updates_done.remote() for rank in self.ranks]
+        counts = set(self._get("counting updates", answers, timeout_s=None if finish else ANSWER_S))
         if len(counts) != 1:
             raise LearnerLost(f"the ranks have done {sorted(counts)} updates")
         return counts.pop()
@@ -243,7 +244,8 @@ class LearnerGroup:
                 _check_alive(beside, phase)
             return ray.get(list(references), timeout=max(deadline - time.monotonic(), 0.001))
         except GetTimeoutError as error:
-            raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s (learner.timeout_s)") from error
+            setting = " (learner.timeout_s)" if timeout_s >= self._timeout_s else ""
+            raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s{setting}") from error
         except RayActorError as error:
             raise LearnerLost(f"{phase}: a learner rank died: {error}") from error
         except RayTaskError as error:

@@ -26,13 +26,17 @@ class Learners:
 
     def __init__(self) -> None:
         self.num_updates = 0
+        self.num_under_way = 0
         self.saved: list[Position] = []
         self.failure: Exception | None = None
         self._writing: Position | None = None
 
-    def updates_done(self) -> int:
+    def updates_done(self, *, finish: bool = False) -> int:
         if self.failure is not None:
             raise self.failure
+        if self.num_under_way and not finish:
+            raise LearnerLost("counting updates: not all ranks finished within 30 s")
+        self.num_updates, self.num_under_way = self.num_updates + self.num_under_way, 0
         return self.num_updates
 
     def start_save(self, folder: Path, position: Position, *, keep: int) -> None:
@@ -112,6 +116,24 @@ def test_a_run_that_fails_saves_what_was_learnt_before_it_ends(checkpoints, lear
         raise error
     assert steps(learners) == [1] and learners.saved[0].trained == [["g0"]]
     assert "saved step 1 before the run ended" in capsys.readouterr().out
+
+
+def test_a_run_that_is_told_to_stop_waits_for_a_long_update(checkpoints, learners, capsys):
+    with pytest.raises(SystemExit), checkpoints.kept():
+        train(checkpoints, learners, 0, updates=1)
+        learners.num_under_way = 1
+        raise SystemExit(15)
+    assert steps(learners) == [1]
+    assert "ending after the update under way" in capsys.readouterr().out
+
+
+def test_a_run_that_failed_does_not_wait_for_a_learner_that_says_nothing(checkpoints, learners, capsys):
+    with pytest.raises(RoleLost), checkpoints.kept():
+        train(checkpoints, learners, 0, updates=1)
+        learners.num_under_way = 1
+        raise RoleLost("an engine died")
+    assert learners.saved == []
+    assert "could not be saved: counting updates" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_before_the_run_ends(checkpoints, learners):
