@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,9 +136,9 @@ class ClozeDemonstration(Demonstration):
 class ReadingDemonstration(Demonstration):
     """MemTrain on a document of `mempipe.masking.documents`.
 
-    Its memory has a line for every entity that a recall may ask for, with the words before it, and for the mask, with
-    the words around it. A recall is answered from the line whose words the section has before the target. What the mask
-    stands for is nowhere to be read, so the script knows it.
+    Its memory has a line for every entity that a recall may ask for, under the title of its passage, and for the mask,
+    with the words around it. A recall is answered from the line of the target's passage. What the mask stands for is
+    nowhere to be read, so the script knows it.
     """
 
     @staticmethod
@@ -158,28 +158,36 @@ class ReadingDemonstration(Demonstration):
 
     def _lines(self, section: str) -> list[str]:
         """Returns what to note of a section, in its order."""
-        lines, mask = {}, self.agent["mask"]
-        for target in self.question.recall_targets:
-            if place := surface_pattern(tuple(target)).search(section):
-                lines[place.start()] = f"{_words_before(section, place.start())}{_IS}{place[0]}"
-        if (start := section.find(mask)) >= 0:
-            after = section[start + len(mask) :].split()[:_NUM_WORDS]
-            lines[start] = " ".join([_words_before(section, start) + _IS + mask, *after])
-        return [lines[start] for start in sorted(lines)]
+        mask, lines = self.agent["mask"], []
+        for subject, text in _passages(section):
+            places = [surface_pattern(tuple(target)).search(text) for target in self.question.recall_targets]
+            notes = {place.start(): place[0] for place in places if place}
+            if (start := text.find(mask)) >= 0:
+                before, after = text[:start].split(), text[start + len(mask) :].split()
+                notes[start] = " ".join([*before[-_NUM_WORDS:], mask, *after[:_NUM_WORDS]])
+            lines += [f"{subject}{_IS}{notes[start]}" for start in sorted(notes)]
+        return lines
 
-    @staticmethod
-    def _recalled(memory: str, section: str) -> str:
-        before = _words_before(section, section.index(TARGET)) + _IS
-        return next((line.removeprefix(before) for line in memory.splitlines() if line.startswith(before)), UNKNOWN)
+    def _recalled(self, memory: str, section: str) -> str:
+        subjects = [subject for subject, text in _passages(section) if TARGET in text]
+        for line in memory.splitlines():
+            subject, _, value = line.partition(_IS)
+            if subject in subjects and self.agent["mask"] not in value:
+                return value
+        return UNKNOWN
 
 
 _IS = " = "
 _MAX_LINES = 10
 _NUM_WORDS = 4
+"""Words before the mask, and after it, that are noted."""
 
 
-def _words_before(text: str, end: int) -> str:
-    return " ".join(text[:end].split()[-_NUM_WORDS:])
+def _passages(section: str) -> Iterator[tuple[str, str]]:
+    """Yields title and text of every passage; the title of one whose beginning another section has is "..."."""
+    for passage in section.split("\n\n"):
+        title, found, text = passage.strip().partition("\n")
+        yield (title, text) if found else ("...", title)
 
 
 def _boxed(answer: str) -> str:

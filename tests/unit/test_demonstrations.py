@@ -216,31 +216,35 @@ def test_the_script_notes_what_a_recall_may_ask_for_and_the_mask(reading):
     (trajectory,) = demonstrations(reading).clean[0].trajectories
     assert trajectory.em == 1 and trajectory.answer == "Dover"
     assert trajectory.contexts[-1].memory_before.splitlines() == [
-        "the old town of = Rebma",
-        "city of = [MASK] has a harbour at",
-        "was first crossed by = Ann Lee",
+        "Amber River = Rebma",
+        "... = city of [MASK] has a harbour at",
+        "... = Ann Lee",
     ]
 
 
-def test_a_recall_is_answered_from_the_memory_and_the_words_before_the_target(reading):
+def test_a_recall_is_answered_from_the_memory_under_the_title_of_the_passage(reading):
     shown = demonstrations(reading)
     recalls = [recall for group in shown.clean for recall in group.trajectories[0].recalls]
     assert {recall.answer for recall in recalls} == {"Rebma"}, "Ann Lee stands in the last chunk"
 
     script = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
-    section = "<section>The Amber River flows past the old town of [TARGET].</section>"
-    assert script.reply(f"{section}<memory>the old town of = Rebma</memory>") == r"\boxed{Rebma}"
-    assert script.reply(f"{section}<memory>a new town of = Rebma</memory>") == r"\boxed{unknown}"
+    section = "<section>the end.\n\nAmber River\nIt flows past the old town of [TARGET].</section>"
+    assert (
+        script.reply(f"{section}<memory>Amber River = by [MASK] now\nAmber River = Rebma</memory>") == r"\boxed{Rebma}"
+    )
+    assert script.reply(f"{section}<memory>Birch River = Rebma</memory>") == r"\boxed{unknown}"
+    in_a_title = "<section>[TARGET]\nA town.</section><memory>Birch River = Rebma</memory>"
+    assert script.reply(in_a_title) == r"\boxed{unknown}"
 
 
 def test_a_forgetful_reader_notes_nothing_new_and_a_full_memory_drops_its_oldest_line():
-    section = "<section>They flow past the old town of Rebma.</section>"
+    section = "<section>Amber River\nIt flows past the old town of Rebma.</section>"
     forgetful = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"}, noise=Noise(forget=1.0))
     assert forgetful.reply(f"{section}<memory>(nothing yet)</memory>") == KNOWS_NOTHING
     careful = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
     full = [f"line {i} = x" for i in range(10)]
     memory = "\n".join(full)
-    assert careful.reply(f"{section}<memory>{memory}</memory>").splitlines() == [*full[1:], "the old town of = Rebma"]
+    assert careful.reply(f"{section}<memory>{memory}</memory>").splitlines() == [*full[1:], "Amber River = Rebma"]
 
 
 def test_questions_without_a_text_are_no_documents(reading, tmp_path):
