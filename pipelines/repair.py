@@ -101,6 +101,7 @@ class Checkpoints:
                 self.save()
             self._learners.finish_save()  # one that was under way as well
             if unsaved:
-                print(f"saved step {steps} before the run ended: {' '.join(str(error).split())}", flush=True)
+                reason = "it was told to" if asked else " ".join(str(error).split())
+                print(f"saved step {steps} before the run ended: {reason}", flush=True)
         except (RuntimeError, OSError) as second:
             print(f"step {self.position.step} could not be saved: {' '.join(str(second).split())}", flush=True)
