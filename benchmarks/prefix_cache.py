@@ -8,9 +8,9 @@ The prompts of `--groups` questions of a finished run, one sampled token each: w
 Of an agent that searches they are the first prompts, `--group-size` requests each. "together" sends the siblings of a
 group one after the other, as the driver does; "spread" sends one of every group, then the second ones, and so on.
 
-Of an agent that reads they are all reading contexts of the groups that the run sampled, with the memories that it
-wrote, turn by turn: in one layout the memory, which is every sibling's own, stands before the chunk, in the other after
-it (`agent.chunk_first`).
+Of an agent that reads they are all reading contexts of the groups that the run sampled (or an evaluation with
+`num_samples`: `--evaluation`), with the memories that it wrote, turn by turn: in one layout the memory, which is
+every sibling's own, stands before the chunk, in the other after it (`agent.chunk_first`).
 
 A cache holds whole blocks, so the tail of every prompt is computed for each sibling. The share of prompt tokens that
 the cache held is vLLM's own count. Engines run one after the other, each in a process of its own, and the first round
@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.results import read_groups
 from mempipe.rollout import make_renderer
-from mempipe.types import Group
+from mempipe.types import Group, Question
 
 CACHES = {"no cache": None, "blocks of 128": 128, "blocks of 32": 32}
 """128 is vLLM's own choice on a CPU, 32 the smallest that its kernels take and mempipe's choice."""
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=12)
     parser.add_argument("--group-size", type=int, default=8, help="siblings, for an agent that searches")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count, each with other questions")
+    parser.add_argument("--evaluation", type=Path, help="folder of a benchmark's rows, instead of the run's groups")
     arguments = parser.parse_args()
     config = of_run(arguments.run, {})
     sent = reading_prompts(config, arguments) if config.agent_spec.reads else first_prompts(config, arguments)
@@ -85,13 +87,17 @@ def first_prompts(config: RunConfig, arguments: argparse.Namespace) -> dict[str,
 
 def reading_prompts(config: RunConfig, arguments: argparse.Namespace) -> dict[str, Rounds]:
     """Returns every reading context of the groups that the run sampled, in two layouts."""
-    groups = read_trajectories(arguments.run / "trajectories.parquet")[: arguments.groups * (arguments.rounds + 1)]
+    evaluated = arguments.evaluation
+    groups = read_groups(evaluated) if evaluated else read_trajectories(arguments.run / "trajectories.parquet")
+    groups = groups[: arguments.groups * (arguments.rounds + 1)]
+    files = filter(None, (config.data.train, config.data.validation))
+    asked = {question.id: question for file in files for question in read_questions(file)}  # groups lack their texts
     tokenizer = load_tokenizer(config.model.path)
     sent = {}
     for order, chunk_first in (("memory first", False), ("chunk first", True)):
         agent = config.agent.model_copy(update={"chunk_first": chunk_first})
         renderer = make_renderer(config.model_copy(update={"agent": agent}), tokenizer=tokenizer)
-        sent[order] = [_turn_by_turn(renderer, each) for each in _parts(groups, arguments.groups)]
+        sent[order] = [_turn_by_turn(renderer, each, asked) for each in _parts(groups, arguments.groups)]
     return sent
 
 
@@ -99,11 +105,13 @@ def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _turn_by_turn(renderer: MemAgentRenderer, groups: Sequence[Group]) -> list[list[int]]:
+def _turn_by_turn(
+    renderer: MemAgentRenderer, groups: Sequence[Group], asked: Mapping[str, Question]
+) -> list[list[int]]:
     read = [
         (context.index, renderer.question(group.question), renderer.encode(context.memory_before), chunk)
         for group in groups
-        for chunks in [renderer.chunks(group.question)]
+        for chunks in [renderer.chunks(asked[group.question.id])]
         for trajectory in group.trajectories
         for context, chunk in zip(trajectory.contexts, chunks, strict=False)  # the last context answers
     ]
