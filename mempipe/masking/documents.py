@@ -31,6 +31,7 @@ REJECTIONS = {
     "guessable": "the words around the entity are nearly always followed by it in the corpus",
     "readable": "after masking, the entity can still be read in another spelling",
     "too_short": "the document has fewer tokens than one chunk",
+    "no_recall": "no passage of the document has another entity, which a recall could ask for",
 }
 """Why a pivot, or one of its entities, was not used. An entity is counted under the first rule that it breaks."""
 _SEPARATOR = "\n\n"
@@ -59,7 +60,8 @@ class MemtrainConfig(Section):
     num_held_out: int = Field(128, ge=0)
     """Further documents, in a file of their own, that are not trained on."""
     num_recall_targets: int = Field(64, ge=0)
-    """Passages of a document of which one entity each may be asked for by a recall; 0: none is."""
+    """Passages of a document of which one entity each may be asked for by a recall; 0: none is. A document without any
+    is rejected otherwise."""
     num_related: int = Field(29, ge=0)
     """Passages that a search for the pivot's text finds."""
     num_random: int = Field(120, ge=0)
@@ -193,8 +195,10 @@ def make_document(
             document = _masked(material, entity, passages, whole, count_tokens, config)
             if document is not None:
                 others = [passages[i] for i in rng.permutation(len(passages))[: config.num_recall_targets]]
-                return replace(document, recall_targets=_recall_targets(document, others, finder, common, rng))
-            rule = "readable"
+                targets = _recall_targets(document, others, finder, common, rng)
+                if targets or not config.num_recall_targets:
+                    return replace(document, recall_targets=targets)
+            rule = "readable" if document is None else "no_recall"
         material.rejected.append(rule)
     return None
 

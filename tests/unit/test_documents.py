@@ -47,7 +47,7 @@ def passage(number: int, title: str, text: str) -> Passage:
 BRIDGE = passage(1, "Old Bridge", "The stone bridge over the river was designed by Anna Miller in spring.")
 RELATED = [
     passage(2, "Anna Miller", "Anna Miller was an engineer. MILLER built many bridges."),
-    passage(3, "Mill", "A mill grinds grain."),
+    passage(3, "Mill", "A mill in Vernon grinds grain."),
 ]
 OTHERS = [passage(i, f"Hill {i}", "A hill is a landform that rises above the land around it.") for i in range(4, 60)]
 
@@ -76,7 +76,7 @@ def test_every_form_of_the_entity_is_masked_in_all_passages():
     assert document is not None and (document.golden_answers[0], document.kind) == ("Anna Miller", "name")
     text = document.context
     assert "designed by [MASK] in spring" in text and "[MASK]\n[MASK] was an engineer. [MASK] built" in text
-    assert document.num_masks == text.count(MASK) == 4 and "A mill grinds" in text
+    assert document.num_masks == text.count(MASK) == 4 and "A mill in Vernon grinds" in text
     assert document.pivot_id == "p1" and document.related_scores == [1 / 2, 1 / 3]
 
 
@@ -119,6 +119,7 @@ def test_random_passages_fill_a_document_up_and_are_left_out_of_a_long_one(min_t
         ),
         ("readable", BRIDGE, {"others": [passage(9, "Ánna Míller", "x " * 90)], "related": []}),
         ("too_short", BRIDGE, {"others": [], "related": []}),
+        ("no_recall", BRIDGE, {"related": []}),
     ],
 )
 def test_a_rule_rejects_and_is_counted(rule, pivot, changes):
@@ -134,7 +135,7 @@ def test_another_entity_is_taken_where_one_is_rejected():
 
 
 def test_masks_of_the_corpus_itself_do_not_stand_in_a_document():
-    document, _ = make(related=[passage(2, "Mask", "The word [MASK] stands here.")])
+    document, _ = make(related=[passage(2, "Mask", "The word [MASK] stands here in Vernon.")])
     assert document is not None and document.context.count(MASK) == document.num_masks == 1
 
 
