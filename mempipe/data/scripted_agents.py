@@ -115,13 +115,13 @@ class ScriptedMemSearcher(ScriptedAgent):
     """Writes a thought and a call or a box, and after passages the memory."""
 
     def reply(self, prompt: str) -> str:
-        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
+        facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))
         if "<tool_response>" not in prompt:
             wanted = self._next_query(facts)
             return search_call(*wanted) if wanted else f"answer</think>{boxed(self._progress(facts)[0])}"
         new = []
-        if self._searched(facts, _last_between(prompt, CALL_OPEN, CALL_CLOSE)):
-            new = self._read(facts, _last_between(prompt, "<tool_response>", "</tool_response>"))
+        if self._searched(facts, last_between(prompt, CALL_OPEN, CALL_CLOSE)):
+            new = self._read(facts, last_between(prompt, "<tool_response>", "</tool_response>"))
         return f"<memory>{known(self._noted([*facts, *new]))}</memory>"
 
 
@@ -135,8 +135,8 @@ class ScriptedMem1(ScriptedAgent):
     def _facts(self, prompt: str) -> tuple[list[Fact], list[Fact]]:
         """Returns what the thoughts in the prompt say, and what was found since."""
         facts = parse_facts(" ".join(re.findall("<think>(.*?)</think>", prompt)))
-        searched = self._searched(facts, _last_between(prompt, "<search>", "</search>"))
-        return facts, self._read(facts, _last_between(prompt, "<information>", "</information>")) if searched else []
+        searched = self._searched(facts, last_between(prompt, "<search>", "</search>"))
+        return facts, self._read(facts, last_between(prompt, "<information>", "</information>")) if searched else []
 
     def _message(self, facts: list[Fact], *, noted: Sequence[Fact]) -> str:
         wanted = self._next_query(facts)
@@ -159,12 +159,12 @@ class ScriptedMemAgent(ScriptedAgent):
     """Writes a memory that says what is looked for and what is known, and in the end a box."""
 
     def reply(self, prompt: str) -> str:
-        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
+        facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))
         entity, missing = self._progress(facts)
         if "<information>" not in prompt:
             return boxed(entity)
         plan = f"need {search_query(missing[0], entity)}" if missing else "answer"
-        new = self._read(facts, _last_between(prompt, "<information>", "</information>"))
+        new = self._read(facts, last_between(prompt, "<information>", "</information>"))
         return f"{plan} {known(self._noted([*facts, *new]))}"
 
 
@@ -174,8 +174,8 @@ class ScriptedMemTrain(ScriptedAgent):
     """
 
     def reply(self, prompt: str) -> str:
-        facts = parse_facts(_last_between(prompt, "<memory>", "</memory>"))
-        section = _last_between(prompt, "<information>", "</information>")
+        facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))
+        section = last_between(prompt, "<information>", "</information>")
         if TARGET in section:
             return boxed(_recalled(facts, section))
         if not section:
@@ -240,7 +240,7 @@ def _recalled(facts: Sequence[Fact], section: str) -> str:
     return NOTHING
 
 
-def _last_between(text: str, start: str, end: str) -> str:
+def last_between(text: str, start: str, end: str) -> str:
     """Returns the text between the last `end` and the `start` before it, stripped; "" when there is none."""
     head, found, _ = text.rpartition(end)
     return head.rpartition(start)[2].strip() if found and start in head else ""

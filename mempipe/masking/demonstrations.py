@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mempipe.data.scripted_agents import NO_NOISE, Noise
+from mempipe.data.scripted_agents import NO_NOISE, Noise, last_between
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
 from mempipe.text import TARGET, surface_pattern
@@ -67,7 +67,7 @@ class ClozeDemonstration(Demonstration):
 
     def reply(self, prompt: str) -> str:
         if "<tool_response>" not in prompt:
-            return self._act(_last_between(prompt, "<memory>", "</memory>"))
+            return self._act(last_between(prompt, "<memory>", "</memory>"))
         return self._remember(prompt)
 
     def _act(self, memory: str) -> str:
@@ -80,14 +80,14 @@ class ClozeDemonstration(Demonstration):
                 if not missing
                 else (self._names(self._part(missing)) or [KNOWS_NOTHING])[0]
             )
-            return f"the gap is known</think>\\boxed{{{answer}}}"
+            return f"the gap is known</think>{_boxed(answer)}"
         query = self._query(missing, memory)
         call = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
         return f"I need {missing}</think><tool_call>{call}</tool_call>"
 
     def _remember(self, prompt: str) -> str:
         head, _, observation = prompt.rpartition("<tool_response>")
-        memory = _last_between(head, "<memory>", "</memory>")
+        memory = last_between(head, "<memory>", "</memory>")
         missing = self._missing(memory)
         fact = self._fact(missing, observation)
         if not missing or fact is None or self._chance(self.noise.forget):
@@ -146,8 +146,8 @@ class ReadingDemonstration(Demonstration):
         return bool(question.context and question.recall_targets)
 
     def reply(self, prompt: str) -> str:
-        memory = _last_between(prompt, "<memory>", "</memory>")
-        section = _last_between(prompt, "<section>", "</section>")
+        memory = last_between(prompt, "<memory>", "</memory>")
+        section = last_between(prompt, "<section>", "</section>")
         if not section:
             return _boxed(self.question.golden_answers[0])
         if TARGET in section:
@@ -192,9 +192,3 @@ def _passages(section: str) -> Iterator[tuple[str, str]]:
 
 def _boxed(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
-
-
-def _last_between(text: str, start: str, end: str) -> str:
-    """Returns what stands between the last `end` and the `start` before it, stripped; "" when there is none."""
-    head, found, _ = text.rpartition(end)
-    return head.rpartition(start)[2].strip() if found and start in head else ""
