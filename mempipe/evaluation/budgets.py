@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from scipy import stats
+import scipy
 
 from mempipe.capacity import model_shape, weight_width
 from mempipe.engines.config import ModelConfig
@@ -334,6 +334,6 @@ def _merged(identity: str, rows: Sequence[ResultRow]) -> ResultRow:
 def _detectable(difference: Interval, confidence: float) -> float:
     """Returns the difference that a test of this confidence finds with a probability of POWER: two normal quantiles
     times the standard error, which follows from the interval's width."""
-    quantile = float(stats.norm.ppf(0.5 + confidence / 2))
+    quantile = float(scipy.stats.norm.ppf(0.5 + confidence / 2))
     error = (difference.high - difference.low) / (2 * quantile)
-    return (quantile + float(stats.norm.ppf(POWER))) * error
+    return (quantile + float(scipy.stats.norm.ppf(POWER))) * error

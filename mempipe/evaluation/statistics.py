@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 _RESAMPLES_AT_ONCE = 256  # many questions must not need num_resamples x questions of memory
 
@@ -46,7 +46,7 @@ def wilson_interval(num_right: int, num_questions: int, *, confidence: float = 0
             f"{num_right} right of {num_questions} questions; expected 0 <= right <= questions and at least one "
             "question"
         )
-    interval = stats.binomtest(num_right, num_questions).proportion_ci(confidence, method="wilson")
+    interval = scipy.stats.binomtest(num_right, num_questions).proportion_ci(confidence, method="wilson")
     return Interval(value=num_right / num_questions, low=float(interval.low), high=float(interval.high))
 
 
@@ -103,7 +103,7 @@ def mcnemar_test(before: Sequence[bool], after: Sequence[bool]) -> PairedTest:
         raise ValueError(f"paired answers need the same questions, got {len(before)} before and {len(after)} after")
     gained = sum(bool(b) and not a for a, b in zip(before, after, strict=True))
     lost = sum(bool(a) and not b for a, b in zip(before, after, strict=True))
-    p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+    p_value = float(scipy.stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
     return PairedTest(gained=gained, lost=lost, p_value=p_value)
 
 
@@ -128,7 +128,7 @@ def _bootstrap(samples: Sequence[np.ndarray], *, seed: int, num_resamples: int, 
     def sum_of_means(*resamples: np.ndarray, axis: int) -> Any:
         return fixed + sum(resample.mean(axis=axis) for resample in resamples)
 
-    interval = stats.bootstrap(
+    interval = scipy.stats.bootstrap(
         drawn,
         sum_of_means,
         n_resamples=num_resamples,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from mempipe.evaluation.memory_quality import is_memory_turn
 from mempipe.files import whole_file
@@ -90,7 +90,7 @@ def kappa_interval(rated: Sequence[tuple[str, str, str]]) -> tuple[float, float,
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a resample may hold one label only, and then has no kappa
-        resampled = stats.bootstrap((np.arange(len(tables)),), kappas, **resampling)
+        resampled = scipy.stats.bootstrap((np.arange(len(tables)),), kappas, **resampling)
     low, high = np.nanquantile(resampled.bootstrap_distribution, [0.025, 0.975])
     return value, float(low), float(high)
 
