@@ -14,13 +14,12 @@ checkpoint.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from statistics import fmean
 
 from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
@@ -45,6 +44,7 @@ from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
 from pipelines.repair import Checkpoints, with_restarts
+from pipelines.training_rows import TrainingRows
 from pipelines.warm_start import warm_start
 
 NUM_CANARIES = 4
@@ -278,33 +278,6 @@ def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) 
     known = sum(seconds.values()) + sum(value for name, value in metrics.items() if name.startswith("seconds/"))
     sampled = metrics["sampled_tokens"]
     return seconds | {"seconds/other": total - known, "seconds/step": total, "tokens_per_second": sampled / total}
-
-
-class TrainingRows:
-    """(group id, question) in training order: every epoch shuffled by its own seed, without what was consumed already.
-
-    Ends after the groups of `num_steps` steps. Where groups may be filtered, their number is unknown, so there it ends
-    with the last epoch.
-    """
-
-    def __init__(self, questions: QuestionTable, config: RunConfig, *, skip: set[str], num_steps: int) -> None:
-        self._questions, self._skip = questions, skip
-        self._seed, self._num_epochs, self._shuffle = config.seed, config.data.num_epochs, config.data.shuffle
-        self._limit = None if config.algorithm.filter_zero_variance else num_steps * config.algorithm.groups_per_step
-
-    def __iter__(self) -> Iterator[tuple[str, Question]]:
-        return islice(self._all(), self._limit)
-
-    def _all(self) -> Iterator[tuple[str, Question]]:
-        for epoch in range(self._num_epochs):
-            order = list(range(len(self._questions)))
-            if self._shuffle:
-                random.Random(f"{self._seed}:{epoch}").shuffle(order)
-            for i in order:
-                question = self._questions[i]
-                group_id = f"{epoch}/{question.id}"
-                if group_id not in self._skip:
-                    yield group_id, question
 
 
 class Timer:

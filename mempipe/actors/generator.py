@@ -14,7 +14,8 @@ from mempipe.actors.handles import Handle
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
-from mempipe.engines.weights import Proof, WeightHandle
+from mempipe.engines.proof import Proof
+from mempipe.engines.weights import WeightHandle
 from mempipe.placement import Transfer
 from mempipe.types import Completion
 

@@ -48,7 +48,7 @@ from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings
-from mempipe.engines.weights import check_engines
+from mempipe.engines.proof import check_engines
 from mempipe.environment import EVERY_PROCESS
 from mempipe.placement import Demand, Plan, needs_reference, plan
 from mempipe.progress import say

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe import environment
 from mempipe.actors.handles import Handle
-from mempipe.engines.checkpoint import Position, export_hf, latest
+from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
@@ -116,6 +116,8 @@ class LearnerActor:
     def export(self, folder: Path, source: str) -> None:
         state_dict = self._learner.full_state_dict()
         if state_dict:
+            from mempipe.engines.export import export_hf
+
             export_hf(folder, state_dict, source=source)
 
 

@@ -1,27 +1,30 @@
-"""The retrievers as Ray actors."""
+"""The retrievers as Ray actors. faiss is imported where an index is, not where a handle to it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
 from mempipe.retrieval.config import RetrievalConfig
-from mempipe.retrieval.encoders import Vectors
 from mempipe.retrieval.manifest import read_manifest, vector_files
-from mempipe.retrieval.remote import RemoteRetriever
-from mempipe.retrieval.retriever import BatchingRetriever, Retriever
-from mempipe.retrieval.vectors import Rows, Scored, Shards, open_shards, search_thread
 from mempipe.types import SearchResult
+
+if TYPE_CHECKING:
+    from mempipe.retrieval.encoders import Vectors
+    from mempipe.retrieval.vectors import Rows, Scored
 
 
 class ShardActor:
     """Part `number` of `retrieval.shard_actors` of an index's vectors."""
 
     def __init__(self, config: RetrievalConfig, number: int) -> None:
+        from mempipe.retrieval.vectors import open_shards, search_thread
+
         manifest, _ = read_manifest(Path(config.index))
         files = vector_files(manifest, Path(config.index), part=number, num_parts=config.shard_actors)
         self._vectors = open_shards(files, search=manifest.vectors.search if manifest.vectors else "")
@@ -53,6 +56,10 @@ class RetrieverActor:
     """
 
     def __init__(self, config: RetrievalConfig, shards: Sequence[Handle] = ()) -> None:
+        from mempipe.retrieval.remote import RemoteRetriever
+        from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+        from mempipe.retrieval.vectors import Shards
+
         if config.url:
             retriever = RemoteRetriever(config.url, config)
         else:

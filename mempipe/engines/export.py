@@ -1,15 +1,36 @@
-"""A Hugging Face folder from a run's checkpoint, without the run."""
+"""Hugging Face folders from trained weights, and from a run's checkpoint without the run."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file
 
-from mempipe.engines.checkpoint import checkpoints, export_hf, load_tensors, read_state, step_of
+from mempipe.engines.checkpoint import CheckpointError, checkpoints, read_state, reason, step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import full_state_dict, load_policy
+from mempipe.engines.sharded_checkpoint import load_tensors
+from mempipe.files import whole_folder
 from mempipe.settings import ConfigError
+
+_COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def choose_checkpoint(run: Path, step: int | None) -> Path:
@@ -36,3 +57,26 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, target: Path) -> Pat
         {f"model/{name}": weight.detach() for name, weight in policy.lm.named_parameters() if weight.requires_grad},
     )
     return export_hf(target, full_state_dict(policy, dtype=getattr(torch, model.dtype)), source=model.path)
+
+
+def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: str | Path) -> Path:
+    """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors,
+    LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`. An existing folder is
+    replaced.
+
+    Raises CheckpointError and leaves nothing half-written.
+    """
+    target = Path(folder)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = next(iter(state_dict.values())).dtype
+        with whole_folder(target) as partial:
+            config.save_pretrained(partial)
+            save_torch_state_dict(dict(state_dict), partial)
+            for name in _COPIED_FILES:
+                file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+                if file is not None:
+                    shutil.copyfile(file, partial / name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot export a model to {target}: {reason(error)}") from error
+    return target

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
-import torch
 
 from mempipe import environment
-from mempipe.engines.checksums import HeldWeights, added
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import EngineLoad
+from mempipe.engines.proof import HeldWeights, added
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
 from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
@@ -85,7 +84,7 @@ class Generator:
         self._model = model
         self._config = config
         self._seed = seed
-        self._device = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = _own_device() if device == "auto" else device
         self._transfer = transfer
         self._stop_texts = list(stop_texts)
         self._can_sleep = can_sleep
@@ -391,6 +390,12 @@ class Generator:
         if error is not None:
             raise WeightTransferFailed(f"{phase!r} failed: {error}") from error
         return task.result()
+
+
+def _own_device() -> Literal["cpu", "cuda"]:
+    import torch  # here: whoever gets a handle to an engine's actor imports this module
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 async def _final_output(

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mempipe.engines.checkpoint import CheckpointWriter, Position, TrainingState, load_tensors, read_state
+from mempipe.engines.checkpoint import Position, TrainingState
 from mempipe.engines.config import OptimizerConfig
 from mempipe.engines.gauges import TrainingFlops, peak_memory_gib, peak_teraflops
 from mempipe.engines.learner_settings import LearnerSettings
@@ -40,6 +40,7 @@ from mempipe.engines.model import (
     to_device,
     weight_checksums,
 )
+from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
 from mempipe.files import in_turn
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
@@ -265,7 +266,7 @@ class Learner:
 
         Bit-identical to a run that never stopped, when number and kind of ranks are the same. Raises CheckpointError.
         """
-        state = read_state(path)
+        state = load_state(path)
         tensors = self._tensors()
         rng_states = self._rng_states() if state.ranks == self._ranks else {}
         load_tensors(path, tensors | rng_states)

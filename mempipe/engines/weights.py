@@ -1,9 +1,9 @@
-"""How trained weights reach the engines, and how it is known that they did (promise 5).
+"""How trained weights reach the engines (`mempipe.engines.proof` shows that they did).
 
 Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through
 `Generator.load_weights`: `mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to
 shared memory or any folder; `nccl` and `ipc` (vLLM's) move GPU memory and are driven from the learner by
-`GpuWeightSender`. This module imports no vLLM until a GPU sender is made, so the learner can use it.
+`GpuWeightSender`. This module imports vLLM and torch only where weights move, so everybody can name a `WeightHandle`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,22 @@ import base64
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
-from safetensors.torch import load, save
 
-from mempipe.engines.checksums import HeldWeights, check_held
 from mempipe.engines.config import ModelConfig
 from mempipe.files import whole_file
 
 if TYPE_CHECKING:
+    import torch
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 
 SHARED_MEMORY_BACKEND = "mempipe_shm"
 NEWEST = "newest.json"
-
-
-CANARY_LOOSENESS = 20
-"""The largest difference of one canary token may be this many times `generation.canary_tolerance`."""
-
-
-class CanaryFailed(RuntimeError):
-    """Engine and learner disagree about the log-probs of the canary sequences more than rounding explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +45,8 @@ def pack_weights(state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype |
 
     A tensor that is another one's alias (tied embeddings) is written once, under the name that comes first.
     """
+    from safetensors.torch import save
+
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in state_dict.items():
@@ -112,89 +104,13 @@ def newest_weights(folder: str | Path) -> WeightHandle | None:
 
 def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
     """The tensors of a published file. Raises ValueError when its bytes are not those that were published."""
+    from safetensors.torch import load
+
     content = Path(path).read_bytes()
     found = hashlib.sha256(content).hexdigest()
     if found != checksum:
         raise ValueError(f"{path} has sha256 {found}, but {checksum} was published; it was changed or damaged since")
     return load(content)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryGap:
-    """|Δ log-prob| between engine and learner over all tokens of the canary sequences."""
-
-    mean: float
-    maximum: float
-
-
-def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> CanaryGap:
-    """The gap of two scorings of the same sequences; NaN on either side counts as infinite.
-
-    Raises ValueError when the scorings have other shapes, or nothing to compare.
-    """
-    shapes = [[len(scores) for scores in side] for side in (engine_scores, learner_scores)]
-    if shapes[0] != shapes[1] or not sum(shapes[0]):
-        raise ValueError(
-            f"engine and learner scored {shapes[0]} and {shapes[1]} canary tokens; the canary needs the same sequences "
-            "on both sides, one of at least two ids"
-        )
-    engine, learner = (np.concatenate([np.asarray(row) for row in side]) for side in (engine_scores, learner_scores))
-    gaps = np.nan_to_num(np.abs(engine - learner), nan=np.inf, posinf=np.inf)
-    return CanaryGap(mean=float(gaps.mean()), maximum=float(gaps.max()))
-
-
-def check_canary(
-    engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float
-) -> CanaryGap:
-    """The `canary_gap`. Raises CanaryFailed when its mean exceeds `tolerance`, or its maximum CANARY_LOOSENESS times
-    that.
-
-    The mean judges, since 16-bit kernels round single tokens by ten times the mean; the loose maximum is there for a
-    token that only one side gets wrong.
-    """
-    gap = canary_gap(engine_scores, learner_scores)
-    if gap.mean > tolerance or gap.maximum > CANARY_LOOSENESS * tolerance:
-        num_tokens = sum(len(scores) for scores in engine_scores)
-        raise CanaryFailed(
-            f"engine and learner differ by {gap.mean:.6g} in log-prob on average, {gap.maximum:.6g} at most, on "
-            f"{num_tokens} canary tokens; generation.canary_tolerance allows {tolerance:g} and "
-            f"{CANARY_LOOSENESS * tolerance:g}"
-        )
-    return gap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
-    """Holds what an engine shows of the weights that it samples from."""
-
-    held: HeldWeights
-    scores: list[list[float]]
-    """Log-probs of every canary sequence's tokens but the first."""
-
-
-def check_engines(
-    proofs: Mapping[str, Proof],
-    *,
-    checksums: Mapping[str, int],
-    scores: Sequence[Sequence[float]],
-    version: int,
-    tolerance: float,
-) -> CanaryGap:
-    """The largest gap of any engine, by its name, to the learner's `checksums` and canary `scores`.
-
-    Two questions are told apart: whether the weights arrived, which is exact, and whether both sides compute the same
-    with them, which is up to rounding. Raises StaleWeights for the first, CanaryFailed for the second.
-    """
-    gaps = []
-    for engine, proof in proofs.items():
-        check_held(proof.held, checksums, engine=engine, version=version)
-        try:
-            gaps.append(check_canary(proof.scores, scores, tolerance=tolerance))
-        except CanaryFailed as error:
-            raise CanaryFailed(
-                f"{engine} holds the learner's weights of version {version}, but computes otherwise: {error}"
-            ) from error
-    return CanaryGap(mean=max(gap.mean for gap in gaps), maximum=max(gap.maximum for gap in gaps))
 
 
 class EngineControl(Protocol):
@@ -249,6 +165,8 @@ class GpuWeightSender:
 
     def send(self, version: int) -> None:
         """Gives the engines the model's present weights as `version`; returns when every engine serves them."""
+        import torch
+
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM reads on streams of its own, which do not wait for the optimiser's
         self._client.version = version

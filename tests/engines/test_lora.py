@@ -15,12 +15,12 @@ import torch
 from tiny_qwen2 import CANARY, MAX_MODEL_LEN, VOCAB_SIZE, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mempipe.engines.checksums import StaleWeights, check_held
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from mempipe.engines.generator import Generator, WeightTransferFailed
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
-from mempipe.engines.weights import CanaryFailed, check_canary, pack_weights
+from mempipe.engines.proof import CanaryFailed, StaleWeights, check_canary, check_held
+from mempipe.engines.weights import pack_weights
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mempipe.engines.checksums import StaleWeights, check_held
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
+from mempipe.engines.proof import CanaryFailed, StaleWeights, check_canary, check_held
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.engines.weights import CanaryFailed, check_canary, pack_weights
+from mempipe.engines.weights import pack_weights
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample

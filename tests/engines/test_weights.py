@@ -16,18 +16,15 @@ from safetensors.torch import load_file
 from tiny_qwen2 import CANARY, build_model, changed_model, make_generator, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
-from mempipe.engines.checksums import StaleWeights, added, check_held, checksum
+from mempipe.engines.checksums import checksum
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator, WeightTransferFailed
 from mempipe.engines.model import PolicyModel, weight_checksums
+from mempipe.engines.proof import CanaryFailed, CanaryGap, StaleWeights, added, canary_gap, check_canary, check_held
 from mempipe.engines.weights import (
-    CanaryFailed,
-    CanaryGap,
     GpuWeightSender,
     TrainerClient,
     WeightHandle,
-    canary_gap,
-    check_canary,
     newest_weights,
     pack_weights,
     publish,

@@ -30,7 +30,8 @@ from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
-from mempipe.engines.weights import GpuWeightSender, Proof, WeightHandle, check_canary, check_engines, pack_weights
+from mempipe.engines.proof import Proof, check_canary, check_engines
+from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights
 from mempipe.rl.packing import pack_step
 
 pytestmark = [pytest.mark.gpu, played_anywhere]

@@ -25,8 +25,8 @@ from shapes import (
 
 from mempipe.capacity import GIB, learner_memory, reference_memory
 from mempipe.engines.checkpoint import Position
+from mempipe.engines.proof import check_canary
 from mempipe.engines.reference import ReferenceModel
-from mempipe.engines.weights import check_canary
 from mempipe.rl.packing import MicroBatch, pack_step
 
 pytestmark = pytest.mark.gpu

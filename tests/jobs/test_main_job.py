@@ -32,12 +32,11 @@ from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
-from mempipe.engines.checksums import StaleWeights
 from mempipe.engines.config import OptimizerConfig, SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
+from mempipe.engines.proof import StaleWeights, canary_gap
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.engines.weights import canary_gap
 from mempipe.loader import load_config
 from mempipe.reports.trace import trajectory_lines
 from mempipe.rollout import make_renderer
@@ -45,7 +44,8 @@ from mempipe.runs import Run
 from mempipe.stream import stream_groups
 from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, Group, Question
-from pipelines.train import TrainingRows, learn
+from pipelines.train import learn
+from pipelines.training_rows import TrainingRows
 from tools.processes import Marked, Running, run
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module

@@ -21,18 +21,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from mempipe.engines import checkpoint as checkpoint_module
-from mempipe.engines.checkpoint import (
-    CheckpointError,
-    CheckpointWriter,
-    Position,
-    TrainingState,
-    export_hf,
-    latest,
-    load_tensors,
-    read_state,
-    save_checkpoint,
-)
+from mempipe.engines import sharded_checkpoint
+from mempipe.engines.checkpoint import CheckpointError, Position, TrainingState, latest, read_state
+from mempipe.engines.export import export_hf
 from mempipe.engines.learner import Learner
+from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors, save_checkpoint
 
 POSITION = Position(step=2, trained=[["q1"], ["q2", "q3"]], dropped=["q4"])
 SCHEDULE = {"schedule": "linear", "warmup_steps": 1, "num_updates": 5}
@@ -223,7 +216,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         assert may_write.wait(60)
         return "0" * 64
 
-    monkeypatch.setattr(checkpoint_module, "sha256", slow_hash)
+    monkeypatch.setattr(sharded_checkpoint, "sha256", slow_hash)
     writer = CheckpointWriter()
     writer.start(tmp_path, 1, tensors=tensors(), state=state(1), keep=2)
     assert started.wait(60)  # the writer is in the middle of it, and `start` has returned
@@ -303,10 +296,11 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     names: list[str] = []
     hash_file = checkpoint_module.sha256
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "sha256", lambda file: names.append(file.name) or hash_file(file))
+        for module in (checkpoint_module, sharded_checkpoint):
+            patch.setattr(module, "sha256", lambda file: names.append(file.name) or hash_file(file))
         resumed.save(out / "hashed", Position(), keep=1)
         found["hashed"], names[:] = list(names), []
-        read_state(out / "hashed" / "step-00000003")
+        load_state(out / "hashed" / "step-00000003")
         found["verified"] = list(names)
 
     with file_size_limit(10 if rank == 0 else -1):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mempipe.engines.checksums import (
-    CHUNKS,
+from mempipe.engines.checksums import CHUNKS, checksum
+from mempipe.engines.proof import (
+    CanaryFailed,
     HeldWeights,
+    Proof,
     StaleWeights,
     added,
+    check_engines,
     check_held,
-    checksum,
     joined,
 )
-from mempipe.engines.weights import CanaryFailed, Proof, check_engines
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

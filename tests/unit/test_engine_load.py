@@ -15,9 +15,8 @@ import pytest
 from mempipe.actors import launch
 from mempipe.actors.launch import Roles
 from mempipe.actors.memory import held_gib
-from mempipe.engines.checksums import HeldWeights
 from mempipe.engines.engine_load import EngineLoad, load_metrics
-from mempipe.engines.weights import Proof
+from mempipe.engines.proof import HeldWeights, Proof
 from mempipe.loader import parse_config
 from mempipe.progress import watched
 

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
-from mempipe.engines.checksums import added, checksum
+from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
 from mempipe.engines.model import accumulate_locally, shard
+from mempipe.engines.proof import added
 from mempipe.engines.reference import ReferenceModel
 from mempipe.rl.packing import MicroBatch
 from mempipe.types import TrainingSample

@@ -1,0 +1,153 @@
+"""How it is known that the engines sample from the learner's weights: checksums of what they hold, and log-probs of
+canary sequences (promise 5). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CANARY_LOOSENESS = 20
+"""The largest difference of one canary token may be this many times `generation.canary_tolerance`."""
+
+_MODULUS = 2**64  # of checksums (`mempipe.engines.checksums`)
+
+
+class StaleWeights(RuntimeError):
+    """An engine does not hold the weights that the learner sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeights:
+    """Holds what an engine says about the weights it samples from."""
+
+    version: int
+    checksums: dict[str, int]
+    """By the engine's names of its tensors."""
+    packed_modules: dict[str, list[str]]
+    """The modules of the checkpoint that the engine's joined modules are made of."""
+
+
+class CanaryFailed(RuntimeError):
+    """Engine and learner disagree about the log-probs of the canary sequences more than rounding explains."""
+
+
+def added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The checksums of whole tensors from those of their shards."""
+    totals: dict[str, int] = defaultdict(int)
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = (totals[name] + value) % _MODULUS
+    return dict(totals)
+
+
+def joined(checksums: Mapping[str, int], packed: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """The checksums of an engine's tensors from those of the checkpoint's.
+
+    `packed` names the modules that an engine's module is made of, e.g. {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
+    """
+    owner = {part: whole for whole, parts in packed.items() for part in parts}
+    return added(
+        [{".".join(owner.get(part, part) for part in name.split(".")): value} for name, value in checksums.items()]
+    )
+
+
+def check_held(held: HeldWeights, learner: Mapping[str, int], *, engine: str, version: int) -> None:
+    """Raises StaleWeights when `engine` does not hold the weights of the learner, whose checksums are given, as
+    `version`; it names the first tensor.
+
+    An engine whose names of tensors are no joined names of the checkpoint's is judged by the sum over all tensors.
+    """
+    if held.version != version:
+        raise StaleWeights(f"{engine} serves weights of version {held.version}, the learner sent {version}")
+    found, expected = held.checksums, joined(learner, held.packed_modules)
+    if not expected.keys() <= found.keys():
+        found, expected = ({"all tensors": sum(sums.values()) % _MODULUS} for sums in (found, expected))
+    # Places for adapters that the learner does not train hold zeros, whose checksum is zero.
+    differing = [name for name in found if found[name] != expected.get(name, 0)]
+    if differing:
+        raise StaleWeights(
+            f"{engine} does not hold the learner's weights of version {version}, which it says it serves: "
+            f"{len(differing)} of {len(expected)} checksums differ, the first that of {differing[0]}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryGap:
+    """|Δ log-prob| between engine and learner over all tokens of the canary sequences."""
+
+    mean: float
+    maximum: float
+
+
+def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> CanaryGap:
+    """The gap of two scorings of the same sequences; NaN on either side counts as infinite.
+
+    Raises ValueError when the scorings have other shapes, or nothing to compare.
+    """
+    shapes = [[len(scores) for scores in side] for side in (engine_scores, learner_scores)]
+    if shapes[0] != shapes[1] or not sum(shapes[0]):
+        raise ValueError(
+            f"engine and learner scored {shapes[0]} and {shapes[1]} canary tokens; the canary needs the same sequences "
+            "on both sides, one of at least two ids"
+        )
+    engine, learner = (np.concatenate([np.asarray(row) for row in side]) for side in (engine_scores, learner_scores))
+    gaps = np.nan_to_num(np.abs(engine - learner), nan=np.inf, posinf=np.inf)
+    return CanaryGap(mean=float(gaps.mean()), maximum=float(gaps.max()))
+
+
+def check_canary(
+    engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float
+) -> CanaryGap:
+    """The `canary_gap`. Raises CanaryFailed when its mean exceeds `tolerance`, or its maximum CANARY_LOOSENESS times
+    that.
+
+    The mean judges, since 16-bit kernels round single tokens by ten times the mean; the loose maximum is there for a
+    token that only one side gets wrong.
+    """
+    gap = canary_gap(engine_scores, learner_scores)
+    if gap.mean > tolerance or gap.maximum > CANARY_LOOSENESS * tolerance:
+        num_tokens = sum(len(scores) for scores in engine_scores)
+        raise CanaryFailed(
+            f"engine and learner differ by {gap.mean:.6g} in log-prob on average, {gap.maximum:.6g} at most, on "
+            f"{num_tokens} canary tokens; generation.canary_tolerance allows {tolerance:g} and "
+            f"{CANARY_LOOSENESS * tolerance:g}"
+        )
+    return gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Holds what an engine shows of the weights that it samples from."""
+
+    held: HeldWeights
+    scores: list[list[float]]
+    """Log-probs of every canary sequence's tokens but the first."""
+
+
+def check_engines(
+    proofs: Mapping[str, Proof],
+    *,
+    checksums: Mapping[str, int],
+    scores: Sequence[Sequence[float]],
+    version: int,
+    tolerance: float,
+) -> CanaryGap:
+    """The largest gap of any engine, by its name, to the learner's `checksums` and canary `scores`.
+
+    Two questions are told apart: whether the weights arrived, which is exact, and whether both sides compute the same
+    with them, which is up to rounding. Raises StaleWeights for the first, CanaryFailed for the second.
+    """
+    gaps = []
+    for engine, proof in proofs.items():
+        check_held(proof.held, checksums, engine=engine, version=version)
+        try:
+            gaps.append(check_canary(proof.scores, scores, tolerance=tolerance))
+        except CanaryFailed as error:
+            raise CanaryFailed(
+                f"{engine} holds the learner's weights of version {version}, but computes otherwise: {error}"
+            ) from error
+    return CanaryGap(mean=max(gap.mean for gap in gaps), maximum=max(gap.maximum for gap in gaps))
