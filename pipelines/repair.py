@@ -16,6 +16,7 @@ from dataclasses import replace
 from mempipe.actors.launch import LOST, Roles
 from mempipe.actors.tracker import TrackerFront
 from mempipe.engines.checkpoint import Position
+from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import say
 from mempipe.runs import Run
 from mempipe.stream import StepGroups
@@ -41,6 +42,7 @@ class Checkpoints:
         self.position = position
         self._saved = position.step
         self._under_way: Position | None = None
+        self._batch: StepGroups | None = None
         self._folder = run.folder / "checkpoints"
         self._config = roles.config
         self._learners = roles.learners
@@ -59,7 +61,7 @@ class Checkpoints:
 
     def begin(self, batch: StepGroups) -> None:
         """The learner is about to train on `batch`."""
-        here = self.position
+        here, self._batch = self.position, batch
         self._under_way = replace(
             here,
             step=here.step + 1,
@@ -96,6 +98,7 @@ class Checkpoints:
                 print(f"the learner stopped in the middle of step {steps + 1}; the last checkpoint stands", flush=True)
             elif self._under_way is not None and steps == self._under_way.step:
                 self.position = self._under_way
+                self._log_batch()
             unsaved = not rest and steps == self.position.step != self._saved
             if unsaved:
                 self.save()
@@ -105,3 +108,11 @@ class Checkpoints:
                 print(f"saved step {steps} before the run ended: {reason}", flush=True)
         except (RuntimeError, OSError) as second:
             print(f"step {self.position.step} could not be saved: {' '.join(str(second).split())}", flush=True)
+
+    def _log_batch(self) -> None:
+        """Puts on record what the step was trained on, since no resumed run repeats it; the learner's part is lost."""
+        assert self._batch is not None, "a step is under way without its groups"
+        metrics = rollout_metrics(
+            self._batch.groups, policy_version=self.position.step - 1, growing=self._config.agent_spec.grows
+        )
+        self._tracker.log_metrics(metrics, step=self.position.step)

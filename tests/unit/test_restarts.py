@@ -16,6 +16,7 @@ from mempipe.engines.checkpoint import Position
 from mempipe.engines.generator import EngineDead, EngineFault
 from mempipe.loader import parse_config
 from mempipe.stream import StepGroups
+from mempipe.types import Context, EndReason, Group, Question, Trajectory
 from pipelines.repair import Checkpoints, with_restarts
 
 UPDATES_PER_STEP = 2
@@ -50,11 +51,16 @@ class Learners:
 
 
 class Tracker:
+    """Keeps the metrics by their step."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
     def flush(self) -> None:
         pass
 
     def log_metrics(self, metrics: dict[str, float], *, step: int) -> None:
-        pass
+        self.rows.setdefault(step, {}).update(metrics)
 
 
 @pytest.fixture
@@ -63,19 +69,51 @@ def learners() -> Learners:
 
 
 @pytest.fixture
-def checkpoints(learners, tmp_path) -> Checkpoints:
+def tracker() -> Tracker:
+    return Tracker()
+
+
+@pytest.fixture
+def checkpoints(learners, tracker, tmp_path) -> Checkpoints:
     """Of a run that saves every third step."""
     config = parse_config({"algorithm": {"updates_per_step": UPDATES_PER_STEP}, "checkpoint": {"every_steps": 3}})
     run: Any = SimpleNamespace(folder=tmp_path)
     roles: Any = SimpleNamespace(config=config, learners=learners)
-    tracker: Any = Tracker()
     return Checkpoints(run, roles, tracker, position=Position())
 
 
 def batch(number: int) -> StepGroups:
-    groups: Any = [SimpleNamespace(id=f"g{number}")]
-    dropped: Any = [SimpleNamespace(id=f"d{number}")]
-    return StepGroups(groups=groups, dropped=dropped, wait_seconds=0.0)
+    return StepGroups(groups=[group(f"g{number}")], dropped=[group(f"d{number}")], wait_seconds=0.0)
+
+
+def group(name: str) -> Group:
+    """One attempt, rewarded 0.25, of one turn that the policy of version 0 sampled."""
+    context = Context(
+        index=0,
+        token_ids=[1, 2],
+        loss_mask=[0, 1],
+        logprobs=[0.0, -1.0],
+        policy_versions=[-1, 0],
+        num_prompt_tokens=1,
+        num_question_tokens=1,
+        num_memory_tokens=0,
+        action="x",
+        searches=[],
+        memory_before="",
+        memory_after="",
+        generate_seconds=0.0,
+        search_seconds=0.0,
+    )
+    attempt = Trajectory(
+        id=f"{name}/0",
+        group_id=name,
+        member=0,
+        contexts=[context],
+        end_reason=EndReason.ANSWERED,
+        answer="x",
+        reward=0.25,
+    )
+    return Group(id=name, question=Question(id=name, text="?", golden_answers=["x"]), trajectories=[attempt])
 
 
 def train(checkpoints: Checkpoints, learners: Learners, number: int, *, updates: int = UPDATES_PER_STEP) -> None:
@@ -118,13 +156,14 @@ def test_a_run_that_fails_saves_what_was_learnt_before_it_ends(checkpoints, lear
     assert "saved step 1 before the run ended" in capsys.readouterr().out
 
 
-def test_a_run_that_is_told_to_stop_waits_for_a_long_update(checkpoints, learners, capsys):
+def test_a_run_that_is_told_to_stop_waits_for_a_long_update(checkpoints, learners, tracker, capsys):
     with pytest.raises(SystemExit), checkpoints.kept():
         train(checkpoints, learners, 0, updates=1)
         learners.num_under_way = 1
         raise SystemExit(15)
     assert steps(learners) == [1]
     assert "ending after the update under way" in capsys.readouterr().out
+    assert tracker.rows[1].items() >= {"reward": 0.25, "sampled_tokens": 1, "staleness_max": 0}.items()
 
 
 def test_a_run_that_failed_does_not_wait_for_a_learner_that_says_nothing(checkpoints, learners, capsys):
