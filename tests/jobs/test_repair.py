@@ -1,4 +1,7 @@
-"""A run that is told to stop, and one that loses a learner rank: the real command, its processes ended or killed."""
+"""A run that is told to stop, and one that loses a learner rank: the real command, its processes ended or killed.
+
+It trains MEM1.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from miniature import FEW_PROCESSES, train_command
+from miniature import FEW_PROCESSES, QUICKSTART, train_command
+from trained import GRAMMAR, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
 from mempipe.tracking.tracker import read_metrics
 from tools.processes import Marked, Running
 
 NUM_STEPS = 6
-OVERRIDES = [*FEW_PROCESSES, f"num_steps={NUM_STEPS}", "checkpoint.every_steps=100", "tracking.enabled=false"]
+OVERRIDES = [
+    *FEW_PROCESSES,
+    *GRAMMAR,
+    "name=run",
+    f"num_steps={NUM_STEPS}",
+    "checkpoint.every_steps=100",
+    "tracking.enabled=false",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +44,8 @@ class Repaired:
 @pytest.fixture(scope="module")
 def repaired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
     output = tmp_path_factory.mktemp("repair")
-    folder, marked = output / "quickstart", Marked()
-    command = train_command(output, OVERRIDES)
+    folder, marked = output / "run", Marked()
+    command = train_command(output, OVERRIDES, config=QUICKSTART.with_name("quickstart_mem1.yaml"))
     try:
         driver = Running(command, marked=marked, cwd=output)
         driver.wait_until(lambda: _steps(folder) >= 2, every_s=0.02)
@@ -77,10 +88,13 @@ def test_a_run_that_loses_its_learner_goes_on_by_itself(repaired):
 
 
 def test_every_step_is_on_record_and_no_group_was_trained_twice(repaired):
-    rows = {row["step"] for row in read_metrics(repaired.folder / "metrics.jsonl") if "reward" in row}
-    missing = {*range(1, NUM_STEPS + 1)} - rows
-    assert missing <= {repaired.checkpoint_at_stop}  # it may have been stopped before that step was logged
+    rows = [row["step"] for row in read_metrics(repaired.folder / "metrics.jsonl") if "reward" in row]
+    assert rows == [*range(1, NUM_STEPS + 1)]
     newest = latest(repaired.folder / "checkpoints")
     assert newest is not None
     groups = [group for step in read_state(newest).position.trained for group in step]
     assert len(groups) == len(set(groups)) == 4 * NUM_STEPS
+
+
+def test_mem1_learns_its_grammar_from_the_script_and_is_trained_on_all_the_same(repaired):
+    check_trained(repaired.folder, "mem1")

@@ -1,4 +1,4 @@
-"""The main job on a cluster of its own, submitted as a Ray job."""
+"""The main job on a cluster of its own, submitted as a Ray job. It trains MemAgent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from miniature import FEW_PROCESSES, MINIATURE
+from miniature import FEW_PROCESSES, MINIATURE, SHORT_WARM_START
+from trained import GRAMMAR, NUM_QUESTIONS, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
 from mempipe.environment import EVERY_PROCESS
 from tools.processes import ROOT, Marked, Running, free_ports
 
 BIN = Path(sys.executable).parent
-SHORT = ["num_steps=2", "warm_start=null", "evaluation.num_questions=4", "checkpoint.every_steps=1"]
+SETTINGS = [
+    *MINIATURE,
+    *FEW_PROCESSES,
+    *SHORT_WARM_START,
+    *GRAMMAR,
+    "num_steps=2",
+    "checkpoint.every_steps=1",
+    "name=run",
+]
 PORTS = ["port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
 
 
@@ -84,7 +93,7 @@ def job_driver(cluster: Cluster) -> psutil.Process | None:
 
 
 def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_path):
-    client = submit(cluster, "jobs/configs/quickstart.yaml", *MINIATURE, *FEW_PROCESSES, *SHORT, output=tmp_path)
+    client = submit(cluster, "jobs/configs/quickstart_memagent.yaml", *SETTINGS, "name=run", output=tmp_path)
     driver = client.wait_until(lambda: job_driver(cluster), every_s=0.1)
     assert driver.exe() == psutil.Process().exe()
     assert "_ray_pkg_" in driver.cwd()  # the uploaded copy
@@ -92,11 +101,12 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
     ended = client.wait()
     log = ended.stdout
     assert ended.returncode == 0 and "succeeded" in log, log + ended.stderr
-    folder = tmp_path / "quickstart"
+    folder = tmp_path / "run"
+    check_trained(folder, "memagent")
     newest = latest(folder / "checkpoints")
     assert newest is not None and read_state(newest).position.step == 2
     report = json.loads((folder / "report.json").read_text())
-    assert report["num_steps"] == 2 and report["num_questions"] == 4
+    assert report["num_steps"] == 2 and report["num_questions"] == NUM_QUESTIONS
     _, _, of_the_job = log.partition("Tailing logs until the job exits")
     assert (
         "train: 2/2" in of_the_job and "pid=" not in of_the_job and "WARNING" not in of_the_job
