@@ -23,15 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from mempipe.engines.checkpoint import (
-    MANIFEST,
-    STATE,
-    CheckpointError,
-    TrainingState,
-    checkpoints,
-    read_state,
-    reason,
-)
+from mempipe.engines.checkpoint import MANIFEST, STATE, CheckpointError, TrainingState, checkpoints, read_state, reason
 from mempipe.files import finish_folder, partial_folder, sha256, start_folder
 
 T = TypeVar("T")
