@@ -26,6 +26,11 @@ UNKNOWN = "unknown"
 _FINDER = RuleFinder()
 _MAX_QUERY_WORDS = 10
 _WORD = re.compile(r"\w[\w'’.-]*")
+_IS = " = "
+"""Stands between the title of a passage and what is noted of it."""
+_MAX_LINES = 10
+_NUM_WORDS = 4
+"""Words before the mask, and after it, that are noted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,12 +80,8 @@ class ClozeDemonstration(Demonstration):
         missing = self._missing(memory)
         last = self.max_turns is not None and self._turn >= self.max_turns
         if not missing or last or self._chance(self.noise.answer_early):
-            answer = (
-                self.question.golden_answers[0]
-                if not missing
-                else (self._names(self._part(missing)) or [KNOWS_NOTHING])[0]
-            )
-            return f"the gap is known</think>{_boxed(answer)}"
+            named = self._names(self._part(missing)) if missing else self.question.golden_answers
+            return f"the gap is known</think>{_boxed(named[0] if named else KNOWS_NOTHING)}"
         query = self._query(missing, memory)
         call = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
         return f"I need {missing}</think><tool_call>{call}</tool_call>"
@@ -175,12 +176,6 @@ class ReadingDemonstration(Demonstration):
             if subject in subjects and self.agent["mask"] not in value:
                 return value
         return UNKNOWN
-
-
-_IS = " = "
-_MAX_LINES = 10
-_NUM_WORDS = 4
-"""Words before the mask, and after it, that are noted."""
 
 
 def _passages(section: str) -> Iterator[tuple[str, str]]:
