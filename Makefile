@@ -30,8 +30,8 @@ real: setup  ## a real language model on real text: CORPUS=FILE for your own (do
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
 
-test-fast: setup  ## the tests that need no cluster, no engine and no training
-	$(BIN)/python -m pytest -n $(WORKERS) tests/unit tests/conformance
+test-fast: setup  ## the tests that need no cluster, no engine, no training, and no more than seconds each
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
 
 test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu

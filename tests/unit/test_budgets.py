@@ -91,6 +91,7 @@ def test_a_budget_below_one_that_is_worse_does_not_count():
     assert curve.smallest_sufficient.memory_tokens == 16
 
 
+@pytest.mark.slow
 def test_ties_give_a_false_winner_no_more_often_than_the_test_allows():
     generator, worse = random.Random(1), 0
     for _ in range(40):
@@ -100,6 +101,7 @@ def test_ties_give_a_false_winner_no_more_often_than_the_test_allows():
     assert worse <= 6  # 2.5 % are expected, since only one side counts as worse
 
 
+@pytest.mark.slow
 def test_a_difference_of_the_stated_size_is_found_about_as_often_as_stated():
     generator, found, number = random.Random(2), 0, 200
     equal = [rows([generator.random() < p for _ in range(number)]) for p in (0.5, 0.5)]

@@ -178,12 +178,14 @@ def of_wikipedia() -> tuple[list[Passage], pl.DataFrame, ClozeQuestions]:
     return passages, candidates, choose_questions(candidates.lazy(), len(passages), config)
 
 
+@pytest.mark.slow
 def test_of_9002_passages_no_question_tells_its_answer(of_wikipedia):
     _, _, made = of_wikipedia
     assert made.counts["questions"] > 5000 and made.counts["two_passages"] > 500
     assert_untold([question for listed in made.questions.values() for question in listed])
 
 
+@pytest.mark.slow
 def test_no_passage_of_a_test_question_is_in_a_training_question(of_wikipedia):
     passages, _, made = of_wikipedia
     titles = {passage.id: passage.title for passage in passages}
@@ -200,6 +202,7 @@ def test_no_passage_of_a_test_question_is_in_a_training_question(of_wikipedia):
     assert all(split_of(title, "", config) == split for split, listed in used.items() for title in listed)
 
 
+@pytest.mark.slow
 def test_every_kept_answer_stands_in_the_passage_that_is_its_evidence(of_wikipedia):
     passages, _, made = of_wikipedia
     texts = {passage.id: passage.text for passage in passages}
@@ -207,6 +210,7 @@ def test_every_kept_answer_stands_in_the_passage_that_is_its_evidence(of_wikiped
         assert all(fact.value in texts[fact.passage_id] for question in listed for fact in question.evidence)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_questions_in_whatever_order_passages_come():
     passages, config = wiki(1000), ClozeConfig(entities="rules")
     candidates = find_candidates(passages, RuleFinder(), config)

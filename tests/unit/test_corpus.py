@@ -218,6 +218,7 @@ def read_all(files, **options) -> tuple[list[dict[str, str]], CorpusPosition]:
 
 @settings(max_examples=300, deadline=None)
 @given(LINES, st.sampled_from([16, 64, 2**20]))
+@pytest.mark.slow
 def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_path_factory, lines, block):
     files = corpus_files(write(tmp_path_factory.mktemp("c") / "c.jsonl", *lines))
     with pytest.MonkeyPatch.context() as patch:

@@ -424,6 +424,7 @@ def test_without_the_extra_its_name_is_told(monkeypatch):
         SentenceTransformerEncoder(MINILM)
 
 
+@pytest.mark.slow
 def test_a_local_model_needs_no_network(minilm):
     """In a process of its own, where every look-up of a host and every connection is recorded and refused."""
     code = f"""

@@ -186,6 +186,7 @@ def p99(answers: list[tuple[int, float]]) -> float:
     return float(np.percentile([seconds for status, seconds in answers if status == 200], 99))
 
 
+@pytest.mark.slow
 def test_at_four_times_the_sustainable_rate_load_is_shed_and_what_is_let_in_stays_fast():
     """At most twice as many requests are let in as the engine works on, so none waits for more than one other."""
     sustainable = NUM_SLOTS / SERVICE_S

@@ -45,6 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.slow
 def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, seed):
     settings = {"lexical": True, "faiss": {"factory": "IVF4,Flat", "search": "nprobe=2", "shard_passages": 200}}
     corpus = write_corpus(tmp_path / "c.jsonl")
@@ -125,6 +126,7 @@ def test_passages_in_memory_and_in_a_file_give_the_same_bytes(tmp_path):
         ("OPQ8,PQ8x4", "", 0.2),
     ],
 )
+@pytest.mark.slow
 def test_every_kind_that_is_not_exact_reports_its_recall_against_an_exact_search(tmp_path, factory, search, least):
     corpus = write_corpus(tmp_path / "c.jsonl")
     settings = {"faiss": {"factory": factory, "search": search, "shard_passages": 300}}

@@ -182,6 +182,7 @@ async def test_a_model_that_is_not_served_is_refused():
 
 
 @pytest.mark.parametrize("record_failures", [True, False])
+@pytest.mark.slow
 async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_failures_are_recorded(
     tmp_path, record_failures
 ):

@@ -31,6 +31,7 @@ def run(folder: Path, tracking: TrackingConfig) -> str:
         return of_parts.parent_run_id
 
 
+@pytest.mark.slow
 def test_an_mlflow_that_is_away_for_a_while_costs_nothing(tmp_path):
     Tracker(TrackingConfig(), folder=tmp_path / "other", run_name="other", run_config={}).finish()  # makes the store
     lock = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None, check_same_thread=False)
@@ -54,6 +55,7 @@ def test_without_an_answer_the_job_goes_on_and_its_parts_stand_alone(tmp_path, m
     assert '"em": 0.5' in (tmp_path / "sweep" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_recorded_as_failed(tmp_path):
     with (
         pytest.raises(RuntimeError, match="a trial failed"),

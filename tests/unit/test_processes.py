@@ -23,6 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.1)
 
 
+@pytest.mark.slow
 def test_a_command_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "QUIET_S", 6.0)  # less than it takes, more than a busy machine needs to start it
     done = run([sys.executable, "-c", GROWS], marked=Marked(), cwd=tmp_path)
@@ -30,6 +31,7 @@ def test_a_command_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "file").read_text() == "02468101214"
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_fails_with_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Marked()
     hangs = Running(

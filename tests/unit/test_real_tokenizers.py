@@ -20,6 +20,8 @@ from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
+pytestmark = pytest.mark.slow  # to load
+
 PIECES = [
     "<|im_end|>",
     "<|im_start|>",

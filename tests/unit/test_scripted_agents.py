@@ -211,6 +211,7 @@ def test_a_vague_query_names_no_entity_and_teaches_nothing(agent, tokenizer):
 
 
 @pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.slow
 def test_mistakes_come_as_often_as_the_noise_says(agent, tokenizer):
     """Questions of one hop: a trajectory that forgets is right later or never, one that answers early knows nothing."""
     questions = WORLD.questions(120, seed=3, hops=[1])

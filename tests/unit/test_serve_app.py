@@ -549,6 +549,7 @@ def test_requests_are_counted_by_few_names_and_answers_as_they_are(tokenizer, tm
     assert (answer.agent, len(answer.turns)) == ("memsearcher", 3)
 
 
+@pytest.mark.slow
 async def test_memory_stays_flat_over_many_requests(tokenizer, tmp_path):
     """Plain, streamed, refused and of a session: none leaves anything behind."""
     service = build_service(tokenizer, tmp_path)
