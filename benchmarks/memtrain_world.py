@@ -1,6 +1,6 @@
 """What MemTrain is worth in the synthetic world, on several seeds.
 
-    python -m benchmarks.memtrain_world [--seeds 1 2 3] [--output runs/memtrain-world] [--plot FILE.svg]
+    python -m benchmarks.memtrain_world [--seeds 1 2 3] [--output runs/memtrain-world] [--ablations] [--plot FILE.svg]
 
 Every seed draws worlds, questions, documents, model, script and sampling anew, and is
 
@@ -11,7 +11,8 @@ Every seed draws worlds, questions, documents, model, script and sampling anew, 
 3. an evaluation, greedy, of warm start, MemTrain and ablations on held-out questions, with documents of `--passages`
    passages (4 is what was trained on), and one recall per attempt.
 
-What is finished is read, not repeated. Intervals (95 %) are bootstraps over the questions of all seeds together.
+With `--ablations` MemAgent is left out. What is finished is read, not repeated. Intervals (95 %) are bootstraps over the
+questions of all seeds together.
 """
 
 from __future__ import annotations
@@ -47,10 +48,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/memtrain-world"))
     parser.add_argument("--passages", type=int, nargs="+", default=[TRAINED_ON, 8, 12])
     parser.add_argument("--questions", type=int, default=192, help="held-out questions of step 3, per seed and length")
+    parser.add_argument("--ablations", action="store_true", help="MemTrain and its ablations alone")
     parser.add_argument("--plot", default="", help="an SVG of step 3")
     arguments = parser.parse_args()
     folders = [make(seed, arguments) for seed in arguments.seeds]
+    if not arguments.ablations:
+        print_post_training(folders)
+    points: dict[tuple[str, str, int], Interval] = {}
+    for measure, of in (("reconstruction, exact match", answered), ("recall, share that is right", recalled)):
+        print(f"{measure}, by passages in a document; and what MemTrain has more")
+        for length in arguments.passages:
+            values = {name: of(folders, name, length) for name in MODELS}
+            for name in MODELS:
+                points[measure, name, length] = bootstrap_interval(values[name])
+                more = "" if name == "memtrain" else shown(paired_bootstrap(values[name], values["memtrain"]))
+                print(f"  {length:>3}  {name:<14}{shown(points[measure, name, length])}  {more}")
+    if arguments.plot:
+        plot(points, arguments.passages, arguments.plot)
 
+
+def print_post_training(folders: Sequence[Path]) -> None:
+    """Prints what MemAgent answers after MemTrain, and without it."""
     print("held-out questions after post-training (MemAgent), exact match")
     scores = {
         name: [row.em for folder in folders for row in read_results(folder / "evaluation" / name / "held-out")]
@@ -60,31 +78,25 @@ def main() -> None:
         print(f"  {name:<16}{shown(bootstrap_interval(values))}")
     print(f"  {'difference':<16}{shown(paired_bootstrap(scores['memagent-alone'], scores['memagent']))}")
 
-    points: dict[tuple[str, str, int], Interval] = {}
-    for measure, of in (("reconstruction, exact match", answered), ("recall, share that is right", recalled)):
-        print(f"{measure}; passages in a document, and the difference to the warm start")
-        for length in arguments.passages:
-            before = of(folders, "warm-start", length)
-            for name in MODELS:
-                values = of(folders, name, length)
-                points[measure, name, length] = bootstrap_interval(values)
-                gain = "" if name == "warm-start" else shown(paired_bootstrap(before, values))
-                print(f"  {length:>3}  {name:<14}{shown(points[measure, name, length])}  {gain}")
-    if arguments.plot:
-        plot(points, arguments.passages, arguments.plot)
-
 
 def make(seed: int, arguments: argparse.Namespace) -> Path:
     """Runs what is missing of a seed and returns its folder."""
     folder = arguments.output / f"seed-{seed}"
-    seeds = [f"stages.{stage}.settings.seed={seed}" for stage in ("memtrain", "memagent")]
-    mempipe("chain", CONFIGS / "tiny_chain.yaml", f"output={arguments.output}", f"name={folder.name}", *seeds)
+    if arguments.ablations:
+        train(folder, "memtrain", seed)
+    else:
+        seeds = [f"stages.{stage}.settings.seed={seed}" for stage in ("memtrain", "memagent")]
+        mempipe("chain", CONFIGS / "tiny_chain.yaml", f"output={arguments.output}", f"name={folder.name}", *seeds)
     for name, setting in ABLATIONS.items():
-        start = [f"model.path={folder / MODELS['warm-start']}", "warm_start=null", setting]
-        where = [f"output={folder}", f"name={name}", f"seed={seed}", "--resume-if-exists"]
-        mempipe("train", CONFIGS / "tiny_memtrain.yaml", *start, *where)
+        train(folder, name, seed, f"model.path={folder / MODELS['warm-start']}", "warm_start=null", setting)
     mempipe("evaluate", write_suite(folder, seed, arguments))
     return folder
+
+
+def train(folder: Path, name: str, seed: int, *settings: str) -> None:
+    """Runs MemTrain, or what is missing of it."""
+    where = [f"output={folder}", f"name={name}", f"seed={seed}", "--resume-if-exists"]
+    mempipe("train", CONFIGS / "tiny_memtrain.yaml", *settings, *where)
 
 
 def mempipe(command: str, config: Path, *settings: str) -> None:
