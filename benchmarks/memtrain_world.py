@@ -11,8 +11,8 @@ Every seed draws worlds, questions, documents, model, script and sampling anew, 
 3. an evaluation, greedy, of warm start, MemTrain and ablations on held-out questions, with documents of `--passages`
    passages (4 is what was trained on), and one recall per attempt.
 
-With `--ablations` MemAgent is left out. What is finished is read, not repeated. Intervals (95 %) are bootstraps over the
-questions of all seeds together.
+With `--ablations` MemAgent is left out. What is finished is read, not repeated. Intervals (95 %) are bootstraps over
+the questions of all seeds together.
 """
 
 from __future__ import annotations
