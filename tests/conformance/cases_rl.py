@@ -62,7 +62,8 @@ ENDS = {
 """Which of our end reasons mean a published one, by its start. A reward for any other reason is a different result."""
 HEADER = "<|im_start|>assistant\n"
 OBSERVATION = re.compile(
-    r"<\|im_end\|>\n<\|im_start\|>user\n(?:<tool_response>.*?</tool_response>|(?!<\|im_end\|>).)*<\|im_end\|>\n<\|im_start\|>assistant\n",
+    r"<\|im_end\|>\n<\|im_start\|>user\n(?:<tool_response>.*?</tool_response>|(?!<\|im_end\|>).)*"
+    r"<\|im_end\|>\n<\|im_start\|>assistant\n",
     re.DOTALL,
 )
 

@@ -79,8 +79,8 @@ def last_message(text: str, *, after: str = "<|im_start|>user\nq<|im_end|>\n") -
                         [1, f"{CALLED}<|im_end|>"],
                         [
                             0,
-                            f'\n<|im_start|>user\n<tool_response>{THREE}\n"T"\nbody\\n\\n\n</tool_response>\n{{MEMORY_INSTRUCTION}}<|im_end|>\n'
-                            "<|im_start|>assistant\n",
+                            f'\n<|im_start|>user\n<tool_response>{THREE}\n"T"\nbody\\n\\n\n</tool_response>\n'
+                            "{MEMORY_INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n",
                         ],
                         [1, "<memory>m</memory><|im_end|>"],
                     ],

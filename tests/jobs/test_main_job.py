@@ -501,7 +501,9 @@ def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_st
     with pytest.raises(StaleWeights, match=r"generator-0 serves weights of version \d+, the learner sent \d+"):
         _one_more_step(started, read_questions(roles.config.data.train))
     *before, learnt = [row for row in read_metrics(metrics) if "reward" in row]
-    assert before == trained and "canary_max_difference" not in learnt  # its update is saved, so it is on record
+    assert before == trained and "canary_max_difference" not in learnt
+    newest = latest(started.run.folder / "checkpoints")
+    assert newest is not None and read_state(newest).position.step == learnt["step"]  # saved, so it is on record
 
 
 def _one_more_step(started: Started, questions: list[Question]) -> None:

@@ -97,4 +97,4 @@ def test_every_step_is_on_record_and_no_group_was_trained_twice(repaired):
 
 
 def test_mem1_learns_its_grammar_from_the_script_and_is_trained_on_all_the_same(repaired):
-    check_trained(repaired.folder, "mem1")
+    check_trained(repaired.folder, "mem1", num_steps=NUM_STEPS, stopped_in=repaired.checkpoint_at_stop)

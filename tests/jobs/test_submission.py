@@ -102,7 +102,7 @@ def test_a_submitted_job_trains_and_leaves_checkpoint_and_report(cluster, tmp_pa
     log = ended.stdout
     assert ended.returncode == 0 and "succeeded" in log, log + ended.stderr
     folder = tmp_path / "run"
-    check_trained(folder, "memagent")
+    check_trained(folder, "memagent", num_steps=2)
     newest = latest(folder / "checkpoints")
     assert newest is not None and read_state(newest).position.step == 2
     report = json.loads((folder / "report.json").read_text())

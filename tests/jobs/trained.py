@@ -19,11 +19,14 @@ SCRIPT_ENDS = {EndReason.ANSWERED, EndReason.MAX_TURNS}
 """How attempts end that keep to the grammar of the script; others have not learned it yet."""
 
 
-def check_trained(folder: Path, agent: str) -> None:
-    """Asserts that the run in `folder` has updated the agent, and that its attempts are of the agent's form."""
+def check_trained(folder: Path, agent: str, *, num_steps: int, stopped_in: int | None = None) -> None:
+    """Asserts that the run in `folder` has updated the agent, and that its attempts are of the agent's form.
+
+    Of the step that the run was stopped in, what the learner said is lost.
+    """
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if "reward" in row]
-    learnt = [row for row in steps if "learner/grad_norm" in row]  # of a step that a stop interrupted it is lost
-    assert len(learnt) >= len(steps) - 1 > 0
+    assert [row["step"] for row in steps] == [*range(1, num_steps + 1)]
+    learnt = [row for row in steps if "learner/grad_norm" in row or row["step"] != stopped_in]
     assert all(row["learner/grad_norm"] > 0 for row in learnt if row["advantage_std"] > 0)
     assert (folder / "huggingface" / "model.safetensors").exists()
     trajectories = [t for group in read_trajectories(folder / "trajectories.parquet") for t in group.trajectories]
