@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -25,6 +26,8 @@ engine's start."""
 GONE_WITHIN_S = 120.0
 LOOK_EVERY_S = 1.0
 NUM_TAIL_LINES = 40
+UNUSED_PORTS = range(20000, 32768)
+"""Between the ports that Ray gives to its workers and those that Linux gives to outgoing connections."""
 
 
 class Marked:
@@ -162,10 +165,17 @@ class Running:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on at the moment."""
-    with ExitStack() as stack:
-        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in bound]
+    """Ports of this machine that nobody listens on at the moment.
+
+    Not those that the system gives on request: an outgoing connection could take such a port before its server starts.
+    """
+    found: list[int] = []
+    for port in random.sample(UNUSED_PORTS, len(UNUSED_PORTS)):
+        if len(found) == count:
+            break
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
 
 
 def run(

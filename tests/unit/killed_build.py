@@ -5,17 +5,18 @@ A module to itself, since every such process imports it: what it needs is loaded
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from typing import Any
-
-from forked import fork_server
 
 from mempipe.data.corpus import corpus_files
 from mempipe.retrieval.build import IndexBuild, encode_segment
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.manifest import Manifest
+
+PRELOADED = ["mempipe.retrieval.build", "bm25s"]
 
 
 def build(config: IndexConfig) -> Manifest:
@@ -42,7 +43,9 @@ def build_and_die(config: IndexConfig, num_renames: int) -> None:
 
 def run_and_die(config: IndexConfig, num_renames: int) -> bool:
     """Whether the process was killed; otherwise it finished the index."""
-    process = fork_server().Process(target=build_and_die, args=(config, num_renames))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=build_and_die, args=(config, num_renames))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)

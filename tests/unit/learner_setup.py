@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping, Sequence
+import faulthandler
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,6 +28,7 @@ from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
+from tools.processes import free_ports
 
 VOCAB = 97
 SIZES = dict(
@@ -138,10 +140,20 @@ def make_learner(folder: Path, **changes: Any) -> Learner:
     return Learner(LearnerSettings(**made, **arguments), **placement)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def run_two_ranks(scenario: Callable[..., None], *arguments: Any) -> None:
+    """Runs `scenario(rank, port, *arguments)` in two processes, where `port` is the same free one. Raises what one of
+    them raised.
+
+    They are fresh interpreters, as learner actors are: a fork of a process that holds the threads of polars, Arrow and
+    OpenMP may crash.
+    """
+    (port,) = free_ports(1)
+    torch.multiprocessing.spawn(_run_rank, args=(scenario, port, *arguments), nprocs=2)
+
+
+def _run_rank(rank: int, scenario: Callable[..., None], port: int, *arguments: Any) -> None:
+    faulthandler.enable()  # a crash below Python says where
+    scenario(rank, port, *arguments)
 
 
 def assert_close(

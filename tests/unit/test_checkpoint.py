@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run_two_ranks
-from learner_setup import free_port, load_plain, make_learner, pack, samples, save_model
+from learner_setup import load_plain, make_learner, pack, run_two_ranks, samples, save_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -315,7 +314,7 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(qwen2, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two_ranks")
-    run_two_ranks(two_rank_scenarios, free_port(), qwen2, out)
+    run_two_ranks(two_rank_scenarios, qwen2, out)
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

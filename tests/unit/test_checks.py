@@ -35,6 +35,7 @@ from mempipe.loader import load_config, parse_config
 from mempipe.retrieval.build import build_index
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
+from tools.processes import free_ports
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
@@ -209,7 +210,7 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, 
             (["train", config, "--resume"], "holds no run"),
             (["train", config, "name=../x"], "name is '../x'"),
             (["train", config, "model.path=nobody/nothing"], "the Hugging Face hub cannot be reached"),
-            (["train", config, f"ray_address=127.0.0.1:{free_port()}"], "no cluster can be reached"),
+            (["train", config, f"ray_address=127.0.0.1:{free_ports(1)[0]}"], "no cluster can be reached"),
             (["train", evaluation], "describes an evaluation, not a training run; `mempipe evaluate` takes it"),
             (["evaluate", config], "describes a training run, not an evaluation; `mempipe train` takes it"),
             (["evaluate", evaluation], "/nowhere.jsonl does not exist"),
@@ -241,11 +242,6 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, 
         status, said, heavy = json.loads(line)
         assert (status, heavy) == (2, []) and sentence in said, (words, status, heavy, said)
     assert not (Path(settings["output"]) / "checked").exists()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_prompts_are_read_before_anything_is_made(settings, tmp_path, capsys):

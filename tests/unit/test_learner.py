@@ -14,8 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import run_two_ranks
-from learner_setup import VOCAB, assert_close, free_port, load_plain, make_learner, pack, sample, samples, save_model
+from learner_setup import (
+    VOCAB,
+    assert_close,
+    load_plain,
+    make_learner,
+    pack,
+    run_two_ranks,
+    sample,
+    samples,
+    save_model,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -269,7 +278,7 @@ def two_rank_step(folder: Path) -> list[TrainingSample]:
 @pytest.fixture(scope="module")
 def two_ranks(qwen2, tmp_path_factory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("two_ranks")
-    run_two_ranks(two_rank_scenarios, free_port(), qwen2, out)
+    run_two_ranks(two_rank_scenarios, qwen2, out)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.traces import Wording, sample_groups
 from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
+from tools.processes import free_ports
 
 PROMPT_IDS = [1, 2, 3]
 AT_ONCE_S = 4.0
@@ -308,12 +308,6 @@ def test_flush_does_not_wait_for_a_server_that_fails(tmp_path):
         tracker.finish(timeout_s=0.1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def never(handler):
     time.sleep(30)
 
@@ -350,7 +344,7 @@ def logged_against(uri: str, folder: Path, caplog):
 
 
 def test_a_dead_server_does_not_slow_a_step(tmp_path, caplog):
-    summary = logged_against(f"http://127.0.0.1:{free_port()}", tmp_path / "a", caplog)
+    summary = logged_against(f"http://127.0.0.1:{free_ports(1)[0]}", tmp_path / "a", caplog)
     assert summary.num_refused == 0
 
 
