@@ -91,14 +91,15 @@ class Checkpoints:
         asked = isinstance(error, KeyboardInterrupt | SystemExit)  # the learner is sound, and perhaps at work
         if asked and self._under_way is not None:
             say("ending after the update under way; interrupt again to end without it")
+        doing = "saved"
         try:
             done = self._learners.updates_done(finish=asked)
             steps, rest = divmod(done, self._config.algorithm.updates_per_step)
+            learnt = self._under_way if not rest else None
             if rest:
                 print(f"the learner stopped in the middle of step {steps + 1}; the last checkpoint stands", flush=True)
-            elif self._under_way is not None and steps == self._under_way.step:
-                self.position = self._under_way
-                self._log_batch()
+            elif learnt is not None and steps == learnt.step:
+                self.position = learnt
             unsaved = not rest and steps == self.position.step != self._saved
             if unsaved:
                 self.save()
@@ -106,8 +107,11 @@ class Checkpoints:
             if unsaved:
                 reason = "it was told to" if asked else " ".join(str(error).split())
                 print(f"saved step {steps} before the run ended: {reason}", flush=True)
-        except (RuntimeError, OSError) as second:
-            print(f"step {self.position.step} could not be saved: {' '.join(str(second).split())}", flush=True)
+            doing = "put on record"
+            if self.position is learnt:
+                self._log_batch()
+        except Exception as second:
+            print(f"step {self.position.step} could not be {doing}: {' '.join(str(second).split())}", flush=True)
 
     def _log_batch(self) -> None:
         """Puts on record what the step was trained on, since no resumed run repeats it; the learner's part is lost."""

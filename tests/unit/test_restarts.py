@@ -12,11 +12,12 @@ from ray.exceptions import RayTaskError
 from mempipe.actors import launch
 from mempipe.actors.launch import LaunchError, RoleLost, wait_for
 from mempipe.actors.learner_group import LearnerFailed, LearnerLost
-from mempipe.engines.checkpoint import Position
+from mempipe.engines.checkpoint import CheckpointError, Position
 from mempipe.engines.generator import EngineDead, EngineFault
 from mempipe.loader import parse_config
 from mempipe.stream import StepGroups
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
+from pipelines import repair
 from pipelines.repair import Checkpoints, with_restarts
 
 UPDATES_PER_STEP = 2
@@ -30,6 +31,7 @@ class Learners:
         self.num_under_way = 0
         self.saved: list[Position] = []
         self.failure: Exception | None = None
+        self.write_failure: Exception | None = None
         self._writing: Position | None = None
 
     def updates_done(self, *, finish: bool = False) -> int:
@@ -45,6 +47,8 @@ class Learners:
         self._writing = position
 
     def finish_save(self) -> None:
+        if self.write_failure is not None:
+            raise self.write_failure
         if self._writing is not None:
             self.saved.append(self._writing)
             self._writing = None
@@ -164,6 +168,25 @@ def test_a_run_that_is_told_to_stop_waits_for_a_long_update(checkpoints, learner
     assert steps(learners) == [1]
     assert "ending after the update under way" in capsys.readouterr().out
     assert tracker.rows[1].items() >= {"reward": 0.25, "sampled_tokens": 1, "staleness_max": 0}.items()
+
+
+def test_a_step_that_was_not_saved_is_not_on_record(checkpoints, learners, tracker, capsys):
+    learners.write_failure = CheckpointError("No space left on device")
+    with pytest.raises(SystemExit), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        raise SystemExit(15)
+    assert "reward" not in tracker.rows.get(1, {})
+    assert "step 1 could not be saved: No space left on device" in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_be_described_is_saved(checkpoints, learners, capsys, monkeypatch):
+    monkeypatch.setattr(repair, "rollout_metrics", lambda *_, **__: [][0])
+    with pytest.raises(SystemExit), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        raise SystemExit(15)
+    assert steps(learners) == [1]
+    said = capsys.readouterr().out
+    assert "saved step 1" in said and "step 1 could not be put on record: list index out of range" in said
 
 
 def test_a_run_that_failed_does_not_wait_for_a_learner_that_says_nothing(checkpoints, learners, capsys):
