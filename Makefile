@@ -9,6 +9,7 @@ AMX    := $(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null)
 WORKERS ?= $(if $(GPU),0,2)
 # A GPU, and a CPU with AMX, multiply in bfloat16 several times as fast; other CPUs are faster in float32.
 DTYPE  ?= $(if $(GPU)$(AMX),bfloat16,float32)
+MERGE  := $(if $(filter float32,$(DTYPE)),true,false)
 SUFFIX := $(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
@@ -25,7 +26,7 @@ quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart
 
 real: setup  ## a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
 	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \
-		model.dtype=$(DTYPE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
+		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
 test: setup lint  ## all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves

@@ -162,7 +162,7 @@ def reference_seconds(shape: Shape, gpu: Gpu, *, tokens: float) -> float:
 
 def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float:
     """Returns the seconds in which weights are gathered from the ranks and sent to all engines at the same time."""
-    served = trained_parameters(config.model, shape) if config.model.lora_rank else shape.num_parameters
+    served = trained_parameters(config.model, shape) if config.model.serves_adapter else shape.num_parameters
     size = served * weight_width(config.model)
     if plan.transfer == "mempipe_shm":
         return 2 * size / STORE_BYTES_PER_SECOND

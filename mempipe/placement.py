@@ -197,7 +197,7 @@ def _plan(
 ) -> Plan:
     engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
     ranks = sum("learner" in bundle for bundle in bundles)
-    # A sender of GPU memory knows full parameters only: merged LoRA weights go as bytes.
+    # A sender of GPU memory knows full parameters only: an adapter, or what it is merged with, goes as bytes.
     on_gpus = bool(engines and ranks and not config.model.lora_rank)
     return Plan(
         kind=kind,

@@ -24,13 +24,29 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     lora_rank: int = Field(0, ge=0, le=512)
-    """0 trains all weights; otherwise a LoRA adapter of this rank, which engines serve as an adapter (the reference is
-    then the base with the adapter off).
-    """
+    """0 trains all weights; otherwise a LoRA adapter of this rank. The reference is then the base without it."""
     lora_alpha: float = Field(32.0, gt=0)
     """The adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers that get an adapter."""
+    lora_merge: bool = False
+    """Engines serve base and adapter as one set of weights: faster to sample from, but a sync sends all of it. Needs
+    dtype float32, since in bfloat16 the merged weights lose small updates.
+    """
+
+    @model_validator(mode="after")
+    def _check_merge(self) -> ModelConfig:
+        if self.lora_merge and self.dtype != "float32":
+            raise ValueError(
+                f"model.lora_merge is true and model.dtype {self.dtype}, in which merged weights lose small updates; "
+                "set model.dtype to float32, or lora_merge to false: engines then serve the adapter beside its base"
+            )
+        return self
+
+    @property
+    def serves_adapter(self) -> bool:
+        """Tells whether engines hold the adapter beside its base, so that a sync sends the adapter only."""
+        return self.lora_rank > 0 and not self.lora_merge
 
 
 class SamplingConfig(Section):

@@ -196,14 +196,14 @@ class Generator:
 
         Completions under way finish first, under the old ones, or go on afterwards (`updates_in_flight`). `weights` is
         a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
-        store; those of a model with `lora_rank` are its adapter. Raises WeightTransferFailed, which names the phase;
-        then completions that stood still raise it too.
+        store; those of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the
+        phase; then completions that stood still raise it too.
         """
         async with self._update:
             self._open.clear()
             started = time.perf_counter()
             in_flight = self._config.updates_in_flight and not self._asleep
-            if self._model.lora_rank and self._adapter is None:
+            if self._model.serves_adapter and self._adapter is None:
                 in_flight = False  # completions that began without an adapter cannot take one over
             try:
                 if in_flight:
@@ -217,7 +217,7 @@ class Generator:
                 )
                 if self._asleep:
                     await self._call("wake for weights", self._live().wake_up(tags=["weights"]))
-                if self._model.lora_rank:
+                if self._model.serves_adapter:
                     await self._replace_adapter(weights, policy_version)
                 else:
                     with self._as_handle(weights, policy_version) as handle:
@@ -248,7 +248,7 @@ class Generator:
             await self._idle.wait()
             try:
                 # An adapter brings no base weights with it, so those stay, in the machine's memory.
-                level = 1 if self._model.lora_rank else 2
+                level = 1 if self._model.serves_adapter else 2
                 await self._call("sleep", self._live().sleep(level=level))
                 self._asleep = True
             finally:
@@ -489,7 +489,7 @@ def _engine_arguments(
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
-    if model.lora_rank:
+    if model.serves_adapter:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,

@@ -34,6 +34,7 @@ from mempipe.engines.model import (
     full_state_dict,
     load_policy,
     loss_token_logprobs,
+    merged_checksums,
     reshard,
     score,
     shard,
@@ -220,24 +221,28 @@ class Learner:
         return full_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
 
     def served_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 what an engine needs to serve the policy, elsewhere {}: the `full_state_dict`, or with LoRA the
-        adapter under PEFT's names, in the precision that the learner computes with.
+        """On rank 0 what an engine needs to serve the policy, elsewhere {}: the `full_state_dict`, or of a model that
+        `serves_adapter` the adapter under PEFT's names, in the precision that the learner computes with.
 
         All ranks must call it together.
         """
-        if not self.settings.model.lora_rank:
+        if not self.settings.model.serves_adapter:
             return self.full_state_dict()
         return adapter_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
 
     @property
     def num_served_bytes(self) -> int:
-        """Returns the bytes that a sync sends to an engine: of all weights, or with LoRA of the adapter."""
-        parameters = self._trained if self.settings.model.lora_rank else list(self.policy.lm.parameters())
+        """Returns the bytes that a sync sends to an engine: of all weights, or of the adapter."""
+        model, parameters = self.settings.model, self.policy.lm.parameters()
+        if model.lora_rank:  # the adapter alone is trained
+            parameters = (parameter for parameter in parameters if parameter.requires_grad == model.serves_adapter)
         return sum(parameter.numel() for parameter in parameters) * self.dtype.itemsize
 
     def checksums(self) -> dict[str, int]:
         """The checksum of every weight as the engine holds it. All ranks must call it together."""
-        return weight_checksums(self.policy, dtype=self.dtype)
+        model = self.settings.model
+        sums = merged_checksums if model.lora_rank and not model.serves_adapter else weight_checksums
+        return sums(self.policy, dtype=self.dtype)
 
     def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
         """Writes a checkpoint of this moment under `folder`, together on all ranks, and removes all but the newest

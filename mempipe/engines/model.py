@@ -315,6 +315,20 @@ def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, in
     return {name: value % 2**64 for name, value in zip(names, totals.tolist(), strict=True)}
 
 
+def merged_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
+    """The checksum of every weight with LoRA merged, as `full_state_dict` gives it.
+
+    All ranks must call it together, and all get the same. The weights are gathered: a product of shards may be rounded
+    otherwise than the shard of a product.
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    weights = full_state_dict(policy, dtype=dtype, keep=not several or dist.get_rank() == 0)
+    found = [{name: int(checksum(weight)) % 2**64 for name, weight in weights.items()}]
+    if several:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
     lora: Any = LoraConfig(
         r=config.lora_rank,

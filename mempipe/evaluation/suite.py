@@ -183,7 +183,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     if model:
         values["model"] = {**values.get("model", {}), "path": model, "source": ""}
     if "model" in values:  # weights that nobody trains are whole: the engine needs no room for an adapter
-        values["model"] = {**values["model"], "lora_rank": 0}
+        values["model"] = {**values["model"], "lora_rank": 0, "lora_merge": False}
     config = parse_section({**values, **changes}, RunConfig)
     if not config.model.path:
         raise ConfigError("no model is named; set checkpoint, endpoint or model.path")

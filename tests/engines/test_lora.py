@@ -1,4 +1,4 @@
-"""An adapter is served as an adapter: the engine samples from what the learner trains, and a sync ships little."""
+"""An adapter is served as an adapter, or merged: the engine samples from what the learner trains."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Adapted:
 
 
 @asynccontextmanager
-async def adapted_model(path: Path) -> AsyncIterator[Adapted]:
-    model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK)
+async def adapted_model(path: Path, *, lora_merge: bool = False) -> AsyncIterator[Adapted]:
+    model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK, lora_merge=lora_merge)
     settings = LearnerSettings(
         model=model,
         optimizer=OptimizerConfig(lr=1e-2),
@@ -91,7 +91,8 @@ def update(seed: int) -> list[MicroBatch]:
     return [batch]
 
 
-async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
+async def trained_and_served(adapted: Adapted) -> None:
+    """Two updates, each served bit for bit and computed with as the learner does."""
     start = await adapted.scores()
     for seed in (1, 2):
         adapted.learner.step([update(seed)])
@@ -105,6 +106,17 @@ async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_lea
     assert completion.policy_version == version
     ((*_, a, b, c, d),) = adapted.learner.score([CANARY[0] + completion.token_ids])
     assert completion.logprobs == pytest.approx([a, b, c, d], abs=1e-4)
+
+
+async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
+    await trained_and_served(adapted)
+
+
+async def test_the_engine_serves_merged_weights_bit_for_bit_and_agrees_with_the_learner(model_path):
+    async with adapted_model(model_path, lora_merge=True) as merged:
+        await trained_and_served(merged)
+        sent = pack_weights(merged.learner.served_state_dict())
+        assert sent.nbytes == pack_weights(merged.learner.full_state_dict()).nbytes
 
 
 async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapted, monkeypatch):

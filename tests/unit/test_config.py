@@ -64,6 +64,7 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"sampling": {"top_p": 0.9}}, ["top_p 0.9", "training needs"]),
         ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),
         ({"generation": {"updates_in_flight": True}, "algorithm": {"max_off_policy_steps": 0}}, ["updates_in_flight"]),
+        ({"model": {"lora_rank": 8, "lora_merge": True}}, ["model.lora_merge is true", "model.dtype bfloat16"]),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(values, words):

@@ -64,7 +64,10 @@ def test_every_update_reports_its_gauges(tmp_path):
     assert metrics["teraflops_per_rank"] > 0 and 0.1 < metrics["peak_memory_gib"] < 100
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_targets": ["q_proj", "down_proj"]}])
+LORA = {"lora_rank": 4, "lora_targets": ["q_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("lora", [{}, LORA, LORA | {"lora_merge": True}])
 def test_the_bytes_of_a_sync_are_those_that_are_packed(tmp_path, lora):
     learner = make_learner(save_model(tmp_path), **lora)
     packed = pack_weights(learner.served_state_dict())

@@ -252,6 +252,9 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     found["lora_gradients_reduced_once"] = gradients_reduced_once(lora, mine)
     found["merged"] = lora.full_state_dict()
     found["lora_checksums"] = lora.checksums()
+    merging = learner(**LORA, lora_merge=True)
+    spread_adapter(merging)
+    found["merged_checksums"] = merging.checksums()
     assert rank == 0 or not found["merged"]
     torch.save(found, out / f"rank{rank}.pt")
     full.close()
@@ -352,6 +355,11 @@ def test_contexts_without_an_advantage_cost_nothing_and_change_nothing(qwen2, tw
 def test_the_checksums_of_two_ranks_are_those_of_the_whole_weights(two_ranks):
     expected = added([{name: int(checksum(weight))} for name, weight in two_ranks[0]["weights"].items()])
     assert two_ranks[0]["checksums"] == two_ranks[1]["checksums"] == expected
+
+
+def test_the_checksums_of_merged_weights_are_those_that_are_sent(two_ranks):
+    expected = added([{name: int(checksum(weight))} for name, weight in two_ranks[0]["merged"].items()])
+    assert two_ranks[0]["merged_checksums"] == two_ranks[1]["merged_checksums"] == expected
 
 
 def test_the_checksums_of_an_adapter_stand_beside_its_base(qwen2, two_ranks):
