@@ -36,6 +36,9 @@ from mempipe.types import Group, Question, from_row, to_row
 from mempipe.user_code import UserCodeError
 
 ATTEMPTS_PER_ROW = 16
+ROWS_AHEAD = 2
+"""Rows of several groups that a driver is given, times those that it can play: the next ones take the places that a
+row's first groups leave while its last one is played."""
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
 
 
@@ -79,6 +82,7 @@ class GroupStage:
     def __init__(self, spec: DriverSpec) -> None:
         self._driver = Driver(spec)
         self._admission = ray.get_actor(spec.admission, spec.namespace) if spec.admission else None
+        self._places = asyncio.Semaphore(spec.config.stream.groups_in_flight)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         for row in batch.to_pylist():
@@ -94,9 +98,10 @@ class GroupStage:
                     task.cancel()
 
     async def _admitted(self, position: int, group_id: str, question: dict[str, Any]) -> Group:
-        if self._admission is not None:
-            await self._admission.ticket.remote(group_id, position)
-        return await self._driver.play(group_id, from_row(Question, question))
+        async with self._places:
+            if self._admission is not None:
+                await self._admission.ticket.remote(group_id, position)
+            return await self._driver.play(group_id, from_row(Question, question))
 
 
 def stream_groups(
@@ -111,6 +116,7 @@ def stream_groups(
     alone = bool(spec.admission) or spec.config.ordered
     groups_per_row = 1 if alone else max(min(ATTEMPTS_PER_ROW // spec.group_size, stream.groups_in_flight), 1)
     source = QuestionSource(rows, groups_per_row=groups_per_row)
+    rows_in_flight = math.ceil(stream.groups_in_flight / groups_per_row) * (1 if groups_per_row == 1 else ROWS_AHEAD)
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = spec.config.ordered
     context.execution_no_progress_timeout_s = -1  # a learner step may take longer than any timeout
@@ -126,7 +132,7 @@ def stream_groups(
             num_cpus=0,
             compute=ActorPoolStrategy(
                 size=stream.num_drivers,
-                max_concurrent_calls_per_actor=math.ceil(stream.groups_in_flight / groups_per_row),
+                max_concurrent_calls_per_actor=rows_in_flight,
             ),
         )
         if references is not None:
