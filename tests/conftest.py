@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(ON_RAY):
             item.add_marker(pytest.mark.ray)
+        if "two_ranks" in getattr(item, "fixturenames", ()):  # two more interpreters with torch
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

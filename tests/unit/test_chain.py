@@ -122,6 +122,7 @@ def test_a_chain_is_no_training_run(capsys):
     )
 
 
+@pytest.mark.slow
 def test_stages_are_children_of_the_chain_in_mlflow_also_when_it_goes_on(tmp_path, monkeypatch):
     begun: list[tuple[str, str]] = []
     broken = True

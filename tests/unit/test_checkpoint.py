@@ -318,7 +318,6 @@ def two_ranks(qwen2, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.slow
 def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
     _, ranks = two_ranks
     for found in ranks:
@@ -327,7 +326,6 @@ def test_two_resumed_ranks_are_the_undisturbed_ones_bit_by_bit(two_ranks):
     assert not differing(ranks[0]["loaded"], ranks[0]["at_save"])
 
 
-@pytest.mark.slow
 def test_files_are_hashed_by_the_rank_that_wrote_them_and_verified_by_all(two_ranks):
     _, ranks = two_ranks
     wrote = [sorted(found["hashed"]) for found in ranks]
@@ -337,7 +335,6 @@ def test_files_are_hashed_by_the_rank_that_wrote_them_and_verified_by_all(two_ra
     assert sorted(verified[0] | verified[1]) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
 
 
-@pytest.mark.slow
 def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
     out, ranks = two_ranks
     learner = make_learner(qwen2, **SCHEDULE)
@@ -350,7 +347,6 @@ def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
             torch.testing.assert_close(held, ranks[0]["undisturbed"][name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_write_that_fails_on_one_rank_fails_on_all(two_ranks):
     out, ranks = two_ranks
     assert all("cannot write checkpoint" in found["error"] for found in ranks)

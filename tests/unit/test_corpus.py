@@ -272,6 +272,7 @@ def test_the_plain_format_is_read_many_rows_at_once(tmp_path, monkeypatch):
     assert [p.id for p in read_corpus(paths)] == [*map(str, range(500)), *(f"p{i}" for i in range(500))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=3), st.integers(1, 7), st.sampled_from([".jsonl", ".jsonl.gz", ".parquet"]))
 def test_segments_have_the_size_asked_for_and_go_on_from_any_position(tmp_path_factory, files, size, suffix):
@@ -428,6 +429,7 @@ def test_joined_contents_are_split_into_the_same_title_and_text(title, text):
     assert split_contents(join_contents(title, text)) == expected
 
 
+@pytest.mark.slow
 def test_columns_are_stripped_as_python_strips():
     characters = [chr(code) for code in itertools.chain(range(0xD800), range(0xE000, 0x110000))]
     contents = [f'{c}"T{c}"{c}\n{c}x{c}' for c in characters]

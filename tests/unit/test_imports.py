@@ -121,6 +121,7 @@ for module in {modules}:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow  # an interpreter each
 @pytest.mark.parametrize("module", ALLOWED)
 def test_a_module_brings_in_only_the_heavy_libraries_it_may(module):
     assert set(brought_in(ALLOWED[module])[module]) <= set(ALLOWED[module])

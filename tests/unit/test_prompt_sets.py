@@ -60,6 +60,7 @@ def test_every_shipped_set_is_read_by_an_agent():
     assert {prompts for _, prompts in PAIRS} == set(SETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("agent", "prompts"), PAIRS)
 async def test_no_text_of_a_prompt_set_is_an_action(agent, prompts):
     question = build_question(context="Paris is the capital of France.")

@@ -23,6 +23,8 @@ from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, trackin
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 from tools.processes import free_ports
 
+pytestmark = pytest.mark.slow  # MLflow and its stores
+
 PROMPT_IDS = [1, 2, 3]
 AT_ONCE_S = 4.0
 """Less than any wait for a store or a server, and more than a busy machine needs for the call itself."""
