@@ -14,9 +14,9 @@ from tools.processes import ROOT, Marked, run
 
 SMALL = [
     "cloze.test_share=0.3",
-    "warm_start.num_clean_trajectories=10",
-    "warm_start.num_noisy_trajectories=4",
-    "warm_start.num_held_out=2",
+    "warm_start.num_clean_trajectories=3",
+    "warm_start.num_noisy_trajectories=1",
+    "warm_start.num_held_out=1",
     "warm_start.tokens_per_step=1024",
     "num_steps=1",
     "algorithm.groups_per_step=2",
@@ -55,7 +55,7 @@ def test_the_same_held_out_questions_are_answered_three_times(folder):
 
 def test_demonstrations_are_kept_and_judged_on_others(folder):
     shown = {part: read_trajectories(folder / "demonstrations" / f"{part}.parquet") for part in ("clean", "held_out")}
-    assert len(shown["clean"]) == 10 and all(group.trajectories[0].em == 1 for group in shown["clean"])
+    assert len(shown["clean"]) == 3 and all(group.trajectories[0].em == 1 for group in shown["clean"])
     assert {g.question.id for g in shown["clean"]}.isdisjoint(g.question.id for g in shown["held_out"])
     losses = json.loads((folder / "warm_start.json").read_text())
     assert losses["losses"] and losses["held_out"][-1]["updates"] == len(losses["losses"])
