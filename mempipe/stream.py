@@ -37,8 +37,8 @@ from mempipe.user_code import UserCodeError
 
 ATTEMPTS_PER_ROW = 16
 ROWS_AHEAD = 2
-"""Rows of several groups that a driver is given, times those that it can play: the next ones take the places that a
-row's first groups leave while its last one is played."""
+"""A driver is given so many times the rows that it can play at once, where a row has several groups: the next rows take
+the places that are left while the slowest group of a row is played."""
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
 
 

@@ -241,7 +241,7 @@ class Learner:
     def checksums(self) -> dict[str, int]:
         """The checksum of every weight as the engine holds it. All ranks must call it together."""
         model = self.settings.model
-        sums = merged_checksums if model.lora_rank and not model.serves_adapter else weight_checksums
+        sums = merged_checksums if model.lora_rank and model.lora_merge else weight_checksums
         return sums(self.policy, dtype=self.dtype)
 
     def save(self, folder: str | Path, position: Position, *, keep: int) -> Path:
