@@ -21,7 +21,7 @@ MEMTRAIN = [
     "algorithm.kl_coef=0.001",
     "algorithm.filter_zero_variance=false",
     "agent.num_recalls=2",
-    "warm_start.num_clean_trajectories=2000",
+    "warm_start.num_clean_trajectories=1200",
     "warm_start.num_noisy_trajectories=0",
     "world.num_train_worlds=10",
 ]
