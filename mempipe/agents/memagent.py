@@ -104,6 +104,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         self._answer = encode_pieces(tokenizer, chat.before_user, prompts.answer, chat.after_user)
         # Siblings start one after the other with the same text, which is cut once.
         self._cut = functools.lru_cache(maxsize=1)(self._chunks)
+        self._texts = functools.lru_cache(maxsize=1)(self._chunk_texts)
         self.template_tokens = max(self._read.num_tokens, self._answer.num_tokens)
         self._check_budget()
 
@@ -130,6 +131,10 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
             )
         return chunks
 
+    def chunk_texts(self, question: Question) -> list[str]:
+        """Returns the chunks as text; a character that was cut in two is a replacement character."""
+        return self._texts(question.context)
+
     def check(self, question: Question) -> None:
         super().check(question)
         limit = self.budget.max_chunks * self.budget.chunk_tokens
@@ -154,6 +159,9 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         token_ids, size = self.encode(text), self.budget.chunk_tokens
         return [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
 
+    def _chunk_texts(self, text: str) -> list[str]:
+        return [self.tokenizer.decode(chunk) for chunk in self._cut(text)]
+
 
 class MemAgent(Agent[MemAgentRenderer]):
     """The agent. A memory that was cut off by its token limit is kept, as published; `memory_truncated` says so."""
@@ -166,9 +174,10 @@ class MemAgent(Agent[MemAgentRenderer]):
     ) -> tuple[EndReason, str | None]:
         """Reads and answers; `on_memory` is called with every memory, and after how many chunks it was written."""
         question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)
+        texts = self.renderer.chunk_texts(question)
         memory = self._memory(self.renderer.empty_memory)
-        for index, chunk in enumerate(chunks):
-            turn = Turn(index=index, question_ids=question_ids, memory=memory)
+        for index, (chunk, text) in enumerate(zip(chunks, texts, strict=True)):
+            turn = Turn(index=index, question_ids=question_ids, memory=memory, chunk=text)
             turn.inject(self.renderer.read_prompt(question=question_ids, memory=memory.token_ids, chunk=chunk))
             turn.num_observation_tokens = len(chunk)
             message = await self._sample(turn, max_tokens=self.renderer.budget.memory_message_limit)

@@ -144,8 +144,7 @@ class MemTrainRenderer(MemAgentRenderer):
         """Returns the targets that stand in each chunk, without the document's own answer."""
         folded = set(map(str.casefold, answers))
         others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
-        texts = [self.tokenizer.decode(chunk) for chunk in self._cut(text)]
-        return [[target for target in others if surface_pattern(target).search(each)] for each in texts]
+        return [[target for target in others if surface_pattern(target).search(each)] for each in self._texts(text)]
 
 
 class MemTrain(MemAgent):

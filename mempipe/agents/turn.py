@@ -49,6 +49,7 @@ class Turn:
     num_prompt_tokens: int = 0
     num_observation_tokens: int = 0
     num_dropped_tokens: int = 0
+    chunk: str = ""
     action: str = ""
     searches: list[Search] = field(default_factory=list)
     tool_uses: list[ToolUse] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Turn:
             num_memory_tokens=len(self.memory.token_ids),
             num_observation_tokens=self.num_observation_tokens,
             num_dropped_tokens=self.num_dropped_tokens,
+            chunk=self.chunk,
             action=self.action,
             searches=self.searches,
             tool_uses=self.tool_uses,

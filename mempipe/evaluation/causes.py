@@ -8,10 +8,10 @@ where the agent carries its whole history (`growing`). The *gap* is the first fa
     not_used         there is no gap: everything needed was known
     contradicted     a statement of the end memory about the gap, whose passage was read, does not hold its value
     lost             a memory knew the gap, and a later one did not
-    not_kept         a search returned the gap's passage, and no memory took its value
-    stopped_early    no search returned the gap's passage, and the agent answered
-    same_search      no search returned it, and the agent asked a query again that it had asked before
-    never_found      no search returned it, and all queries differed
+    not_kept         the gap was found (`mempipe.evaluation.memory_quality`), and no memory took its value
+    stopped_early    the gap was not found, and the agent answered
+    same_search      it was not found, and the agent asked a query again that it had asked before
+    never_found      it was not found, and all queries differed
 """
 
 from __future__ import annotations

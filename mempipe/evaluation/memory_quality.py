@@ -2,7 +2,8 @@
 answered too early.
 
 Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
-its value stand there next to each other (`contains_value`). In a turn, the *next needed* fact is the first one that
+its value stand there next to each other (`contains_value`). It is *found* in a turn when a search returned its passage,
+or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that
 `memory_before` does not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was
 followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
 nowhere).
@@ -10,7 +11,7 @@ nowhere).
     found_rate         turns whose searches returned the passage of the next needed fact
                        / turns that searched while a fact was needed
     kept_rate          facts of the denominator that memory_after knows
-                       / needed facts not yet known whose passage a memory turn retrieved
+                       / needed facts not yet known that a memory turn found
     lost_rate          facts of the denominator that memory_after does not know
                        / needed facts known in memory_before, over memory turns
     early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact
@@ -21,8 +22,9 @@ nowhere).
     memory_tokens      tokens of the memories that memory turns left / memory turns
     budget_use         memory_tokens / budget.memory_tokens
     copy_rate          words of new memories inside runs of at least 5 words that stand so in the turn's passages
+                       or chunk
                        / words of new memories
-    compression        tokens of new memories / tokens of the passages read, over memory turns
+    compression        tokens of new memories / tokens of the passages or chunks read, over memory turns
     irrelevant_rate    words of new memories that stand neither in the question, nor in the value of a needed fact, nor
                        in a needed passage that was read by then
                        / words of new memories, over questions with evidence
@@ -125,9 +127,7 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
     if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
         last = question.evidence[-1]
         memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
-        known = any(contains_value(text, last.value) for text in memories) or last.passage_id in _retrieved(
-            trajectory.contexts[-1]
-        )
+        known = any(contains_value(text, last.value) for text in memories) or finds(trajectory.contexts[-1], last)
         counts += MemoryQuality(answers=1, early_answers=int(not known))
     return counts
 
@@ -142,8 +142,8 @@ def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
 class FactState(StrEnum):
     """Says what a turn did with a needed fact."""
 
-    MISSING = "missing"  # neither in memory nor in the passages of the turn
-    FOUND = "found"  # a search returned its passage, and the memory of the turn does not know it
+    MISSING = "missing"  # neither in memory nor found in the turn
+    FOUND = "found"  # it was found, and the memory of the turn does not know it
     GAINED = "gained"
     KNOWN = "known"
     LOST = "lost"  # memory_before knew it, memory_after does not
@@ -153,7 +153,7 @@ def fact_states(trajectory: Trajectory, question: Question) -> list[list[FactSta
     """Returns, per turn, the state of each fact of `question.evidence`."""
     states = []
     for index, context in enumerate(trajectory.contexts):
-        wrote, retrieved = is_memory_turn(trajectory, index), _retrieved(context)
+        wrote = is_memory_turn(trajectory, index)
         turn = []
         for fact in question.evidence:
             before = contains_value(context.memory_before, fact.value)
@@ -161,9 +161,15 @@ def fact_states(trajectory: Trajectory, question: Question) -> list[list[FactSta
             if before or after:
                 turn.append(FactState.LOST if not after else FactState.KNOWN if before else FactState.GAINED)
             else:
-                turn.append(FactState.FOUND if fact.passage_id in retrieved else FactState.MISSING)
+                turn.append(FactState.FOUND if finds(context, fact) else FactState.MISSING)
         states.append(turn)
     return states
+
+
+def finds(context: Context, fact: Evidence) -> bool:
+    """Returns whether a search of the turn returned the fact's passage, or the turn read a chunk that knows it."""
+    returned = any(passage.id == fact.passage_id for search in context.searches for passage in search.passages)
+    return returned or contains_value(context.chunk, fact.value)
 
 
 def contains_value(text: str, value: str) -> bool:
@@ -182,8 +188,7 @@ def contains_value(text: str, value: str) -> bool:
 def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> MemoryQuality:
     known = [contains_value(context.memory_before, fact.value) for fact in question.evidence]
     known_after = [contains_value(context.memory_after, fact.value) for fact in question.evidence]
-    retrieved = _retrieved(context)
-    found = [fact.passage_id in retrieved for fact in question.evidence]
+    found = [finds(context, fact) for fact in question.evidence]
     next_needed = known.index(False) if False in known else None
     searched = bool(context.searches) and next_needed is not None
     facts = range(len(known)) if wrote else ()
@@ -199,20 +204,16 @@ def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> Me
     )
 
 
-def _retrieved(context: Context) -> set[str]:
-    return {passage.id for search in context.searches for passage in search.passages}
-
-
 def _memory_counts(context: Context) -> MemoryQuality:
     memory = _words(context.memory_after)
-    passages = [_words(f"{passage.title} {passage.text}") for search in context.searches for passage in search.passages]
+    read = [f"{passage.title} {passage.text}" for search in context.searches for passage in search.passages]
     return MemoryQuality(
         memory_turns=1,
         memories_truncated=int(context.memory_truncated),
         memory_tokens=context.num_new_memory_tokens,
         observation_tokens=context.num_observation_tokens,
         memory_words=len(memory),
-        copied_words=_num_copied(memory, passages),
+        copied_words=_num_copied(memory, [_words(text) for text in [*read, context.chunk]]),
     )
 
 
@@ -284,7 +285,7 @@ def _spaced(words: Sequence[str]) -> str:
     return f" {' '.join(words)} "
 
 
-@functools.lru_cache(maxsize=4096)  # the memory that a turn leaves is the one that the next turn starts from
+@functools.lru_cache(maxsize=256)  # the memory of a turn is that of the next one, and siblings read the same chunks
 def _words(text: str) -> tuple[str, ...]:
     return tuple([word for word in _all_words(text) if word not in _ARTICLES])
 

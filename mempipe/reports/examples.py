@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
+from mempipe.evaluation.memory_quality import finds
 from mempipe.reports.pages import cut
 from mempipe.types import Context, Group, Question, Trajectory
 
@@ -36,7 +37,7 @@ class ShownTurn:
     thought: str
     queries: list[str]
     action: str  # the whole message, of a turn that neither thought nor searched
-    passages: list[ShownPassage]
+    passages: list[ShownPassage]  # or the chunk, without a title
     wrote: bool
     memory_head: str
     memory: Words
@@ -125,15 +126,18 @@ def shown_turns(
 
 
 def _same(first: Context, second: Context) -> bool:
-    """Tells whether a turn repeats another one: the same message, passages and memories."""
+    """Tells whether a turn repeats another one: the same message, passages or chunk, and memories."""
     return all(
         getattr(first, name) == getattr(second, name)
-        for name in ("action", "searches", "memory_before", "memory_after", "memory_truncated")
+        for name in ("action", "searches", "chunk", "memory_before", "memory_after", "memory_truncated")
     )
 
 
 def _shown_turn(context: Context, question: Question, thought: Callable[[str], str]) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
+    passages = [(p.title, p.text, p.id in needed) for search in context.searches for p in search.passages]
+    if context.chunk:
+        passages.append(("", context.chunk, any(finds(context, fact) for fact in question.evidence)))
     truncated = " (cut to its budget)" if context.memory_truncated else ""
     thinking, queries = thought(context.action), [search.query for search in context.searches]
     return ShownTurn(
@@ -144,9 +148,8 @@ def _shown_turn(context: Context, question: Question, thought: Callable[[str], s
         queries=[cut(query, _MAX_CHARS) for query in queries],
         action="" if thinking or queries else cut(context.action, _MAX_CHARS),
         passages=[
-            ShownPassage(title=p.title, text=cut(p.text, _MAX_PASSAGE_CHARS), needed=p.id in needed)
-            for search in context.searches
-            for p in search.passages
+            ShownPassage(title=title, text=cut(text, _MAX_PASSAGE_CHARS), needed=is_needed)
+            for title, text, is_needed in passages
         ],
         wrote=bool(context.searches or context.memory_after),
         memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",

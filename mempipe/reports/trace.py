@@ -69,6 +69,8 @@ def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
             f"{context.num_sampled_tokens} sampled"
         )
         lines.append(f"    memory   {context.memory_before or '(empty)'}")
+        if context.chunk:
+            lines.append(f"    chunk    {_one_line(context.chunk)}")
         lines.append(f"    action   {_one_line(context.action)}")
         for search in context.searches:
             lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]

@@ -14,15 +14,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mempipe.evaluation.memory_quality import FactState, fact_states, is_memory_turn
+from mempipe.evaluation.memory_quality import FactState, fact_states, finds, is_memory_turn
 from mempipe.files import write_text
 from mempipe.reports.examples import memory_diff
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced
-from mempipe.types import Context, Passage
+from mempipe.types import Context, Passage, Question
 
 MAX_TRAJECTORIES = 3000  # a browser holds them, and their file stays below some tens of megabytes
 _MAX_CHARS = 20_000  # of a message or a memory
+_MAX_CHUNK_CHARS = 2_000
 
 
 def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
@@ -90,6 +91,7 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
             {"tool": use.tool, "arguments": use.arguments, "texts": [cut(text, _MAX_CHARS) for text in use.texts]}
             for use in context.tool_uses
         ],
+        "chunk": _chunk(context, traced.question, number),
         "wrote": is_memory_turn(traced.trajectory, index),
         "memory": memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
         "truncated": context.memory_truncated,
@@ -101,3 +103,11 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
             "memory written": context.num_new_memory_tokens,
         },
     }
+
+
+def _chunk(context: Context, question: Question, number) -> tuple[int, bool] | None:
+    """Returns the chunk as a passage without a title, and whether it holds what the question needs."""
+    if not context.chunk:
+        return None
+    passage = Passage(id="", title="", text=cut(context.chunk, _MAX_CHUNK_CHARS))
+    return number(passage), any(finds(context, fact) for fact in question.evidence)

@@ -100,3 +100,19 @@ def test_a_history_that_grows_keeps_whatever_was_found():
 def test_without_known_facts_there_is_no_cause():
     plain = Question(id="q", text="?", golden_answers=["Ann"])
     assert first_cause(played((A, "Oslo"), (None, "")), plain, growing=False) is None
+
+
+@pytest.mark.parametrize(
+    ("memories", "cause"),
+    [
+        (["nothing", "Ann"], Cause.NOT_KEPT),
+        (["Oslo", "Ann"], Cause.LOST),
+        (["Oslo", "Oslo Ann"], Cause.NOT_USED),
+        (["Oslo", "Oslo"], Cause.NOT_KEPT),
+    ],
+)
+def test_an_agent_that_reads_finds_what_stands_in_its_chunks(memories, cause):
+    trajectory = played(*((None, memory) for memory in memories), (None, ""))
+    chunks = ["He lives in Oslo.", "Ann lives there too.", ""]
+    contexts = [replace(context, chunk=chunk) for context, chunk in zip(trajectory.contexts, chunks, strict=True)]
+    assert first_cause(replace(trajectory, contexts=contexts), QUESTION, growing=False) == cause

@@ -135,6 +135,8 @@ def test_all_of_the_text_is_read_in_as_many_contexts_as_it_has_chunks_and_one(nu
     )
     trajectory, _ = play(["m"] * len(chunks) + [ANSWER], text[:num_tokens])
     assert len(trajectory.contexts) == len(chunks) + 1 and trajectory.answer == "Paris"
+    assert "".join(context.chunk for context in trajectory.contexts) == text[:num_tokens]
+    assert trajectory.contexts[0].chunk == text[: min(num_tokens, 8)] and trajectory.contexts[-1].chunk == ""
 
 
 def test_a_document_longer_than_max_chunks_is_refused_with_the_numbers():

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from mempipe.evaluation.memory_quality import MemoryQuality, contains_value, memory_quality, trajectory_quality
+from mempipe.evaluation.memory_quality import (
+    MemoryQuality,
+    contains_value,
+    fact_states,
+    memory_quality,
+    trajectory_quality,
+)
 from mempipe.evaluation.rollout_metrics import full_history_tokens, rollout_metrics
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
@@ -97,6 +103,20 @@ def test_searches_after_everything_is_known_do_not_count():
 def test_a_fact_that_is_not_written_down_is_not_kept():
     counts = trajectory_quality(attempt(turn(0, "film", after="nothing"), end=EndReason.MAX_TURNS), QUESTION)
     assert (counts.facts_kept, counts.facts_retrieved) == (0, 1)
+
+
+def test_a_chunk_that_holds_a_value_is_where_the_fact_is_found():
+    film, ann = (PASSAGES[name].text for name in ("film", "ann"))
+    reading = attempt(
+        turn(0, chunk=film, after="directed by Ann Lee in the summer"),
+        turn(1, chunk=ann, before="directed by Ann Lee in the summer", after="Ann Lee"),
+        turn(2, before="Ann Lee"),
+    )
+    counts = trajectory_quality(reading, QUESTION)
+    assert (counts.facts_kept, counts.facts_retrieved, counts.facts_lost, counts.facts_held) == (1, 2, 0, 1)
+    assert counts.searches_in_need == 0, "it reads in order: it can find nothing sooner or later"
+    assert (counts.copied_words, counts.memory_words) == (6, 8), "articles do not count"
+    assert fact_states(reading, QUESTION) == [["gained", "missing"], ["known", "found"], ["known", "missing"]]
 
 
 def test_a_missing_memory_message_loses_the_known_facts():

@@ -176,6 +176,25 @@ def test_an_evaluation_a_run_of_it_and_a_set_of_that_can_be_read(evaluation):
     assert len({each.key for each in read_traced(evaluation)}) == 4
 
 
+def reading(*, right: bool) -> Group:
+    """An attempt of an agent that reads: the first fact stands in the first chunk."""
+    each = group("after", 4, right=right)
+    (trajectory,) = each.trajectories
+    chunks = ["He lives in Oslo." + " So it goes." * 200, "Nothing of use.", ""]
+    contexts = [
+        replace(context, searches=[], chunk=chunk) for context, chunk in zip(trajectory.contexts, chunks, strict=True)
+    ]
+    return replace(each, trajectories=[replace(trajectory, contexts=contexts)])
+
+
+def test_what_was_read_is_shown_and_kept_once_in_the_page(run, capsys):
+    write_trajectories(run / "trajectories.parquet", [reading(right=True)])
+    assert "    chunk    He lives in Oslo. So it goes." in printed(capsys, run)
+    data = viewer.viewer_data([*read_traced(run), *read_traced(run)])
+    assert [turn["chunk"] for turn in data["trajectories"][1]["turns"]] == [(0, True), (1, False), None]
+    assert [len(passage["text"]) for passage in data["passages"]] == [2000, 15]
+
+
 # Facts
 
 
@@ -320,6 +339,14 @@ def test_the_page_in_a_browser_by_keys_and_filters(run, tmp_path, capsys, browse
     browser.look("document.getElementById('filters').elements.lost.click()")
     browser.set("low", "0.5")
     assert browser.count == "1 of 6 trajectories"
+
+
+def test_a_chunk_is_shown_in_a_browser_and_marked_where_it_is_needed(run, tmp_path, capsys, browser):
+    write_trajectories(run / "trajectories.parquet", [reading(right=False)])
+    printed(capsys, run, "--html", tmp_path / "t.html")
+    browser.open(tmp_path / "t.html")
+    first, second = browser.texts("#detail .passages li")
+    assert first.startswith("●  He lives in Oslo.") and second == " Nothing of use."
 
 
 def test_budgets_are_told_apart_in_a_browser(evaluation, tmp_path, capsys, browser):

@@ -75,10 +75,9 @@ function turnPart(each, turn, index) {
   if (turn.thought) parts.push(element("p", {class: "thought"}, turn.thought));
   for (const search of turn.searches) {
     parts.push(element("p", {class: "query"}, element("span", {}, "search"), " " + search.query));
-    parts.push(element("ul", {class: "passages"}, ...search.passages.map(([number, needed]) => element("li", {},
-      needed ? element("b", {class: "needed", title: "the question needs it"}, "● ") : null,
-      element("b", {}, passages[number].title), " " + passages[number].text))));
+    parts.push(texts(search.passages));
   }
+  if (turn.chunk) parts.push(texts([turn.chunk]));
   for (const use of turn.tools) parts.push(element("p", {class: "query"}, element("span", {}, use.tool), " " + use.arguments),
     ...use.texts.map(text => element("pre", {}, text)));
   if (turn.wrote) parts.push(memory(turn));
@@ -86,6 +85,12 @@ function turnPart(each, turn, index) {
     (value, number) => element("span", {class: `fact ${turn.facts[number]}`}, `${value}: ${turn.facts[number]}`))));
   parts.push(element("details", {}, element("summary", {}, "the whole message"), element("pre", {}, turn.message)));
   return element("div", {class: "turn"}, ...parts);
+}
+
+function texts(read) {
+  return element("ul", {class: "passages"}, ...read.map(([number, needed]) => element("li", {},
+    needed ? element("b", {class: "needed", title: "the question needs it"}, "● ") : null,
+    element("b", {}, passages[number].title), " " + passages[number].text)));
 }
 
 function memory(turn) {
