@@ -221,6 +221,7 @@ def test_promise_10_help_answers_in_under_a_second():
     assert min(seconds) < 1.0
 
 
+@pytest.mark.slow  # an interpreter with Ray Data
 def test_a_driver_loads_nothing_that_trains_or_samples():
     code = "import pipelines.train, sys; print(sorted({'torch', 'peft', 'vllm', 'mlflow'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -63,6 +63,7 @@ def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_on
     verify(tmp_path / "i")
 
 
+@pytest.mark.slow
 def test_a_build_with_other_settings_or_another_corpus_does_not_go_on(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl")
     assert run_and_die(config_of(corpus, tmp_path / "i"), 3)

@@ -22,6 +22,8 @@ from service_builders import Service, build_service, running
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow  # hundreds of requests
+
 CHECKS: list[Any] = [
     not_a_server_error,
     status_code_conformance,

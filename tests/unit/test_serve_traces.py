@@ -32,6 +32,7 @@ def served(folder, uri: str) -> ServedRun:
     return ServedRun(name="tiny", agents={"memsearcher": config}, sampling=sampling, state=folder)
 
 
+@pytest.mark.slow  # an MLflow store
 def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("mempipe.serve.traces.FINISH_TIMEOUT_S", 120.0)  # a busy machine makes a database slowly
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -33,12 +33,14 @@ def trial(log: Path, *commands: list[str]) -> dict[str, Any]:
     return {"trial": asdict(TrialCommands(name="t", commands=list(commands), log=str(log)))}
 
 
+@pytest.mark.slow
 def test_commands_run_one_after_another_and_leave_their_output(tmp_path, reports):
     trials._run(trial(tmp_path / "log", WORLD, ["config", "sweep"]))
     text = (tmp_path / "log").read_text()
     assert 0 < text.index("(1 hop") < text.index("# A sweep over memory budgets") and reports == [{"error": ""}]
 
 
+@pytest.mark.slow
 def test_input_that_cannot_work_ends_a_trial_for_good(tmp_path, reports):
     trials._run(trial(tmp_path / "log", ["config", "nothing"], WORLD))
     (told,) = reports
@@ -55,6 +57,7 @@ def test_a_command_that_died_is_tried_again_by_tune(tmp_path, reports, monkeypat
     assert not reports
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_the_process_that_started_it(tmp_path):
     code = (
         "import subprocess, sys, time; from mempipe.actors.trials import _end_with_parent\n"
