@@ -149,10 +149,11 @@ class Running:
     def _signs(self) -> list[tuple[str, int, int]]:
         """Returns sizes and times of what the command writes, which change for as long as it gets on."""
         found = [("", output.fileno(), os.fstat(output.fileno()).st_size) for output in self._outputs]
-        for path in self._writes.rglob("*"):
-            with suppress(FileNotFoundError):  # a temporary file has gone already
-                status = path.stat()
-                found.append((str(path), status.st_size, status.st_mtime_ns))
+        for folder, _, names in os.walk(self._writes):  # which passes over folders that have gone; Path.rglob fails
+            for path in (os.path.join(folder, name) for name in names):
+                with suppress(FileNotFoundError):  # a temporary file has gone already
+                    status = os.stat(path)
+                    found.append((path, status.st_size, status.st_mtime_ns))
         return found
 
     def _tail(self) -> str:
@@ -181,5 +182,9 @@ def free_ports(count: int) -> list[int]:
 def run(
     command: Sequence[str], *, marked: Marked, cwd: Path, writes: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, bounded as `Running.wait_until` is."""
-    return Running(command, marked=marked, cwd=cwd, writes=writes).wait()
+    """Runs a command to its end, bounded as `Running.wait_until` is; ends it and its children when that gives up."""
+    try:
+        return Running(command, marked=marked, cwd=cwd, writes=writes).wait()
+    except BaseException:
+        marked.end()
+        raise

@@ -17,6 +17,14 @@ for i in range(16):
     print(i, flush=True) if i % 2 else open("file", "a").write(str(i))
 """
 
+CHURNS = """
+import os, shutil, time
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    os.makedirs("a/b/c/d")
+    shutil.rmtree("a")
+"""
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +37,21 @@ def test_a_command_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytes
     done = run([sys.executable, "-c", GROWS], marked=Marked(), cwd=tmp_path)
     assert (done.returncode, done.stdout.split()) == (0, [str(i) for i in range(1, 16, 2)])
     assert (tmp_path / "file").read_text() == "02468101214"
+
+
+@pytest.mark.slow
+def test_folders_may_vanish_while_a_command_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.0)
+    assert run([sys.executable, "-c", CHURNS], marked=Marked(), cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_command_that_is_given_up_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "QUIET_S", 0.5)
+    marked = Marked()
+    with pytest.raises(AssertionError, match="written nothing"):
+        run([sys.executable, "-c", "import time; time.sleep(600)"], marked=marked, cwd=tmp_path)
+    assert marked.survivors() == []
 
 
 @pytest.mark.slow
