@@ -55,7 +55,7 @@ class Marked:
         """
         deadline = time.monotonic() + GONE_WITHIN_S
         while True:
-            found = [line for line in map(_command_line, self.processes()) if line and named in line]
+            found = [line for line in map(command_line, self.processes()) if line and named in line]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
@@ -73,7 +73,8 @@ class Marked:
             return False
 
 
-def _command_line(process: psutil.Process) -> str:
+def command_line(process: psutil.Process) -> str:
+    """Returns the command of a process; "" of one that has ended meanwhile."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""

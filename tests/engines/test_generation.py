@@ -24,7 +24,7 @@ from mempipe.engines.weights import WeightHandle
 from mempipe.rl.rewards import information_gain
 from mempipe.rollout import make_gold_logprobs
 from mempipe.types import Completion, FinishReason, Question
-from tools.processes import GONE_WITHIN_S
+from tools.processes import GONE_WITHIN_S, command_line
 
 GREEDY = SamplingConfig(temperature=0)
 SAMPLED = SamplingConfig()
@@ -264,7 +264,8 @@ async def test_an_engine_that_does_not_run_is_dead():
 
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
     """Descendants that vLLM started; Python's own resource tracker stays as long as its process."""
-    return [child for child in parent.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    lines = {child: command_line(child) for child in parent.children(recursive=True)}
+    return [child for child, line in lines.items() if line and "resource_tracker" not in line]
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -17,7 +17,7 @@ from trained import GRAMMAR, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
 from mempipe.tracking.tracker import read_metrics
-from tools.processes import Marked, Running
+from tools.processes import Marked, Running, command_line
 
 NUM_STEPS = 6
 OVERRIDES = [
@@ -54,7 +54,7 @@ def repaired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
         newest, steps_at_stop = latest(folder / "checkpoints"), _steps(folder)
         resumed = Running([*command, "--resume"], marked=marked, cwd=output)
         resumed.wait_until(lambda: _steps(folder) > steps_at_stop, every_s=0.02)
-        (rank,) = [process for process in marked.processes() if "LearnerActor" in " ".join(process.cmdline())]
+        (rank,) = [process for process in marked.processes() if "LearnerActor" in command_line(process)]
         rank.kill()
         ended = resumed.wait()
         yield Repaired(

@@ -27,6 +27,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.rl.samples import to_samples
 from mempipe.stream import Collector, DriverSpec, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason, Group
+from tools.processes import command_line
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
@@ -147,8 +148,7 @@ def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, eng
         seen[group.id] += 1
         if len(seen) == 5 and not killed:
             killed = True
-            processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-            drivers = [p for p in processes if "MapWorker" in " ".join(p.cmdline())]
+            drivers = [p for p in psutil.Process().children(recursive=True) if "MapWorker" in command_line(p)]
             max(
                 drivers, key=psutil.Process.create_time
             ).kill()  # those of earlier streams may still be on their way out
@@ -164,8 +164,7 @@ def test_the_reference_scores_every_finished_group_and_one_that_dies_costs_a_ret
         assert group.id not in seen
         seen[group.id] = group
         if not killed:
-            processes = psutil.Process().children(recursive=True)
-            stages = [p for p in processes if "ReferenceStage" in " ".join(p.cmdline())]
+            stages = [p for p in psutil.Process().children(recursive=True) if "ReferenceStage" in command_line(p)]
             max(stages, key=psutil.Process.create_time).kill()
             killed = True
     assert seen.keys() == {i for i, _ in questions}
