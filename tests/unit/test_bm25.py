@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.retrieval import bm25_build
@@ -88,7 +88,6 @@ def test_equal_scores_are_ordered_by_row_also_at_the_last_place(tmp_path):
     assert [row for row, _ in found(index, "x", depth=4)] == [50, 0, 1, 2]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([*VOCABULARY, "the", "unknown"]), max_size=6),
     st.integers(1, 40),

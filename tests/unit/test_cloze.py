@@ -143,7 +143,7 @@ WORDS = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.sampled_from(WORDS), min_size=8, max_size=40), min_size=1, max_size=12), st.integers(0, 3))
 def test_whatever_the_corpus_no_question_tells_its_answer(texts, seed):
     passages = [passage(f"T {' '.join(words[:2])}", " ".join(words), id=str(i)) for i, words in enumerate(texts)]

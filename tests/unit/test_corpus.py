@@ -216,7 +216,7 @@ def read_all(files, **options) -> tuple[list[dict[str, str]], CorpusPosition]:
     return [row for batch, _ in found for row in batch.to_pylist()], found[-1][1] if found else CorpusPosition()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LINES, st.sampled_from([16, 64, 2**20]))
 @pytest.mark.slow
 def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_path_factory, lines, block):
@@ -245,7 +245,7 @@ def test_what_arrow_would_read_and_python_would_not_is_refused(tmp_path, lines, 
     assert reason in refusal(write(tmp_path / "c.jsonl", *lines))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(OBJECTS, max_size=20))
 def test_parquet_columns_and_rows_give_the_same_passages_and_faults(tmp_path_factory, found):
     texts = [
@@ -273,7 +273,7 @@ def test_the_plain_format_is_read_many_rows_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(LINES, min_size=1, max_size=3), st.integers(1, 7), st.sampled_from([".jsonl", ".jsonl.gz", ".parquet"]))
 def test_segments_have_the_size_asked_for_and_go_on_from_any_position(tmp_path_factory, files, size, suffix):
     folder = tmp_path_factory.mktemp("c")

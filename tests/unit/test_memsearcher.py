@@ -477,7 +477,7 @@ TURNS = st.lists(st.tuples(ACTIONS, STOPS, MEMORIES, STOPS), min_size=5, max_siz
 UNTRUSTED = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     turns=TURNS,
     question=st.text(max_size=40),

@@ -152,7 +152,7 @@ async def test_the_same_attempt_is_asked_for_the_same():
     assert first == second and len(set(map(str, first))) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "word", "[MASK]", "([MASK],", "x" * 80, "été", "漢字" * 9]), max_size=40))
 def test_a_document_is_cut_between_words_and_a_mask_stays_whole(parts):
     renderer, text = build_renderer(), " ".join(["Osvin", *parts])
@@ -205,7 +205,7 @@ async def test_a_fault_in_a_recall_is_a_fault_of_the_attempt():
 NAMES = st.text(st.sampled_from("aZé'. -1İß"), min_size=1, max_size=8).filter(lambda name: name.strip() == name != "")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     forms=st.lists(NAMES, min_size=1, max_size=3), between=st.lists(st.sampled_from(["", " ", ", ", "x"]), max_size=5)
 )

@@ -200,7 +200,7 @@ def test_more_updates_than_groups_are_refused_with_the_setting():
         split_updates(step_of([[[[True]]], [[[True]]], []]), 3, seed="")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shape=STEPS,
     num_ranks=st.integers(1, 4),
@@ -242,7 +242,7 @@ def test_promise_4_every_loss_token_is_packed_once_with_its_share(shape, num_ran
     assert not contexts  # every context once, none split
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shape=STEPS, seed=st.randoms(), aggregation=st.sampled_from(AGGREGATIONS))
 def test_promise_4_packing_order_and_ranks_do_not_change_the_sum(shape, seed, aggregation):
     """sum(weights * f(token)) for an arbitrary f is the gradient of an arbitrary loss."""
@@ -290,7 +290,7 @@ def test_promise_4_the_dense_mean_over_tokens_contexts_and_trajectories_is_what_
         assert packed == pytest.approx(expected, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=STEPS, updates=st.integers(1, 5))
 def test_promise_4_splitting_a_step_keeps_groups_whole_and_loses_none(shape, updates):
     groups = step_of(shape)
@@ -308,7 +308,7 @@ def test_promise_4_splitting_a_step_keeps_groups_whole_and_loses_none(shape, upd
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shape=STEPS,
     num_ranks=st.integers(1, 4),
@@ -394,7 +394,7 @@ def alike(token_ids: list[list[int]]) -> list[TrainingSample]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(token_ids=ALIKE, num_ranks=st.integers(1, 3), max_tokens=st.integers(12, 40))
 def test_contexts_that_share_tokens_are_each_there_as_a_whole(token_ids, num_ranks, max_tokens):
     samples = alike(token_ids)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from agent_builders import TOOL, TOOLS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.agents.memsearcher import MemSearcherRenderer
@@ -200,7 +200,6 @@ def test_a_query_with_lone_surrogates_can_be_sent():
     assert query == "\ufffd 😀" and query.encode()
 
 
-@settings(deadline=None)
 @given(MESSY_TEXT)
 def test_no_text_breaks_a_parser(text):
     for message in (text, tagged(text), f"<memory>{text}</memory>", tagged(call_text(query=text))):
@@ -234,7 +233,6 @@ def test_ordinary_text_is_unchanged(text):
     assert Neutralizer(SPECIAL[:4], tags=MemSearcherRenderer.TAGS)(text) == text
 
 
-@settings(deadline=None)
 @given(MESSY_TEXT)
 def test_promise_2_nothing_that_works_is_left_and_a_second_pass_changes_nothing(text):
     neutralize = Neutralizer(SPECIAL, tags=MemSearcherRenderer.TAGS)

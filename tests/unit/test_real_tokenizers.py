@@ -78,7 +78,7 @@ def test_qwens_ids_are_those_of_its_own_tokenizer():
         assert qwen().encode_text(text) == own.encode(text)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(CHARACTERS, max_size=6)), max_size=8).map("".join))
 def test_promise_2_no_special_token_arises_from_untrusted_text(tokenizer, text):
     token_ids = tokenizer.encode_text(text)
@@ -105,7 +105,7 @@ def test_a_prompt_and_an_observation_are_what_the_chat_template_makes_of_the_sam
     assert whole == tokenizer.render_chat(messages, add_generation_prompt=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(texts=st.lists(st.text(max_size=40), max_size=4), room=st.integers(1, 120))
 def test_an_observation_never_exceeds_its_budget(tokenizer, texts, room):
     call = dataclasses.replace(CALL, text="")

@@ -282,7 +282,7 @@ def test_several_calls_share_the_budget_best_passages_first():
     assert observation.num_tokens == between + 10
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     texts=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=3),
     room=st.integers(1, 120),

@@ -215,7 +215,7 @@ def test_any_string_is_a_query(text, small):
     assert len(result.passages) == 2 and all(np.isfinite(passage.score) for passage in result.passages)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(st.characters()), min_size=1, max_size=4))
 def test_hashed_vectors_have_length_one_or_zero(texts):
     lengths = np.linalg.norm(HashingEncoder(dimension=64).encode_queries(texts), axis=1)

@@ -76,7 +76,7 @@ def test_every_answer_is_documented_whatever_is_sent(service, method, path, mode
     statuses: Counter[int] = Counter()
 
     @seed(1)
-    @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(mode))
     def fuzz(case: Any) -> None:
         answer = case.call(base_url=service.url)

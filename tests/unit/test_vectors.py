@@ -165,7 +165,7 @@ def test_a_shard_that_no_gpu_can_hold_stays_on_the_cpu_and_says_so(tmp_path, mon
     assert as_lists(opened.search(QUERIES[:1], 3)) == [by_numpy(QUERIES[0], 3)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=30), st.data())
 def test_merging_parts_is_ranking_the_whole(scores, data):
     owner = data.draw(st.lists(st.integers(0, 2), min_size=len(scores), max_size=len(scores)))
