@@ -116,7 +116,7 @@ def _turn_by_turn(
         for context, chunk in zip(trajectory.contexts, chunks, strict=False)  # the last context answers
     ]
     return [
-        renderer.read_prompt(question=question, memory=memory, chunk=chunk)
+        renderer.read_prompt(question=question, memory=memory, chunk=chunk.token_ids)
         for _, question, memory, chunk in sorted(read, key=lambda each: each[0])
     ]
 

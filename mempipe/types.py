@@ -196,7 +196,7 @@ class Context:
     num_memory_tokens: int  # of the memory the context started from
     num_observation_tokens: int = 0  # of passages and echoed calls, or of the chunk that was read
     num_dropped_tokens: int = 0  # sampled after the end of an action: in no context, in no loss
-    chunk: str = ""  # the part of a long text that it read
+    chunk: str = ""  # the part of a long text that it read, a recall with its entity replaced
     action: str = ""
     searches: list[Search] = field(default_factory=list)
     tool_uses: list[ToolUse] = field(default_factory=list)

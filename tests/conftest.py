@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
@@ -19,8 +19,8 @@ from mempipe.environment import EVERY_PROCESS
 if TYPE_CHECKING:
     from mempipe.config import RunConfig
 
-settings.register_profile("mempipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("mempipe")  # no example fails by the clock: the machine may be busy
+settings.register_profile("mempipe", deadline=None)  # no example fails by the clock: the machine may be busy
+settings.load_profile("mempipe")
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
 
 HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")

@@ -76,6 +76,14 @@ class MemAgentPrompts(PromptSet):
     answer_open: str = ANSWER_OPEN
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of a long text. Where a character was cut in two, `text` has a replacement character."""
+
+    token_ids: list[int]
+    text: str
+
+
 class MemAgentRenderer(Renderer[MemAgentBudget]):
     """The two prompts of one tokenizer, prompt set and budget. Raises as `Renderer` does.
 
@@ -104,7 +112,6 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         self._answer = encode_pieces(tokenizer, chat.before_user, prompts.answer, chat.after_user)
         # Siblings start one after the other with the same text, which is cut once.
         self._cut = functools.lru_cache(maxsize=1)(self._chunks)
-        self._texts = functools.lru_cache(maxsize=1)(self._chunk_texts)
         self.template_tokens = max(self._read.num_tokens, self._answer.num_tokens)
         self._check_budget()
 
@@ -115,8 +122,8 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         prompts = load_prompts(config.prompts or "memagent", MemAgentPrompts, memory=budget)
         return cls(tokenizer, prompts=prompts, budget=budget, chunk_first=config.chunk_first, compat=config.compat)
 
-    def chunks(self, question: Question) -> list[list[int]]:
-        """Returns the ids of the question's text, all of them, cut every budget.chunk_tokens.
+    def chunks(self, question: Question) -> list[Chunk]:
+        """Returns the question's text, all of it, cut every budget.chunk_tokens.
 
         Raises UnfitQuestion when there is no text, or when it is longer than budget.max_chunks allows.
         """
@@ -130,10 +137,6 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
                 f"more than budget.max_chunks {limit}"
             )
         return chunks
-
-    def chunk_texts(self, question: Question) -> list[str]:
-        """Returns the chunks as text; a character that was cut in two is a replacement character."""
-        return self._texts(question.context)
 
     def check(self, question: Question) -> None:
         super().check(question)
@@ -155,12 +158,12 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         prompt = self.answer_prompt(question=self.question(question), memory=held)
         return self._probe(prompt, question, written=self.reply_start, answer_open=self._answer_open)
 
-    def _chunks(self, text: str) -> list[list[int]]:
+    def _chunks(self, text: str) -> list[Chunk]:
         token_ids, size = self.encode(text), self.budget.chunk_tokens
-        return [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
+        return [self._chunk(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
 
-    def _chunk_texts(self, text: str) -> list[str]:
-        return [self.tokenizer.decode(chunk) for chunk in self._cut(text)]
+    def _chunk(self, token_ids: list[int]) -> Chunk:
+        return Chunk(token_ids=token_ids, text=self.tokenizer.decode(token_ids))
 
 
 class MemAgent(Agent[MemAgentRenderer]):
@@ -174,12 +177,13 @@ class MemAgent(Agent[MemAgentRenderer]):
     ) -> tuple[EndReason, str | None]:
         """Reads and answers; `on_memory` is called with every memory, and after how many chunks it was written."""
         question_ids, chunks = self.renderer.question(question), self.renderer.chunks(question)
-        texts = self.renderer.chunk_texts(question)
         memory = self._memory(self.renderer.empty_memory)
-        for index, (chunk, text) in enumerate(zip(chunks, texts, strict=True)):
-            turn = Turn(index=index, question_ids=question_ids, memory=memory, chunk=text)
-            turn.inject(self.renderer.read_prompt(question=question_ids, memory=memory.token_ids, chunk=chunk))
-            turn.num_observation_tokens = len(chunk)
+        for index, chunk in enumerate(chunks):
+            turn = Turn(index=index, question_ids=question_ids, memory=memory, chunk=chunk.text)
+            turn.inject(
+                self.renderer.read_prompt(question=question_ids, memory=memory.token_ids, chunk=chunk.token_ids)
+            )
+            turn.num_observation_tokens = len(chunk.token_ids)
             message = await self._sample(turn, max_tokens=self.renderer.budget.memory_message_limit)
             turn.action = message.text
             token_ids = self.renderer.encode(message.text)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from mempipe.agents.memagent import MemAgent, MemAgentBudget, MemAgentConfig, MemAgentPrompts, MemAgentRenderer
+from mempipe.agents.memagent import Chunk, MemAgent, MemAgentBudget, MemAgentConfig, MemAgentPrompts, MemAgentRenderer
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tokenizer, UnfitQuestion, thought_of
 from mempipe.agents.registry import AgentSpec
@@ -70,7 +70,7 @@ class Probe:
     step: int  # chunks that have been read, from 1
     chunk: int  # of them the one that is asked about, from 0
     target: list[str]  # surface forms of the entity
-    masked: list[int]  # ids of the chunk with the entity replaced
+    masked: Chunk  # that one with the entity replaced
 
 
 class MemTrainRenderer(MemAgentRenderer):
@@ -125,18 +125,22 @@ class MemTrainRenderer(MemAgentRenderer):
         step = rng.choice(steps)
         chunk = rng.choice([number for number in range(step - 1) if askable[number]])
         target = rng.choice(askable[chunk])
-        masked = self.encode(hide(self.tokenizer.decode(chunks[chunk]), target))
+        masked = self.encode(hide(chunks[chunk].text, target))
         # The mark may have more tokens than what it stands for; the place of the question has room for them.
         room = self.budget.chunk_tokens + self.budget.question_tokens
-        return Probe(step=step, chunk=chunk, target=list(target), masked=masked[:room])
+        return Probe(step=step, chunk=chunk, target=list(target), masked=self._chunk(masked[:room]))
 
-    def _chunks(self, text: str) -> list[list[int]]:
+    def _chunks(self, text: str) -> list[Chunk]:
         """Cuts between words, so that neither a mask nor an entity is in two halves; MemAgent cuts between tokens."""
         text, size = self._neutralize(text), self.budget.chunk_tokens
         pieces = chunks_of(text, size, lambda text: len(self.tokenizer.encode_text(text)), self.mask)
         encoded = [self.encode(piece) for piece in pieces]
         # One word alone may be longer than a chunk.
-        return [token_ids[start : start + size] for token_ids in encoded for start in range(0, len(token_ids), size)]
+        return [
+            self._chunk(token_ids[start : start + size])
+            for token_ids in encoded
+            for start in range(0, len(token_ids), size)
+        ]
 
     def _find_askable(
         self, text: str, targets: Sequence[tuple[str, ...]], answers: Sequence[str]
@@ -144,7 +148,8 @@ class MemTrainRenderer(MemAgentRenderer):
         """Returns the targets that stand in each chunk, without the document's own answer."""
         folded = set(map(str.casefold, answers))
         others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
-        return [[target for target in others if surface_pattern(target).search(each)] for each in self._texts(text)]
+        patterns = [(target, surface_pattern(target)) for target in others]
+        return [[target for target, form in patterns if form.search(chunk.text)] for chunk in self._cut(text)]
 
 
 class MemTrain(MemAgent):
@@ -192,9 +197,9 @@ class MemTrain(MemAgent):
 
     async def _recall(self, probe: Probe, memory: Memory) -> Recall:
         """Samples one answer to the probe."""
-        turn = Turn(index=0, question_ids=[], memory=memory)
-        turn.inject(self.renderer.recall_prompt(memory=memory.token_ids, masked=probe.masked))
-        turn.num_observation_tokens = len(probe.masked)
+        turn = Turn(index=0, question_ids=[], memory=memory, chunk=probe.masked.text)
+        turn.inject(self.renderer.recall_prompt(memory=memory.token_ids, masked=probe.masked.token_ids))
+        turn.num_observation_tokens = len(probe.masked.token_ids)
         message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
         _, answer = self._parse_answer(message)

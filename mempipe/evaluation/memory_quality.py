@@ -15,7 +15,7 @@ nowhere).
     lost_rate          facts of the denominator that memory_after does not know
                        / needed facts known in memory_before, over memory turns
     early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact
-                       and the answering turn did not read its passage
+                       and the answering turn did not find it
                        / answers
     answer_in_memory   memory turns whose new memory knows a golden answer / memory turns
     truncation_rate    memory turns whose memory was cut / memory turns

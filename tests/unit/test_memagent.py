@@ -130,13 +130,12 @@ def test_promise_1_token_exact_memagent():
 def test_all_of_the_text_is_read_in_as_many_contexts_as_it_has_chunks_and_one(num_tokens):
     text = "ZX" * 40
     chunks = LAYOUT.chunks(build_question(context=text[:num_tokens]))
-    assert [i for chunk in chunks for i in chunk] == TOKENIZER.encode_text(text[:num_tokens]) and len(chunks) == -(
-        -num_tokens // 8
-    )
+    assert [i for chunk in chunks for i in chunk.token_ids] == TOKENIZER.encode_text(text[:num_tokens])
+    assert len(chunks) == -(-num_tokens // 8)
     trajectory, _ = play(["m"] * len(chunks) + [ANSWER], text[:num_tokens])
     assert len(trajectory.contexts) == len(chunks) + 1 and trajectory.answer == "Paris"
-    assert "".join(context.chunk for context in trajectory.contexts) == text[:num_tokens]
-    assert trajectory.contexts[0].chunk == text[: min(num_tokens, 8)] and trajectory.contexts[-1].chunk == ""
+    assert [context.chunk for context in trajectory.contexts] == [*(chunk.text for chunk in chunks), ""]
+    assert "".join(chunk.text for chunk in chunks) == text[:num_tokens] and len(chunks[0].text) == min(num_tokens, 8)
 
 
 def test_a_document_longer_than_max_chunks_is_refused_with_the_numbers():

@@ -123,6 +123,7 @@ async def test_a_recall_shows_the_masked_chunk_and_the_memory_and_never_the_targ
         recall = played.recalls[0]
         asked.add((recall.step, recall.chunk, recall.target[0]))
         section, _, rest = prompt.partition("<section>")[2].partition("</section>")
+        assert section.strip() == recall.context.chunk.strip()
         assert "[TARGET]" in section and f"memory {recall.step}" in rest
         assert not any(form.casefold() in prompt.casefold() for form in recall.target)
         assert QUESTION not in prompt
@@ -156,7 +157,7 @@ async def test_the_same_attempt_is_asked_for_the_same():
 @given(st.lists(st.sampled_from(["a", "word", "[MASK]", "([MASK],", "x" * 80, "été", "漢字" * 9]), max_size=40))
 def test_a_document_is_cut_between_words_and_a_mask_stays_whole(parts):
     renderer, text = build_renderer(), " ".join(["Osvin", *parts])
-    chunks = [TOKENIZER.decode(chunk) for chunk in renderer.chunks(document(context=text))]
+    chunks = [TOKENIZER.decode(chunk.token_ids) for chunk in renderer.chunks(document(context=text))]
     assert "".join(chunks) == text
     assert sum(chunk.count("[MASK]") for chunk in chunks) == text.count("[MASK]")
     assert all(len(TOKENIZER.encode_text(chunk)) <= CHUNK_TOKENS for chunk in chunks)
@@ -165,7 +166,7 @@ def test_a_document_is_cut_between_words_and_a_mask_stays_whole(parts):
 def test_a_word_that_is_longer_than_a_chunk_is_cut_between_tokens():
     renderer = build_renderer(mask="_" * 4 * CHUNK_TOKENS)
     chunks = renderer.chunks(document(context="a " + "_" * 4 * CHUNK_TOKENS))
-    assert len(chunks) > 2 and all(len(chunk) <= CHUNK_TOKENS for chunk in chunks)
+    assert len(chunks) > 2 and all(len(chunk.token_ids) <= CHUNK_TOKENS for chunk in chunks)
 
 
 def test_a_mask_that_the_tokenizer_does_not_give_back_is_refused():
