@@ -138,6 +138,8 @@ class TurnReply(BaseModel):
     thought: str
     action: str
     """The sampled message as it was written."""
+    chunk: str = ""
+    """The part of a long text that it read, for agents that read."""
     searches: list[SearchReply]
     tools: list[ToolReply]
     memory_before: str

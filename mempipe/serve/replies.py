@@ -30,6 +30,7 @@ def _turn(context: Context, thought: str, history: int, limit: int | None) -> Tu
         index=context.index,
         thought=thought,
         action=context.action,
+        chunk=context.chunk,
         searches=[SearchReply(query=s.query, passages=list(map(passage_reply, s.passages))) for s in context.searches],
         tools=[ToolReply(tool=use.tool, arguments=use.arguments, texts=use.texts) for use in context.tool_uses],
         memory_before=context.memory_before,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
 from mempipe.actors.launch import NODE_IS_LATE, connected
+from tools.processes import command_line
 
 AGENT = "dashboard/agent.py"
 
@@ -49,6 +51,7 @@ def test_a_late_node_is_started_again_and_leaves_nothing(stopped_agent, capsys):
     with connected("", name="late"):
         assert ray.get(ray.remote(lambda: "at work").remote()) == "at work"
         assert len(stopped_agent) == 1
-        names = [process.name() for process in set(psutil.Process().children(recursive=True)) - before]
-        assert names.count("gcs_server") == names.count("raylet") == 1, "those of the first node are gone"
+        new = set(psutil.Process().children(recursive=True)) - before
+        programs = [Path(command_line(process).partition(" ")[0]).name for process in new]
+        assert programs.count("gcs_server") == programs.count("raylet") == 1, "those of the first node are gone"
     assert capsys.readouterr().out.count(NODE_IS_LATE) == 1

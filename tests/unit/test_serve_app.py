@@ -305,6 +305,7 @@ def reader(tokenizer, tmp_path_factory) -> Iterator[Service]:
 def test_a_reading_agent_reads_a_text_and_a_document_in_pieces(reader):
     expected = ask(reader, text=TWO_HOPS.context)
     assert expected["answer"].strip() == GOLD and len(expected["turns"]) == 5
+    assert "".join(turn["chunk"] for turn in expected["turns"]) == TWO_HOPS.context
     document, content = post(reader, "/v1/documents").json()["id"], TWO_HOPS.context.encode()
     for start in range(0, len(content), 100):
         url = f"{reader.url}/v1/documents/{document}/pieces?start={start}"

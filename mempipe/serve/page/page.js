@@ -162,18 +162,22 @@ function turnCard(turn) {
     text.append(make("span", `${name} `, "name"), ...content);
     card.append(text);
   };
+  const folded = (name, ...content) => {
+    const text = make("details");
+    text.append(make("summary", name), ...content);
+    card.append(text);
+  };
+  if (turn.chunk) folded("the part of the text that it read", make("p", turn.chunk));
   if (turn.thought) line("thought", turn.thought);
   for (const search of turn.searches) {
     line("search", search.query);
     if (!search.passages.length) continue;
-    const found = make("details");
-    found.append(make("summary", `${search.passages.length} passages`));
-    for (const passage of search.passages) {
+    const passages = search.passages.map((passage) => {
       const text = make("p");
       text.append(make("strong", passage.title), ` ${passage.text}`);
-      found.append(text);
-    }
-    card.append(found);
+      return text;
+    });
+    folded(`${passages.length} passages`, ...passages);
   }
   for (const use of turn.tools) line(use.tool, use.texts.join("\n"));
   const marks = [
@@ -181,11 +185,10 @@ function turnCard(turn) {
     ...turn.memory_dropped.map((text) => make("del", text)),
   ];
   if (marks.length) line("memory", ...marks.flatMap((mark) => [mark, " "]));
-  const whole = make("details");
-  whole.append(make("summary", "as it was written"), make("p", turn.action));
-  if (turn.memory_before) whole.append(make("p", `memory before: ${turn.memory_before}`));
-  if (turn.memory_after) whole.append(make("p", `memory after: ${turn.memory_after}`));
-  card.append(whole);
+  const whole = [turn.action];
+  if (turn.memory_before) whole.push(`memory before: ${turn.memory_before}`);
+  if (turn.memory_after) whole.push(`memory after: ${turn.memory_after}`);
+  folded("as it was written", ...whole.map((text) => make("p", text)));
   return card;
 }
 
