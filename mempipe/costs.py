@@ -34,6 +34,7 @@ class Workload:
     """An average trajectory, and the longest one that the budget allows."""
 
     contexts: float
+    """With those that no turn waits for (recall samples)."""
     context_tokens: float
     """Of one context."""
     sampled_tokens: float
@@ -63,7 +64,7 @@ class Workload:
                 most_sampled_tokens=most * action,
             )
         return cls(
-            contexts=turns,
+            contexts=turns + config.agent.side_contexts,
             context_tokens=tokens,
             sampled_tokens=sampled / 2,
             message_tokens=message,

@@ -55,3 +55,8 @@ class AgentConfig(Section):
     """
     compat: SerializeAsAny[CompatConfig] = CompatConfig()
     """Behave as published code does where it departs from its paper."""
+
+    @property
+    def side_contexts(self) -> int:
+        """Contexts of a trajectory that no turn waits for."""
+        return 0

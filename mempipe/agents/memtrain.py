@@ -40,6 +40,10 @@ class MemTrainConfig(MemAgentConfig):
     recall_last_step: bool = True
     """Let a recall ask for the memory after the last chunk too; the paper does not say whether it may."""
 
+    @property
+    def side_contexts(self) -> int:
+        return self.num_recalls
+
 
 class MemTrainBudget(MemAgentBudget):
     """The limits of one MemTrain context."""

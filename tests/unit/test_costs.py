@@ -49,6 +49,10 @@ def test_an_average_trajectory_takes_half_of_every_limit_and_whole_chunks():
     assert (searching.sampled_tokens, searching.most_sampled_tokens) == ((1024 + 1088) / 2, 5 * (1024 + 1088))
     reading = Workload.of(load_config(CONFIGS / "memagent_qwen2.5-7b.yaml"))
     assert (reading.contexts, reading.context_tokens) == (9, 5000 + (695 + 1024 + 1024) / 2)
+    memtrain = CONFIGS / "memtrain_qwen3-4b.yaml"
+    recalling, alone = (Workload.of(load_config(memtrain, [f"agent.num_recalls={number}"])) for number in (8, 0))
+    assert (recalling.contexts, alone.contexts) == (9 + 8, 9)
+    assert recalling.most_sampled_tokens == alone.most_sampled_tokens
     growing = Workload.of(load_config(CONFIGS / "react_qwen2.5-3b.yaml"))
     assert growing.contexts == 1
 
