@@ -124,8 +124,8 @@ def _add_run_commands(commands: Any) -> None:
         "kind",
         nargs="?",
         default="memsearcher",
-        help="a run of an agent (memsearcher, memagent, mem1, react, or a module of your own), evaluation, sweep, "
-        "index, service, or agent-service",
+        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, or a module of your own), chain, "
+        "evaluation, sweep, index, documents, service, or agent-service",
     )
 
     export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")

@@ -14,23 +14,32 @@ from pydantic.fields import FieldInfo
 
 from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
+from mempipe.evaluation.chain import ChainConfig
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.sweep import SweepConfig
 from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of
+from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.settings import ConfigError, Section
 
 WIDTH = 120
-KINDS = (*BUILT_IN, "evaluation", "sweep", "index", "service", "agent-service")
+KINDS = (*BUILT_IN, "chain", "evaluation", "sweep", "index", "documents", "service", "agent-service")
 _MEASURED = {
     "runs": [{"name": "trained", "config": "runs/quickstart"}],
     "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
 }
 EXAMPLES: dict[type[Section], dict[str, Any]] = {
+    ChainConfig: {
+        "stages": {
+            "memtrain": {"config": "jobs/configs/memtrain_qwen3-4b.yaml"},
+            "memagent": {"config": "jobs/configs/memagent_qwen2.5-7b.yaml"},
+        }
+    },
     EvaluationSuite: _MEASURED,
     SweepConfig: _MEASURED | {"budgets": [4, 8, 16]},
     IndexConfig: {"corpus": ["data/wiki-18.jsonl.gz"], "output": "data/wiki18_e5"},
+    MemtrainConfig: {"index": "data/wiki18_e5", "tokenizer": "Qwen/Qwen3-4B-Instruct-2507"},
     ServiceConfig: {"index": "data/wiki18_e5"},
     AgentServiceConfig: {"run": "runs/quickstart"},
 }
@@ -43,9 +52,11 @@ def config_lines(kind: str) -> list[str]:
         run = parse_config({"agent": {"name": kind}})
         return [f"# A training run of {kind}: `mempipe train FILE`", *_section_lines(RunConfig, run)]
     sections: dict[str, tuple[type[Section], str]] = {
+        "chain": (ChainConfig, "# A chain of training stages: `mempipe chain FILE`"),
         "evaluation": (EvaluationSuite, "# An evaluation: `mempipe evaluate FILE`"),
         "sweep": (SweepConfig, "# A sweep over memory budgets: `mempipe sweep FILE`"),
         "index": (IndexConfig, "# An index to be built: `mempipe index build FILE`"),
+        "documents": (MemtrainConfig, "# MemTrain's documents: `mempipe data memtrain FILE`"),
         "service": (ServiceConfig, "# A retrieval service on a Ray cluster: `serve deploy FILE`"),
         "agent-service": (AgentServiceConfig, "# An agent service on a Ray cluster: `serve deploy FILE`"),
     }
@@ -66,7 +77,12 @@ def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]
         if isinstance(value, Section):
             yield f"{name}:"
             yield from _indented(_section_lines(type(value), value))
-        elif isinstance(value, list) and inner is not None:
+        elif isinstance(value, dict) and inner is not None:
+            yield f"{name}:"
+            for key, item in value.items():
+                head = [*_comment(inspect.getdoc(inner) or ""), f"{key}:"]
+                yield from _indented([*head, *_indented(_section_lines(inner, item))])
+        elif isinstance(value, list) and value and inner is not None:
             yield f"{name}:"
             for item in value:
                 rows = _indented(_section_lines(type(item), item), by=4)
