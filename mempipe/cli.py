@@ -243,7 +243,9 @@ def _add_data_commands(commands: Any) -> None:
     cloze = _add(data, "cloze", _data_cloze, "questions from any text without labels, as files of three splits")
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
     cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
-    cloze.add_argument("settings", nargs="*", help="key=value, e.g. with_title=true (mempipe/masking/cloze.py)")
+    cloze.add_argument(
+        "settings", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"
+    )
     cloze.add_argument("--show", type=int, default=3, help="questions shown")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
     memtrain = _add(data, "memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index")
