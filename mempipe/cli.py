@@ -179,7 +179,7 @@ def _add_serving_commands(commands: Any) -> None:
     """Adds what answers questions over HTTP."""
     served = _add(commands, "serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
     served.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run's folder or YAML file, or a model")
-    served.add_argument("settings", nargs="*", default=[], help="key=value (mempipe/serve/config.py; docs/serving.md)")
+    served.add_argument("settings", nargs="*", default=[], help="key=value (`mempipe config agent-service` prints all)")
     served.add_argument("--index", default="", help="the index to search, in place of the run's own")
     served.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines, with API keys only"
@@ -249,7 +249,7 @@ def _add_data_commands(commands: Any) -> None:
     cloze.add_argument("--show", type=int, default=3, help="questions shown")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
     memtrain = _add(data, "memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index")
-    memtrain.add_argument("config", help="YAML file (mempipe/masking/documents.py)")
+    memtrain.add_argument("config", help="YAML file (`mempipe config documents` prints one)")
     memtrain.add_argument("overrides", nargs="*", help="key=value")
     memtrain.add_argument("--show", type=int, default=0, help="documents printed for a person to read")
     world = _add(data, "world", _data_world, "print a synthetic world: passages and questions")
