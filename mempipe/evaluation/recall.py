@@ -1,8 +1,9 @@
 """The recall probe: a reader model is asked for needed facts from the memory alone.
 
-A *probe* is the sentence of a read passage that states a needed fact, with the fact's value left out. The reader sees
-the last memory of an attempt and the sentence, and fills the gap. It is asked a second time without the memory: what it
-fills in then it knew, or guessed from the sentence, so only the difference says what the memory holds.
+A *probe* is the first sentence that holds the value of a needed fact, with the value left out: a sentence of the
+fact's passage where a search returned it, of any chunk for an agent that reads. The reader sees the last memory of an
+attempt and the sentence, and fills the gap. It is asked a second time without the memory: what it fills in then it
+knew, or guessed from the sentence, so only the difference says what the memory holds.
 
 Word matching (`kept_rate`) sees a value; the reader also sees whether the memory says whose value it is.
 """
@@ -58,21 +59,26 @@ class RecallCounts:
 
 
 def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list[Probe]]:
-    """Returns the last memory of the attempt, and a probe for every needed fact whose passage was read before it was
-    written; none where no memory was written.
+    """Returns the last memory of the attempt, and a probe for every needed fact that was read before it was written;
+    none where no memory was written.
     """
     wrote = [index for index in range(len(trajectory.contexts)) if is_memory_turn(trajectory, index)]
     if not wrote:
         return "", []
     until = trajectory.contexts[: wrote[-1] + 1]
-    read = {passage.id: passage for context in until for search in context.searches for passage in search.passages}
+    passages = {passage.id: passage for context in until for search in context.searches for passage in search.passages}
+    chunks = [("", context.chunk) for context in until if context.chunk]
     probes = []
     for fact in question.evidence:
-        if (passage := read.get(fact.passage_id)) and fact.value.strip():
-            value = re.compile(rf"(?<!\w){re.escape(fact.value.strip())}(?!\w)", re.IGNORECASE)
-            sentence = next((text for text in _SENTENCE.findall(passage.text) if value.search(text)), "")
-            if sentence:
-                probes.append(Probe(statement=value.sub(GAP, f"{passage.title}: {sentence.strip()}"), value=fact.value))
+        if not fact.value.strip():
+            continue
+        value = re.compile(rf"(?<!\w){re.escape(fact.value.strip())}(?!\w)", re.IGNORECASE)
+        passage = passages.get(fact.passage_id)
+        texts = [(f"{passage.title}: ", passage.text)] if passage else chunks
+        sentences = ((title, sentence) for title, text in texts for sentence in _SENTENCE.findall(text))
+        stated = next((title + sentence.strip() for title, sentence in sentences if value.search(sentence)), "")
+        if stated:
+            probes.append(Probe(statement=value.sub(GAP, stated), value=fact.value))
     return until[-1].memory_after, probes
 
 

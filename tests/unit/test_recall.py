@@ -31,7 +31,7 @@ PASSAGES = {
 }
 
 
-def turn(index: int, *found: str, before: str = "", after: str = "") -> Context:
+def turn(index: int, *found: str, before: str = "", after: str = "", chunk: str = "") -> Context:
     passages = [PASSAGES[name] for name in found]
     return Context(
         index=index,
@@ -45,6 +45,7 @@ def turn(index: int, *found: str, before: str = "", after: str = "") -> Context:
         searches=[Search(query="?", num_passages=1, passages=passages, snapshot="s")] if found else [],
         memory_before=before,
         memory_after=after,
+        chunk=chunk,
     )
 
 
@@ -85,6 +86,22 @@ def test_a_probe_is_the_sentence_of_a_read_passage_without_its_value():
         Probe(statement=f"Film: Film was directed by {GAP} in 1990.", value="Ann Lee"),
         Probe(statement=f"Ann Lee: Ann Lee was born in {GAP}.", value="Oslo"),
     ]
+
+
+def test_a_probe_of_an_agent_that_reads_is_the_first_sentence_of_a_chunk_with_the_value():
+    read = attempt(
+        turn(0, chunk="A poem. Film is by ann lee, it says.", after="Ann Lee"),
+        turn(1, before="Ann Lee", chunk="Ann Lee is tall. She is of Oslo. Oslo is cold.", after="Ann Lee: Oslo"),
+        turn(2, before="Ann Lee: Oslo"),
+    )
+    assert recall_probes(read, QUESTION) == (
+        "Ann Lee: Oslo",
+        [
+            Probe(statement=f"Film is by {GAP}, it says.", value="Ann Lee"),
+            Probe(statement=f"She is of {GAP}.", value="Oslo"),
+        ],
+    )
+    assert recall_probes(attempt(turn(0, chunk="A poem.", after="a poem")), QUESTION) == ("a poem", [])
 
 
 @pytest.mark.parametrize(
