@@ -151,7 +151,7 @@ def test_ray_appears_only_in_the_files_that_are_for_it(path):
 
 
 LAYERS = [
-    {"types", "settings", "faults", "text", "files", "user_code", "http_client", "environment"},
+    {"types", "settings", "faults", "text", "files", "user_code", "http_client", "environment", "beacons"},
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},

@@ -1,0 +1,54 @@
+"""Named places in the work of every role, at which a test of faults can strike exactly and without waiting for a guess.
+
+Nothing happens at a beacon unless the environment variable MEMPIPE_BEACONS names a folder. Then every process that
+passes one appends a line to `beacons.jsonl` there, and waits for as long as a file `hold-NAME` lies there, so that the
+test can end this process or another one at a moment that it knows. A hold file with a JSON object in it holds only a
+process whose details have those values: `hold-collect` with `{"step": 3}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "MEMPIPE_BEACONS"
+RECORD = "beacons.jsonl"
+LOOK_EVERY_S = 0.01
+
+
+def reached(name: str, **details: Any) -> None:
+    """Takes note that this process has reached the place `name`, and waits there while a test holds it.
+
+    `details` are what JSON can hold: the step, the update, the label of an evaluation.
+    """
+    if folder := _folder():
+        _stop_by(folder, name, details)
+
+
+@cache
+def _folder() -> Path | None:
+    """Returns the folder of the test that watches; None outside of such tests."""
+    return Path(found) if (found := os.environ.get(VARIABLE)) else None
+
+
+def _stop_by(folder: Path, name: str, details: dict[str, Any]) -> None:
+    line = json.dumps({"pid": os.getpid(), "name": name, "details": details, "time": time.time()}) + "\n"
+    descriptor = os.open(folder / RECORD, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, line.encode())  # one call: lines of several processes do not mix
+    finally:
+        os.close(descriptor)
+    while _holds(folder / f"hold-{name}", details):
+        time.sleep(LOOK_EVERY_S)
+
+
+def _holds(file: Path, details: dict[str, Any]) -> bool:
+    try:
+        wanted = json.loads(file.read_text() or "{}")
+    except FileNotFoundError:
+        return False
+    return all(details.get(name) == value for name, value in wanted.items())
