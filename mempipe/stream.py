@@ -29,6 +29,7 @@ from ray.exceptions import RayTaskError
 from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
 from mempipe.actors.handles import Handle
 from mempipe.actors.reference import ReferencePool, ReferenceStage
+from mempipe.beacons import reached
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rl.config import AlgorithmConfig
@@ -101,6 +102,7 @@ class GroupStage:
         async with self._places:
             if self._admission is not None:
                 await self._admission.ticket.remote(group_id, position)
+            reached("driver.play", group=group_id)
             return await self._driver.play(group_id, from_row(Question, question))
 
 

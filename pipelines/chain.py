@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mempipe.beacons import reached
 from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table
 from mempipe.progress import say
 from pipelines import evaluate, train
@@ -27,6 +28,7 @@ def main(chain: ChainConfig) -> list[Path]:
     with parent_run(chain.tracking, folder=chain.folder, name=chain.name, settings=chain) as (tracker, tracking):
         runs = chain_runs(chain, tracking)
         for number, run in enumerate(runs, start=1):
+            reached("chain", stage=run.name)
             say(f"{chain.name}: training {number} of {len(runs)}, {run.name}")
             train.main(run, resume="auto")
         paths = evaluate.main(chain_table(chain, runs, tracking))

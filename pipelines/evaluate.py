@@ -24,6 +24,7 @@ from rich.table import Table
 
 from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
 from mempipe.agents.protocol import Tokenizer
+from mempipe.beacons import reached
 from mempipe.config import RunConfig
 from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
@@ -175,6 +176,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
             rows = asyncio.run(_judge(suite, rows))
         if suite.recall is not None and not planned.config.agent_spec.grows:
             rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
+        reached("evaluation.part", title=title)
         job.results.append(waiting, rows)
         waiting.clear()
 
@@ -183,6 +185,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         asked, em, failed = 0, 0.0, 0
         try:
             for group in groups:
+                reached("evaluation.group", title=title, groups=asked)
                 waiting.append(group)
                 asked += 1
                 em += sum(trajectory.em for trajectory in group.trajectories) / suite.num_samples

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from mempipe.actors.launch import LOST, Roles
 from mempipe.actors.tracker import TrackerFront
+from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import say
@@ -82,6 +83,7 @@ class Checkpoints:
             return
         self._tracker.flush()  # a step that a resumed run will not repeat must be on record
         started = time.perf_counter()
+        reached("checkpoint", step=self.position.step)
         self._learners.start_save(self._folder, self.position, keep=self._config.checkpoint.keep)
         self._saved = self.position.step
         self._tracker.log_metrics({"seconds/checkpoint": time.perf_counter() - started}, step=self.position.step)

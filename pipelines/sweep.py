@@ -19,6 +19,7 @@ import yaml
 from mempipe.actors.launch import connected
 from mempipe.actors.reservation import cluster_gpus
 from mempipe.actors.trials import TrialCommands, run_trials
+from mempipe.beacons import reached
 from mempipe.evaluation.budgets import BudgetStudy
 from mempipe.evaluation.suite import resolve_run
 from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
@@ -71,6 +72,7 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
     model = next((trial.training.model for trial in planned if trial.training is not None), None)
     failed: dict[str, str] = {}
     with connected(sweep.ray_address, name=sweep.name, model=model):
+        reached("sweep")
         at_once = sweep.trials_at_once or trials_at_once(planned, cluster_gpus())
         num_over = 0
         for part in in_order(missing):

@@ -24,6 +24,7 @@ from statistics import fmean
 
 from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
 from mempipe.actors.tracker import TrackerFront
+from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions
@@ -68,6 +69,7 @@ def _run(run: Run, config: RunConfig) -> Run:
         run.update(finished=False)
     if not run.state["finished"]:
         with run.phase("prepare"):
+            reached("prepare")
             say("reading the inputs" if config.world is None else "making the world, its index and its model")
             config = prepare(run)
             check_inputs(config)
@@ -75,6 +77,7 @@ def _run(run: Run, config: RunConfig) -> Run:
                 read_state(newest)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
         with connected(config.ray_address, name=config.name, model=config.model) as namespace:
+            reached("connected")
             tracker = TrackerFront(config)
             try:
                 if config.warm_start is not None:
@@ -84,6 +87,7 @@ def _run(run: Run, config: RunConfig) -> Run:
                         config = warm_start(run, config)
                 with_restarts(run, partial(_train, run, config, namespace, tracker))
                 with run.phase("report"):
+                    reached("report")
                     for path in write_report(run.folder):
                         tracker.log_artifact(path)
                 run.update(finished=True)
@@ -121,12 +125,14 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         position = roles.learners.restore(run.folder / "checkpoints") or Position()
         run.update(num_steps=position.step)
         roles.sync(position.step)
+        reached("restored", step=position.step)
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, validation, position, tracker)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
         Exports(run, roles.learners, source=config.model.path).validated(after, step=run.state["num_steps"])
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
         with run.phase("export"):
+            reached("export")
             roles.learners.export(run.folder / "huggingface", source=config.model.path)
 
 
@@ -144,6 +150,7 @@ def evaluate(
     with run.phase(f"evaluate_{label}"), Progress(f"evaluate {label}", total=len(questions)) as progress:
         for group in stream_groups(spec, [(f"{label}/{question.id}", question) for question in questions]):
             groups.append(group)
+            reached("evaluate", label=label, groups=len(groups))
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
     write_trajectories(path, groups)
     metrics = rollout_metrics(groups, growing=roles.config.agent_spec.grows)
@@ -188,6 +195,7 @@ def learn(
     ):
         for step in range(position.step, config.num_steps):
             started = time.perf_counter()
+            reached("collect", step=step)
             batch = collector.next_step(policy_version=step)
             if batch is None:
                 progress.note(
@@ -196,6 +204,7 @@ def learn(
                 break
             checkpoints.begin(batch)
             metrics = train_step(roles, batch, step=step)
+            reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
             tracker.log_metrics(metrics, step=step + 1)
@@ -251,6 +260,7 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
         described = beside.submit(  # the ranks are at work meanwhile
             rollout_metrics, batch.groups, policy_version=step, growing=config.agent_spec.grows
         )
+        reached("learn", step=step)
         reports = roles.learn(updates)
     with Timer() as syncing:
         synced = roles.sync(step + 1)

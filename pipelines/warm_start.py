@@ -15,6 +15,7 @@ from typing import Literal
 
 from mempipe.actors.launch import launch_learners, learner_settings
 from mempipe.actors.learner_group import LearnerGroup
+from mempipe.beacons import reached
 from mempipe.config import RunConfig, WarmStartConfig
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
@@ -49,6 +50,7 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
         say("starting the learner")
         with launch_learners(config, settings) as learners:
             _train(run, learners, config, updates, held_out=_samples_of(shown.held_out))
+            reached("warm_start.export")
             learners.export(folder, source=config.model.path)
         shutil.rmtree(_checkpoints(run), ignore_errors=True)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
@@ -72,6 +74,7 @@ def _train(
     with Progress("warm start", total=len(updates), done=len(losses)) as progress:
         while len(losses) < len(updates):
             done, started = len(losses), time.monotonic()
+            reached("warm_start", updates=done)
             stop = min(done + at_once, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
             reports = learners.step(
                 [_packed(batch, config, num_ranks=len(learners.ranks)) for batch in updates[done:stop]]

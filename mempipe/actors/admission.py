@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
+from mempipe.beacons import reached
+
 
 class Admission:
     """Hands out one ticket per group. Keys are idempotent: a group whose driver was restarted gets its first ticket
@@ -44,6 +46,7 @@ class Admission:
         """Returns the groups that the step ending the current version trains, oldest first; None when the step has to
         wait until more groups finish.
         """
+        reached("admission.choose", version=self._version, finished=len(finished))
         if len(finished) < self._groups_per_step:
             return None
         step = sorted(finished, key=self._outstanding.__getitem__)[: self._groups_per_step]
@@ -56,6 +59,7 @@ class Admission:
 
     async def consume(self, keys: Iterable[str], *, policy_version: int) -> None:
         """Takes note that the groups were trained on or dropped; from now on groups start at `policy_version`."""
+        reached("admission.consume", version=policy_version)
         for key in keys:
             started_at = self._outstanding.pop(key, None)
             assert started_at is not None, f"group {key} was consumed without a ticket"

@@ -11,6 +11,7 @@ import ray
 
 from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
+from mempipe.beacons import reached
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
@@ -110,6 +111,7 @@ class GeneratorActor:
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:
         """Takes version `policy_version` between two completions."""
         await self._awake()
+        reached("engine.load_weights", version=policy_version)
         await self._engine.load_weights(weights, policy_version=policy_version)
 
     async def _answer(self, work: Work, token_ids: Sequence[int], *arguments: Any) -> Completion | list[float]:
@@ -119,6 +121,7 @@ class GeneratorActor:
         self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
     ) -> Completion:
         await self._awake()
+        reached("engine.generate", version=self._engine.policy_version)
         return await self._engine.generate(
             token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
         )

@@ -42,6 +42,7 @@ from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.actors.weight_store import WeightStore
+from mempipe.beacons import reached
 from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
@@ -150,6 +151,7 @@ class Roles(RolloutActors):
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
         hold them, CanaryFailed when one computes otherwise.
         """
+        reached("sync", version=policy_version)
         started = time.perf_counter()
         if self.plan.transfer != "mempipe_shm":
             self.learners.send_weights(policy_version, list(self.generators.values()))
@@ -191,6 +193,7 @@ class Roles(RolloutActors):
         return self._num_served_bytes
 
     def _check(self, policy_version: int) -> dict[str, float]:
+        reached("sync.check", version=policy_version)
         started = time.perf_counter()
         pending = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
         loads = {name: actor.take_load.remote() for name, actor in self.generators.items()}
@@ -406,6 +409,7 @@ class _Started:
     def roles(self) -> Roles:
         """Everything that training needs, ready."""
         rollout_actors = self.rollout_actors()
+        reached("launch")
         if self.plan.kind == "colocated":  # an engine measures what is free on its GPU while it starts
             self.wait()
         learners = _learner_group(self.config, self.reservation)

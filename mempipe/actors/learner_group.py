@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe import environment
 from mempipe.actors.handles import Handle
+from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
@@ -55,6 +56,7 @@ class LearnerActor:
         self._learner.begin_step(updates)
 
     def update(self, index: int) -> dict[str, float]:
+        reached("rank.update", rank=self._learner.rank, update=index)
         return self._learner.update(index)
 
     def release_memory(self) -> None:
@@ -93,6 +95,7 @@ class LearnerActor:
         )
 
     def send_weights(self, policy_version: int) -> None:
+        reached("rank.send", rank=self._learner.rank, version=policy_version)
         self._sender.send(policy_version)
 
     def num_served_bytes(self) -> int:
@@ -114,6 +117,7 @@ class LearnerActor:
         return self._learner.load(path)
 
     def export(self, folder: Path, source: str) -> None:
+        reached("rank.export", rank=self._learner.rank)
         state_dict = self._learner.full_state_dict()
         if state_dict:
             from mempipe.engines.export import export_hf
@@ -228,6 +232,7 @@ class LearnerGroup:
         self._all("export", lambda rank, _: rank.export.remote(folder.absolute(), source))
 
     def _update(self, index: int, num_updates: int) -> dict[str, float]:
+        reached("learn.update", update=index)
         return self._all(f"optimiser update {index + 1} of {num_updates}", lambda rank, _: rank.update.remote(index))[0]
 
     def _all(self, phase: str, submit: Callable[[Handle, int], Any]) -> list[Any]:

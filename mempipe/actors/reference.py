@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from mempipe.beacons import reached
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import records_to_table, table_to_groups
 from mempipe.rl.advantages import has_signal
@@ -46,6 +47,7 @@ class ReferenceStage:
         """The group with the reference's log-probs; one that is going to be dropped stays as it is."""
         if self._skips_without_signal and not has_signal(group):
             return group
+        reached("reference.score", group=group.id)
         started = time.perf_counter()
         rows = iter(self._model.logprobs([s for trajectory in group.trajectories for s in to_samples(trajectory)]))
         trajectories = [_with_logprobs(trajectory, rows) for trajectory in group.trajectories]

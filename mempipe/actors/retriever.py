@@ -10,6 +10,7 @@ import ray
 
 from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
+from mempipe.beacons import reached
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.manifest import read_manifest, vector_files
 from mempipe.types import SearchResult
@@ -81,4 +82,5 @@ class RetrieverActor:
         return self._desk.num_under_way
 
     async def _search(self, query: str, num_passages: int, partition: str) -> SearchResult:
+        reached("retriever.search")
         return await self._retriever.search(query, num_passages=num_passages, partition=partition)

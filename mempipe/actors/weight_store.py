@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ray
 
+from mempipe.beacons import reached
+
 
 class WeightStore:
     """Holds a reference to the newest weights, so that an engine that starts late or again catches up on its own."""
@@ -13,6 +15,7 @@ class WeightStore:
 
     def put(self, weights: list[ray.ObjectRef], policy_version: int) -> None:
         """`weights` is a list of one reference, which keeps Ray from fetching what it points to."""
+        reached("store.put", version=policy_version)
         self._newest = (weights, policy_version)
 
     def newest(self) -> tuple[list[ray.ObjectRef], int] | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from mempipe.beacons import reached
 from mempipe.engines.checkpoint import MANIFEST, STATE, CheckpointError, TrainingState, checkpoints, read_state, reason
 from mempipe.files import finish_folder, partial_folder, sha256, start_folder
 
@@ -91,6 +92,7 @@ def save_checkpoint(
                 no_dist=not dist.is_initialized(),
                 process_group=group,
             )
+        reached("checkpoint.partial", rank=_rank(), step=step)
         hashes = _gather(_on_every_rank(lambda: _hashes_of_rank(partial), group), group)
         _on_rank_zero(lambda: _finish(partial, target, text, hashes, keep), group)
     except (OSError, CheckpointException) as error:
@@ -131,7 +133,9 @@ def _finish(partial: Path, target: Path, state: str, hashes: Sequence[Mapping[st
     files = {name: entry for part in hashes for name, entry in part.items()}
     files |= {file.name: _entry(file) for file in partial.iterdir() if file.name not in files}
     (partial / MANIFEST).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
+    reached("checkpoint.whole", folder=target.name)
     finish_folder(partial, target)
+    reached("checkpoint.finished", folder=target.name)
     for old in checkpoints(target.parent)[:-keep]:
         shutil.rmtree(old)
 

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from mempipe.beacons import reached
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
 from mempipe.files import sync, whole_file, whole_folder, write_text
 from mempipe.retrieval.bm25 import LexicalIndex
@@ -163,6 +164,7 @@ class IndexBuild:
             pa.ipc.new_file(str(partial), PASSAGE_COLUMNS) as writer,
         ):
             writer.write_batch(batch)
+        reached("index.read", segment=number)
         write_text(self._segment_record(number), json.dumps(asdict(segment)))
         return segment
 
@@ -185,7 +187,9 @@ class IndexBuild:
             lexical = self._build_lexical(segments, note) if self._config.lexical else None
             note("checksums")
             write_manifest(self.folder, self._manifest(segments, vectors, lexical))
+        reached("index.assembled")
         shutil.rmtree(self._unfinished)
+        reached("index.move")
         for partial in self.folder.rglob(".*.partial"):  # of processes that were killed
             partial.unlink()
         self.folder.replace(self._output)
@@ -387,6 +391,7 @@ def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
     Any number of processes may do so at the same time, each for segments of its own.
     """
     passages = [Passage(**row) for batch in read_batches(segment_file(folder, number)) for row in batch.to_pylist()]
+    reached("index.encode", segment=number)
     vectors = encoder.encode_passages(passages)
     assert vectors.shape == (len(passages), encoder.dimension), (
         f"{encoder.name} encoder made vectors of shape {vectors.shape}"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
+from mempipe.beacons import reached
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.mlflow_writer import (
     MlflowRun,
@@ -67,6 +68,7 @@ class Tracker:
         number.
         """
         assert not self._finished, "log_metrics after finish"
+        reached("tracker.metrics", step=int(step))
         step, now = int(step), time.time()
         values = {name: _as_float(name, value) for name, value in metrics.items() if value is not None}
         self._file.append(values, step=step, time_s=now)
@@ -99,6 +101,7 @@ class Tracker:
         """Waits at most `timeout_s` until every metric is in MLflow; returns False when some are not. `metrics.jsonl`
         has them at once.
         """
+        reached("tracker.flush")
         return self._writer.flush(timeout_s) if self._writer else True
 
     def finish(
@@ -108,6 +111,7 @@ class Tracker:
         latest.
         """
         assert not self._finished, "finish was called twice"
+        reached("tracker.finish")
         self._finished = True
         self._file.close()
         if not self._writer:
