@@ -6,10 +6,11 @@ import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mempipe.settings import ConfigError
@@ -20,18 +21,22 @@ LOCK_FILE = ".lock"
 @contextmanager
 def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`,
-    replacing an old one.
+    replacing an old one. Any number of threads, processes and machines may do so at the same time: the last one wins.
 
     With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new
-    one. The folder is made when it is missing.
+    one. The folder is made when it is missing. An OSError of a full disk names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
         if durable:
             sync(partial)
         partial.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)  # the system does not say which file it could not write to
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -52,14 +57,17 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield partial
         finish_folder(partial, path)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard_folder(path)
 
 
 def start_folder(path: Path) -> Path:
     """Makes the empty folder beside `path` that `finish_folder` renames; for writers that are several processes."""
+    recover_folder(path)
+    # In this order: `recover_folder` takes a new folder beside a replaced one for whole.
+    for left in (_replaced_folder(path), partial_folder(path)):  # by a process that was killed
+        if left.exists():
+            shutil.rmtree(left)
     partial = partial_folder(path)
-    if partial.exists():  # left by a process that was killed while it wrote
-        shutil.rmtree(partial)
     partial.mkdir(parents=True)
     return partial
 
@@ -70,17 +78,65 @@ def partial_folder(path: Path) -> Path:
 
 
 def finish_folder(partial: Path, path: Path) -> None:
-    """Makes the filled folder known as `path` after its files reached the disk. A folder of that name is removed."""
+    """Makes the filled folder known as `path` after its files reached the disk. A folder of that name is removed.
+
+    A kill leaves the old folder or the new one, if need be after `recover_folder`.
+    """
     for file in partial.rglob("*"):
         sync(file)
     sync(partial)
-    replaced = path.with_name(f".{path.name}.replaced")
+    replaced = _replaced_folder(path)
     if path.exists():
         path.rename(replaced)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except FileNotFoundError:
+        if not path.exists():  # a reader that recovered the folder in between did the same
+            raise
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
     sync(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def discard_folder(path: Path) -> None:
+    """Removes what `start_folder` made for `path`, unless it is all there is: then `recover_folder` goes on with it."""
+    if path.exists() or not _replaced_folder(path).exists():
+        shutil.rmtree(partial_folder(path), ignore_errors=True)
+
+
+def recover_folder(path: Path) -> None:
+    """Gives `path` its name when a writer was killed between the two renames of `finish_folder`.
+
+    At that moment, and at no other, the old folder and the new one lie beside a name that nothing has; the new one is
+    whole then. Whoever opens a folder that `whole_folder` or `finish_folder` replaces calls this first.
+    """
+    if not path.exists() and _replaced_folder(path).exists():
+        with suppress(FileNotFoundError):  # the writer lives and was faster, or the name was removed on purpose
+            partial_folder(path).rename(path)
+
+
+def recover_folders(parent: Path) -> None:
+    """Does what `recover_folder` does for every folder in `parent`."""
+    for replaced in parent.glob(".*.replaced"):
+        recover_folder(parent / replaced.name.removeprefix(".").removesuffix(".replaced"))
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder in such a way that a kill leaves all of it or nothing under its name.
+
+    Removes with it what a killed process left of another one beside it.
+    """
+    path.rename(path.with_name(f".{path.name}.removed"))
+    for left in path.parent.glob(".*.removed"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _replaced_folder(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig
-from mempipe.files import whole_folder
+from mempipe.files import recover_folder, whole_folder
 from mempipe.loader import load_config
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
@@ -61,6 +61,7 @@ def export_best(run: Path, target: Path) -> Path:
     """
     _check_folders(run, target)
     best = run / "best"
+    recover_folder(best)
     if not best.is_dir():
         raise ConfigError(f"--best: {run} holds no best model; a run keeps one when checkpoint.best_on names a metric")
     with whole_folder(target) as partial:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mempipe.files import sha256
+from mempipe.files import recover_folders, sha256
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -69,6 +69,7 @@ def latest(folder: str | Path) -> Path | None:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints under `folder`, oldest first."""
+    recover_folders(Path(folder))
     found = [(int(match[1]), path) for path in Path(folder).glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 

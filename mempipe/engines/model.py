@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
+from mempipe.files import recover_folder
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
 
@@ -126,6 +127,7 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     """
     disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    recover_folder(Path(config.path))
     if not (Path(config.path) / "config.json").is_file() and (not config.path or Path(config.path).is_absolute()):
         raise ConfigError(
             f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name"

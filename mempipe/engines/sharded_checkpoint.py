@@ -8,7 +8,6 @@ them. With several ranks all of them call together, on a file system that all of
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import MANIFEST, STATE, CheckpointError, TrainingState, checkpoints, read_state, reason
-from mempipe.files import finish_folder, partial_folder, sha256, start_folder
+from mempipe.files import discard_folder, finish_folder, partial_folder, remove_folder, sha256, start_folder
 
 T = TypeVar("T")
 
@@ -97,7 +96,7 @@ def save_checkpoint(
         _on_rank_zero(lambda: _finish(partial, target, text, hashes, keep), group)
     except (OSError, CheckpointException) as error:
         if _rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard_folder(target)
         raise CheckpointError(f"cannot write checkpoint {target}: {_reason(error)}") from error
     return target
 
@@ -137,7 +136,7 @@ def _finish(partial: Path, target: Path, state: str, hashes: Sequence[Mapping[st
     finish_folder(partial, target)
     reached("checkpoint.finished", folder=target.name)
     for old in checkpoints(target.parent)[:-keep]:
-        shutil.rmtree(old)
+        remove_folder(old)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError
-from mempipe.files import is_local_path
+from mempipe.files import is_local_path, recover_folder
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 
@@ -31,6 +31,7 @@ def load_tokenizer(path: str) -> HFTokenizer:
 
     Raises ConfigError when there is none, when it is not a fast one, or when it lacks a chat template or a stop token.
     """
+    recover_folder(Path(path))
     if not path or (is_local_path(path) and not Path(path).is_dir()):
         raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
     try:
