@@ -1,9 +1,9 @@
 """Prompts and observations as token ids, made from a prompt set and the model's own chat template.
 
-The chat template is rendered once, with marks in place of the messages. The template's text and the prompt set's own
-words are trusted and encoded once, special tokens included. What goes into the slots is neutralised and encoded as
-plain text, piece by piece. So special tokens come from the template only, and every part of a context has a length of
-its own. Each agent's file has a renderer of its own.
+The template's text (`mempipe.agents.chat_frame`) and the prompt set's own words are trusted and encoded once, special
+tokens included. What goes into the slots is neutralised and encoded as plain text, piece by piece. So special tokens
+and the template's role marks come from the template only, and every part of a context has a length of its own. Each
+agent's file has a renderer of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from mempipe.agents.budget import Budget, SearchBudget
+from mempipe.agents.chat_frame import chat_frame, closing_id, role_marks
 from mempipe.agents.prompt_set import split_slots
-from mempipe.agents.protocol import ChatTemplateError, Tokenizer, UnfitQuestion
+from mempipe.agents.protocol import Tokenizer, UnfitQuestion
 from mempipe.agents.tools import SearchTool
 from mempipe.settings import ConfigError
 from mempipe.text import Neutralizer
 from mempipe.types import Passage, Question
 
-# Private-use characters that stand for whole messages while the chat template is rendered.
-SYSTEM, USER, ACTION, OBSERVATION = "\ue000", "\ue001", "\ue002", "\ue003"
+_LONGEST_MARK = 256  # characters of a tag or a role mark, at most
 
 B = TypeVar("B", bound=Budget)
 S = TypeVar("S", bound=SearchBudget)
@@ -55,13 +55,14 @@ class Renderer(Generic[B]):
         self.tokenizer = tokenizer
         self.budget = budget
         self._question_mark = question_mark
-        self._neutralize = Neutralizer(tokenizer.special_tokens, tags=self.TAGS)
-        self._chat = _chat_frame(tokenizer, system=system)
-        self._role_marks = _role_marks(tokenizer, self._chat.skeleton, self.TAGS)
-        self.closing_id = _closing_id(tokenizer, self._chat.after_action)
+        self._chat = chat_frame(tokenizer, system=system)
+        self.closing_id = closing_id(tokenizer, self._chat.after_action)
+        marks = role_marks(tokenizer, tags=self.TAGS)
+        self._role_marks, self._role_texts = marks.token_ids, marks.texts
+        self._neutralize = Neutralizer([*tokenizer.special_tokens, *marks.texts], tags=self.TAGS)
 
     def encode(self, text: str) -> list[int]:
-        """Encodes untrusted text: no special token and no protocol tag is among the ids."""
+        """Encodes untrusted text: no special token is among the ids, and no protocol tag or role mark in their text."""
         token_ids = self.tokenizer.encode_text(self._neutralize(text))
         # A tokenizer that normalises may write a tag of its own accord, from full-width letters for example.
         written = self.tokenizer.decode(token_ids)
@@ -103,8 +104,11 @@ class Renderer(Generic[B]):
         self.question(question)
 
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
-        """Tells whether sampled ids hold a token with which the chat template tells roles apart."""
-        return not self._role_marks.isdisjoint(token_ids)
+        """Tells whether sampled ids hold a token, or spell a text, with which the chat template tells roles apart."""
+        if not self._role_marks.isdisjoint(token_ids):
+            return True
+        written = self.tokenizer.decode(token_ids) if self._role_texts else ""
+        return any(mark in written for mark in self._role_texts)
 
     def _checked_empty_memory(self, text: str) -> list[int]:
         token_ids, limit = self.encode(text), self.budget.memory_limit
@@ -144,22 +148,31 @@ class SearchRenderer(Renderer[S]):
         for key, text in {"passage": passage, "passage_separator": separator}.items():
             if self._neutralize(text) != text:
                 raise ConfigError(
-                    f"prompts.{key} is {text!r}: passages are plain text, no special token or protocol tag may "
-                    "stand in it"
+                    f"prompts.{key} is {text!r}: passages are plain text, no special token, protocol tag or role mark "
+                    "of the chat template may stand in it"
                 )
         self._passage, self._separator = split_slots(passage), separator
 
     def _passage_pieces(self, passages: Sequence[Passage]) -> list[list[int]]:
-        pieces = []
+        texts = []
         for index, passage in enumerate(passages, start=1):
             values = {"title": passage.title, "text": passage.text, "index": str(index)}
-            text = "".join(values[piece] if place % 2 else piece for place, piece in enumerate(self._passage))
-            pieces.append(self.encode(text if index == 1 else self._separator + text))
-        return pieces
+            texts.append("".join(values[piece] if place % 2 else piece for place, piece in enumerate(self._passage)))
+        return self._text_pieces(texts)
 
     def _text_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes the texts that a tool returned, as passages are shown."""
-        return [self.encode(text if not index else self._separator + text) for index, text in enumerate(texts)]
+        """Encodes texts, a tool's or those of passages, that are shown one after the other."""
+        pieces: list[list[int]] = []
+        shown = ""
+        for text in texts:
+            text = self._separator + text if pieces else text
+            # Two texts may write a tag or a role mark together, where nothing stands between them.
+            joined = shown + self._neutralize(text)
+            if self._neutralize(joined) != joined:
+                text = "\n" + text
+            shown = (shown + self._neutralize(text))[-_LONGEST_MARK:]
+            pieces.append(self.encode(text))
+        return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,73 +231,3 @@ def opened_thought(opening: str) -> str:
 def unless_open(prefill: str, opening: str) -> str:
     """Returns the prefill, or nothing when the chat template itself ends with it."""
     return "" if opening.rstrip().endswith(prefill.strip()) else prefill
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChatFrame:
-    """The template text around the messages of a context: system, user, action, observation, memory."""
-
-    before_user: str  # with the system text in it
-    after_user: str
-    after_action: str
-    after_observation: str
-    skeleton: str  # all of it, with marks in place of the messages
-
-
-def _chat_frame(tokenizer: Tokenizer, *, system: str) -> _ChatFrame:
-    start = [{"role": "system", "content": SYSTEM}] if system else []
-    user = {"role": "user", "content": USER}
-    try:
-        accepted = SYSTEM in tokenizer.render_chat([*start, user], add_generation_prompt=True)
-    except ChatTemplateError:
-        accepted = False
-    if not accepted:  # no system role: its text goes before the user's
-        start = []
-    turn = [*start, user, {"role": "assistant", "content": ACTION}, {"role": "user", "content": OBSERVATION}]
-    try:
-        prompt = tokenizer.render_chat([*start, user], add_generation_prompt=True)
-        skeleton = tokenizer.render_chat(turn, add_generation_prompt=True)
-    except ChatTemplateError as error:
-        raise ConfigError(f"the chat template refuses a conversation of user, assistant and user: {error}") from error
-    before_user, after_user = _split_at(USER, prompt)
-    after_action, after_observation = _split_at(OBSERVATION, _split_at(ACTION, skeleton)[1])
-    return _ChatFrame(
-        before_user=before_user.replace(SYSTEM, system)
-        if accepted
-        else f"{before_user}{system}\n\n"
-        if system
-        else before_user,
-        after_user=after_user,
-        after_action=after_action.lstrip(),
-        after_observation=after_observation,
-        skeleton=skeleton,
-    )
-
-
-def _split_at(mark: str, text: str) -> tuple[str, str]:
-    if text.count(mark) != 1:
-        raise ConfigError(
-            f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the "
-            "rendering"
-        )
-    before, _, after = text.partition(mark)
-    return before, after
-
-
-def _closing_id(tokenizer: Tokenizer, after_action: str) -> int:
-    closing, stops = tokenizer.encode_template(after_action)[:1], tokenizer.stop_token_ids
-    if not closing or closing[0] not in stops:
-        texts = [tokenizer.decode([i]) for i in sorted(stops)]
-        raise ConfigError(
-            f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not "
-            "start with a stop token "
-            f"{texts}; add its token to eos_token_id in generation_config.json"
-        )
-    return closing[0]
-
-
-def _role_marks(tokenizer: Tokenizer, skeleton: str, tags: Sequence[str]) -> frozenset[int]:
-    """Returns the special tokens of the template that are no protocol tags."""
-    template = skeleton.translate({ord(mark): None for mark in (SYSTEM, USER, ACTION, OBSERVATION)})
-    of_tags = {i for tag in tags for i in tokenizer.encode_template(f"<{tag}></{tag}>")}
-    return frozenset(tokenizer.special_token_ids & set(tokenizer.encode_template(template)) - of_tags)

@@ -46,6 +46,7 @@ class Family:
     eos: str
     plain: list[str] = field(default_factory=list)  # added tokens that are not flagged as special
     stops: list[str] = field(default_factory=list)  # further stop tokens, as the generation config names them
+    template: str = ""  # where trl carries none
 
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -75,6 +76,41 @@ FAMILIES = {
         stops=["<|user|>", "<|observation|>"],
     ),
 }
+ZEPHYR = """\
+{% for message in messages %}
+{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token }}
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+LLAMA2 = """\
+{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+{% set start = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}\
+{% else %}{% set rest = messages %}{% set start = '' %}{% endif %}\
+{% for message in rest %}{% if message['role'] == 'user' %}\
+{{ bos_token + '[INST] ' + ((start if loop.first else '') + message['content']).strip() + ' [/INST]' }}\
+{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+ALPACA = """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}\
+{% elif message['role'] == 'user' %}{{ '### Instruction:\n' + message['content'] + '\n\n' }}\
+{% else %}{{ '### Response:\n' + message['content'] + eos_token + '\n\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"""
+VICUNA = """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}\
+{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}\
+{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+OPENCHAT = """\
+{{ bos_token }}{% for message in messages %}\
+{{ 'GPT4 Correct ' + message['role'].title() + ': ' + message['content'] + '<|end_of_turn|>'}}{% endfor %}\
+{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant:' }}{% endif %}"""
+TEXT_MARKED = {
+    name: Family(special=["<s>", "</s>"], eos="</s>", template=template)
+    for name, template in (("zephyr", ZEPHYR), ("llama2", LLAMA2), ("alpaca", ALPACA))
+}
+"""Families whose chat templates mark roles with plain text."""
+REFUSED = {"vicuna": Family(special=["<s>", "</s>"], eos="</s>", template=VICUNA)}
+OTHERS = {"openchat": Family(special=["<s>", "<|end_of_turn|>"], eos="<|end_of_turn|>", template=OPENCHAT)}
+BOS |= dict.fromkeys([*TEXT_MARKED, *REFUSED, *OTHERS], "<s>")
 Step = str | tuple[str, FinishReason] | list[int]
 """What an engine samples: a text (its stop token is added), a text with another finish, or ids."""
 
@@ -106,12 +142,16 @@ def byte_level_tokenizer() -> str:
     return tokenizer.to_str()
 
 
+def family_of(name: str) -> Family:
+    return {**FAMILIES, **TEXT_MARKED, **REFUSED, **OTHERS}[name]
+
+
 def hf_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    tokens = FAMILIES[family]
+    tokens = family_of(family)
     tokenizer = Tokenizer.from_str(byte_level_tokenizer())
     tokenizer.add_special_tokens(tokens.special)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens.plain])
-    template = published_template(family) if chat_template is None else chat_template
+    template = tokens.template or published_template(family) if chat_template is None else chat_template
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS.get(family), eos_token=tokens.eos, chat_template=template
     )
@@ -120,7 +160,7 @@ def hf_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrained
 def build_tokenizer(family: str = "qwen2_5", *, chat_template: str | None = None) -> HFTokenizer:
     tokenizer = hf_tokenizer(family, chat_template=chat_template)
     return HFTokenizer(
-        tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids(token) for token in FAMILIES[family].stops]
+        tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids(token) for token in family_of(family).stops]
     )
 
 
