@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.types import Group, Trajectory
@@ -23,13 +24,14 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
     if not rewards or not all(map(math.isfinite, rewards)):
         raise ValueError(f"a group needs at least one reward and finite ones only, got {list(rewards)}")
     if len(rewards) == 1:
-        mean, std = 0.0, 1.0
-    elif min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
+        deviations, std = [float(rewards[0])], 1.0
     else:
-        mean = math.fsum(rewards) / len(rewards)
-        std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    return [(reward - mean) / (std + eps) if normalize_std else reward - mean for reward in rewards]
+        # A rounded mean would cost the deviations of nearly equal rewards as many digits as the rewards share.
+        exact = [Fraction(float(reward)) for reward in rewards]
+        mean = sum(exact, Fraction(0)) / len(exact)
+        deviations = [float(reward - mean) for reward in exact]
+        std = math.hypot(*deviations) / math.sqrt(len(rewards) - 1)
+    return [deviation / (std + eps) if normalize_std else deviation for deviation in deviations]
 
 
 def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:

@@ -40,6 +40,8 @@ NORMALIZED = {
     "Search-R1:compute_grpo_outcome_advantage": "index",
 }
 """Published advantages over the standard deviation, and where their cases keep the group of a row."""
+CENTRED = {"MemAgent:compute_1D_grpo_advantage(use_adv=False)": "uid"}
+"""Published advantages over the mean alone, likewise."""
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token",
     "seq-mean-token-sum": "context",
@@ -434,14 +436,16 @@ def is_nearly_equal(case: Case, key: str) -> bool:
     """Whether some group's rewards differ by less than an eighth of the largest.
 
     Published code subtracts the mean in float32. That loses as many digits as the rewards have in common, and six
-    decimals of the advantage no longer hold.
+    digits of the advantage no longer hold.
     """
     groups = [[case["input"]["scores"][row] for row in members] for members in members_of_groups(case, key)]
     return any(len(group) > 1 and max(group) - min(group) < max(map(abs, group)) / 8 for group in groups)
 
 
-def exact_advantages(case: Case, key: str) -> list[float]:
-    """(R - mean) / (std + 1e-6) in fractions, up to the square root; a group of one has mean 0 and deviation 1."""
+def exact_advantages(case: Case, key: str, *, normalize_std: bool) -> list[float]:
+    """R - mean, or (R - mean) / (std + 1e-6), in fractions up to the square root; a group of one has mean 0 and
+    deviation 1.
+    """
     scores = list(map(Fraction, case["input"]["scores"]))
     advantages = [0.0] * len(scores)
     for members in members_of_groups(case, key):
@@ -450,7 +454,7 @@ def exact_advantages(case: Case, key: str) -> list[float]:
             mean = sum(scores[row] for row in members) / Fraction(count)
             std = math.sqrt(sum((scores[row] - mean) ** 2 for row in members) / (count - 1))
         for row in members:
-            advantages[row] = float(scores[row] - mean) / (std + 1e-6)
+            advantages[row] = float(scores[row] - mean) / (std + 1e-6 if normalize_std else 1.0)
     return advantages
 
 
@@ -499,9 +503,7 @@ ADAPTERS: dict[str, Adapter] = {
     METRICS: flashrag_metrics,
     "MemAgent-eval:sub_exact_match_score / em / f1": memagent_metrics,
     **{name: functools.partial(grouped_advantages, key=key, normalize_std=True) for name, key in NORMALIZED.items()},
-    "MemAgent:compute_1D_grpo_advantage(use_adv=False)": lambda case: grouped_advantages(
-        case, key="uid", normalize_std=False
-    ),
+    **{name: functools.partial(grouped_advantages, key=key, normalize_std=False) for name, key in CENTRED.items()},
     "MemSearcher:spread over conversations": spread,
     POLICY_LOSS: clipped_loss,
     AGG_LOSS: aggregated,
@@ -651,13 +653,13 @@ DIFFERENCES: list[Difference] = [
         Difference(
             function=name,
             applies=functools.partial(is_nearly_equal, key=key),
-            ours=functools.partial(exact_advantages, key=key),
+            ours=functools.partial(exact_advantages, key=key, normalize_std=name in NORMALIZED),
             reason=(
-                "group statistics are float64: rewards that differ in the seventh digit differ, equal ones give exact "
-                "zeros; published, float32 rounds both"
+                "group statistics are exact up to one rounding of float64: rewards that differ in the seventh digit "
+                "differ, equal ones give exact zeros; published, float32 rounds both"
             ),
         )
-        for name, key in NORMALIZED.items()
+        for name, key in {**NORMALIZED, **CENTRED}.items()
     ],
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,22 @@ def test_without_normalisation_only_the_mean_is_taken_away():
 def test_a_single_attempt_keeps_its_reward():
     assert group_advantages([0.7], normalize_std=False) == [0.7]
     assert group_advantages([0.7], normalize_std=True) == [0.7 / (1 + 1e-6)]
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=8), st.booleans())
+def test_advantages_are_exact_however_close_the_rewards_are(rewards, normalize_std):
+    rewards = [*rewards, rewards[0] + 1e-7]
+    exact = list(map(Fraction, rewards))
+    deviations = [reward - sum(exact) / len(exact) for reward in exact]
+    std = math.sqrt(sum(deviation**2 for deviation in deviations) / (len(exact) - 1))
+    advantages = group_advantages(rewards, normalize_std=normalize_std)
+    assert advantages == pytest.approx(
+        [float(deviation) / (std + 1e-6 if normalize_std else 1.0) for deviation in deviations], rel=1e-12, abs=0
+    )
+
+
+def test_a_reward_too_large_to_be_squared_has_an_advantage():
+    assert group_advantages([1e200, 0.0], normalize_std=True) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1.0])
