@@ -98,7 +98,7 @@ def score_objectives(answer: str | None, question: Question) -> list[dict[str, f
     golds = question.objectives or [question.golden_answers]
     answers: list[str | None] = [answer]
     if question.objectives:
-        answers = [text or None for text in split_answers(answer or "", len(golds))]
+        answers = split_answers(answer or "", len(golds))
     return [
         {name: 0.0 if text is None else metric(text, gold) for name, metric in METRICS.items()}
         for text, gold in zip(answers, golds, strict=True)

@@ -78,8 +78,8 @@ def score(
         return Scores(reward=0.0, em=0.0, f1=0.0)
     golds = objectives or [golden_answers]
     answers = split_answers(answer, len(golds)) if objectives else [answer]
-    num_right = sum(map(exact_match, answers, golds))
-    em, f1 = num_right / len(golds), _mean(answer_f1, answers, golds)
+    num_right = _sum(exact_match, answers, golds)
+    em, f1 = num_right / len(golds), _sum(answer_f1, answers, golds) / len(golds)
     if config.format == "search_r1":
         return Scores(reward=_answer_and_form(em, golds, message, config), em=em, f1=f1)
     match config.answer:
@@ -88,7 +88,7 @@ def score(
         case "em":
             reward = em
         case "math":
-            reward = _mean(math_match, answers, golds)
+            reward = _sum(math_match, answers, golds) / len(golds)
         case "objectives_em":
             reward = num_right
     if reward == 0 or (config.monotone and reward < config.wrong_answer):
@@ -96,12 +96,12 @@ def score(
     return Scores(reward=reward, em=em, f1=f1)
 
 
-def split_answers(answer: str, count: int) -> list[str]:
-    """Returns the answers to `count` objectives, in order: the texts between semicolons, and "" for each that is
-    missing.
+def split_answers(answer: str, count: int) -> list[str | None]:
+    """Returns the answers to `count` objectives, in order: the texts between semicolons, and None for each that is
+    missing or empty.
     """
-    answers = [part.strip() for part in answer.split(";")]
-    return (answers + [""] * count)[:count]
+    answers = [part.strip() or None for part in answer.split(";")]
+    return (answers + [None] * count)[:count]
 
 
 def follows_format(message: str) -> bool:
@@ -204,10 +204,11 @@ def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, co
     return config.structure_score + config.retrieval_score * hit
 
 
-def _mean(
-    measure: Callable[[str, Sequence[str]], float], answers: Sequence[str], golds: Sequence[Sequence[str]]
+def _sum(
+    measure: Callable[[str, Sequence[str]], float], answers: Sequence[str | None], golds: Sequence[Sequence[str]]
 ) -> float:
-    return sum(map(measure, answers, golds)) / len(golds)
+    """Returns what the answers score together; one that is missing scores 0, whatever its gold normalises to."""
+    return sum(measure(answer, gold) for answer, gold in zip(answers, golds, strict=True) if answer is not None)
 
 
 def _math_form(text: str) -> str:

@@ -141,7 +141,7 @@ class Answering:
             agent=plan.agent,
             question=plan.question.text,
             answer=chosen.answer,
-            answers=split_answers(chosen.answer or "", plan.num_objectives) if plan.num_objectives > 1 else [],
+            answers=_by_objective(chosen.answer, plan.num_objectives) if plan.num_objectives > 1 else [],
             end_reason=chosen.end_reason,
             confidence=confidence,
             turns=list(plan.turn_replies(chosen.contexts)),
@@ -271,3 +271,8 @@ class Answering:
                 member=member,
                 on_context=told.turn if told is not None else None,
             )
+
+
+def _by_objective(answer: str | None, count: int) -> list[str]:
+    """Returns the answers to `count` objectives in order; "" for each that is missing."""
+    return [text or "" for text in split_answers(answer or "", count)]

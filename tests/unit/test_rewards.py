@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.agents.protocol import parse_action
-from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
+from mempipe.evaluation.metrics import acc, em, f1, score_question, sub_em_two_way
 from mempipe.loader import parse_config
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import (
@@ -152,6 +152,17 @@ def test_objectives_are_scored_by_position_missing_ones_count_0_and_further_ones
     scores = scored(answer, ["Paris; Rome"], objectives=TWO, answer="objectives_em", wrong_answer=0.0)
     assert (scores.reward, scores.em) == (num_right, num_right / 2)
     assert scored(answer, ["Paris; Rome"], objectives=TWO, answer="em", wrong_answer=0.0).reward == num_right / 2
+
+
+@pytest.mark.parametrize("measure", ["em", "f1", "math", "objectives_em"])
+def test_a_missing_answer_is_wrong_also_where_its_gold_normalises_to_nothing(measure):
+    golds = [["Paris"], ["The The"], ["A"], [""]]
+    for answer in ("Paris", "Paris;;;", "; ; ;"):
+        scores = scored(answer, ["x"], objectives=golds, answer=measure, wrong_answer=0.0)
+        right = answer.startswith("Paris")
+        assert (scores.reward, scores.em) == (right * (1 if measure == "objectives_em" else 0.25), right / 4)
+        assert scores.em == score_question(answer, Question(id="q", text="?", golden_answers=[], objectives=golds))["em"]
+    assert scored("Paris; the", ["x"], objectives=golds[:2], answer="em").em == 1.0  # it is given, and the same word
 
 
 def test_the_f1_of_several_objectives_is_their_mean():
