@@ -9,7 +9,7 @@ between `<answer>` tags (`mempipe.agents.tagged`).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,6 +103,16 @@ def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> 
     return Action(answer=answer, end_reason=EndReason.ANSWERED)
 
 
+def without_blocks(text: str, tag: str) -> str:
+    """Returns the text without what stands from an opening tag to the next closing one, tags included."""
+    pieces: list[str] = []
+    place = 0
+    for start, end in _spans(text, tag):
+        pieces.append(text[place:start])
+        place = end
+    return "".join([*pieces, text[place:]])
+
+
 def tool_call_texts(text: str) -> list[str]:
     """Returns the inner texts of all `<tool_call>` blocks; none when the tags do not pair."""
     return _blocks(text, "tool_call")
@@ -121,7 +131,7 @@ def parse_answer(
     """
     if not all(_tags_pair(text, tag) for tag in paired):
         return None
-    return last_boxed(text if box_in_thought else re.sub("<think>.*?</think>", "", text, flags=re.DOTALL).strip())
+    return last_boxed(text if box_in_thought else without_blocks(text, "think").strip())
 
 
 def last_stated(text: str) -> str | None:
@@ -155,9 +165,7 @@ def last_boxed(text: str) -> str | None:
 
 def _blocks(text: str, tag: str) -> list[str]:
     """Returns the stripped texts between the tags; none when they do not pair."""
-    if not _tags_pair(text, tag):
-        return []
-    return [block.strip() for block in re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)]
+    return _between(text, tag) if _tags_pair(text, tag) else []
 
 
 def _tags_pair(text: str, tag: str) -> bool:
@@ -173,9 +181,26 @@ def thought_of(text: str, *, actions: Sequence[str]) -> str:
 
     A message whose opening tag was written for the policy starts inside its first thought.
     """
-    if text.find("</think>") < text.find("<think>") or ("<think>" not in text and "</think>" in text):
+    before, closing, _ = text.partition("</think>")
+    if closing and "<think>" not in before:
         text = "<think>" + text
-    if thoughts := re.findall("<think>(.*?)</think>", text, flags=re.DOTALL):
-        return "\n".join(thought.strip() for thought in thoughts)
+    if thoughts := _between(text, "think"):
+        return "\n".join(thoughts)
     places = [place for action in actions if (place := text.find(action)) >= 0]
-    return text[: min(places, default=len(text))].strip()
+    return text[: min(places, default=len(text))].removeprefix("<think>").strip()
+
+
+def _between(text: str, tag: str) -> list[str]:
+    """Returns the stripped texts from each opening tag to the next closing one."""
+    return [text[start + len(f"<{tag}>") : end - len(f"</{tag}>")].strip() for start, end in _spans(text, tag)]
+
+
+def _spans(text: str, tag: str) -> Iterator[tuple[int, int]]:
+    """Yields where each opening tag starts and the next closing one ends, in linear time: after an opening that nothing
+    closes there is no further one to be looked for.
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    place = 0
+    while (start := text.find(opening, place)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        place = end + len(closing)
+        yield start, place

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 from mempipe.agents.budget import SearchBudget
 from mempipe.agents.prompt_set import PromptSet
-from mempipe.agents.protocol import Tokenizer, thought_of
+from mempipe.agents.protocol import Tokenizer, thought_of, without_blocks
 from mempipe.agents.rendering import SearchRenderer, encode_pieces, fit_passages
 from mempipe.agents.tools import InvalidCall, SearchTool
 from mempipe.agents.turn import Agent, Turn, without_stop
@@ -161,5 +161,4 @@ def tagged_thought(action: str) -> str:
     """Returns the thoughts in an assistant message whose queries and answers are tagged; observations are
     no thoughts.
     """
-    written = re.sub("<information>.*?</information>", "", action, flags=re.DOTALL)
-    return thought_of(written, actions=("<search>", "<answer>"))
+    return thought_of(without_blocks(action, "information"), actions=("<search>", "<answer>"))
