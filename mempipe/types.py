@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 import types as python_types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, overload
@@ -303,14 +304,13 @@ def to_row(record: Any) -> dict[str, Any]:
 
 
 def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
-    """Returns the record of type `cls` that `to_row` turned into `row`. Raises KeyError when a field without default is
-    missing.
+    """Returns the record of type `cls` that `to_row` turned into `row`.
+
+    Raises KeyError with the field's place when one without default is missing, and TypeError with place and value for a
+    value of another type: a text is no list of letters, and a list is no text. What a list of numbers holds is not
+    looked at.
     """
-    values = {}
-    for name, (hint, required) in _fields(cls).items():
-        if required or name in row:
-            values[name] = _convert(hint, row[name])
-    return cls(**values)
+    return _record(cls, row, "")
 
 
 @functools.cache
@@ -332,14 +332,52 @@ def _plain(value: Any) -> Any:
     return to_row(value) if dataclasses.is_dataclass(value) else value
 
 
-def _convert(hint: Any, value: Any) -> Any:
+def _record(cls: type[T], row: Any, place: str) -> T:
+    if not isinstance(row, Mapping):
+        raise _wrong(row, place.removesuffix("."), "an object with fields")
+    values = {}
+    for name, (hint, required) in _fields(cls).items():
+        if name in row:
+            values[name] = _convert(hint, row[name], f"{place}{name}")
+        elif required:
+            raise KeyError(f"{place}{name}")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, place: str) -> Any:
+    if type(value) is hint:  # nearly always
+        return value
     origin = typing.get_origin(hint)
     if origin in (list, Sequence):
+        if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+            raise _wrong(value, place, "a list")
         (item,) = typing.get_args(hint)
-        return list(value) if item in (int, float, str) else [_convert(item, v) for v in value]
+        if item in (int, float):  # ids and log-probs are most of a record
+            return list(value)
+        return [_convert(item, each, f"{place}[{i}]") for i, each in enumerate(value)]
     if origin is python_types.UnionType:  # only `X | None`
         inner = next(a for a in typing.get_args(hint) if a is not type(None))
-        return None if value is None else _convert(inner, value)
+        return None if value is None else _convert(inner, value, place)
     if dataclasses.is_dataclass(hint):
-        return from_row(typing.cast(type, hint), value)
+        return _record(typing.cast(type, hint), value, f"{place}.")
+    if issubclass(hint, StrEnum):
+        if value not in list(hint):
+            raise _wrong(value, place, f"one of {', '.join(hint)}")
+    elif not _is_scalar(hint, value):
+        raise _wrong(value, place, _SCALARS[hint])
     return hint(value)
+
+
+_SCALARS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _is_scalar(hint: type, value: Any) -> bool:
+    if hint is bool or isinstance(value, bool):
+        return hint is bool and isinstance(value, bool)
+    if hint is int:  # a column with gaps comes back as floats
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return isinstance(value, int | float if hint is float else str)
+
+
+def _wrong(value: Any, place: str, expected: str) -> TypeError:
+    return TypeError(f"{place} is {reprlib.repr(value)}; expected {expected}")

@@ -6,11 +6,13 @@ by URL.
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,14 @@ from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 
 _BATCH_ROWS = 64
+_OWN_FIELDS = tuple(field.name for field in fields(Question))
+_MAX_HOPS = 10_000
+_SHOWN = 80  # characters of a wrong value
+_READINGS = {
+    "objectives": ("{n} objectives with one golden answer each", "one objective with {n} golden answers"),
+    "recall_targets": ("{n} entities with one surface form each", "one entity with {n} surface forms"),
+}
+"""Fields that are lists of lists of texts, and what a list of `n` texts in their place may mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,9 @@ def read_question_file(path: str | Path, *, max_bad_rows: int = 0) -> QuestionFi
     `num_hops` (the number of different titles) but no `evidence`: a title is no passage id, and data sets do not record
     what a middle fact contributes. When two questions of joined data sets have one id, the later one's id gets the name
     of its source.
+
+    A text is never taken for a list, nor a list for a text: in mempipe's own format `objectives` and `recall_targets`
+    are lists of lists, and a list of texts in their place is refused, since it may mean one of them or several.
 
     It passes over bad rows: those of no known format, with a missing or wrong value, without golden answers, or with a
     question that came before. Raises ConfigError with row and field for more than `max_bad_rows` of them, and for a
@@ -195,22 +208,29 @@ def _counts(counts: Mapping[str, int]) -> str:
 def _question(row: dict[str, Any], *, file: InputFile, number: int) -> tuple[str, Question]:
     for known in _FORMATS:
         if row.keys() >= known.fields and known.applies(row):
-            return known.name, known.read(row, file, number)
+            return known.name, _readable(known.read(row, file, number))
     expected = "; ".join(f"{', '.join(sorted(known.fields))} ({known.name})" for known in _FORMATS)
     raise BadRow("unknown_format", f"fields {sorted(row)} are of no known format; expected {expected}")
 
 
 def _mempipe(row: dict[str, Any], file: InputFile, number: int) -> Question:
+    given = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
     checked = {
         "id": _text(row["id"], "id"),
         "text": _text(row["text"], "text"),
         "golden_answers": _answers(row["golden_answers"], "golden_answers"),
+        "evidence": _evidence(given.get("evidence", [])),
+        **{name: _lists(given[name], name) for name in _READINGS if name in given},
     }
-    given = {name: value for name, value in row.items() if value is not None}
     try:
-        return from_row(Question, given | checked)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRow("wrong_type", f"not a row that write_questions wrote: {type(error).__name__} {error}") from error
+        question = from_row(Question, given | checked)
+    except KeyError as error:
+        raise BadRow("missing_field", f"{error.args[0]} is missing") from error
+    except TypeError as error:
+        raise BadRow("wrong_type", str(error)) from error
+    if not 0 <= question.num_hops <= _MAX_HOPS:
+        raise BadRow("wrong_value", f"num_hops is {question.num_hops}; expected 0 to {_MAX_HOPS}")
+    return question
 
 
 def _flashrag(row: dict[str, Any], file: InputFile, number: int) -> Question:
@@ -330,7 +350,7 @@ def _asked_in(prompt: str, num_objectives: int) -> str:
     for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):
         line = asked.strip().partition("\n")[0].strip()
         if line and line.count("; ") >= num_objectives - 1:
-            return replace_surrogates(line)
+            return line
     raise BadRow(
         "missing_field",
         f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '",
@@ -347,7 +367,7 @@ def _prompt(row: dict[str, Any]) -> str:
     if not contents or not isinstance(contents[-1], str):
         raise BadRow(
             "wrong_type",
-            f"prompt is {str(prompt)[:80]}; expected messages with role and content, one of them the user's",
+            f"prompt is {_shown(prompt)}; expected messages with role and content, one of them the user's",
         )
     return contents[-1]
 
@@ -389,8 +409,8 @@ def _num_titles(facts: Any) -> int:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
-        raise BadRow(kind, f"{name} is {str(value)[:80]!r}; expected a text")
-    return replace_surrogates(value.strip())
+        raise BadRow(kind, f"{name} is {_shown(value)!r}; expected a text")
+    return value.strip()
 
 
 def _answers(value: Any, name: str) -> list[str]:
@@ -400,5 +420,53 @@ def _answers(value: Any, name: str) -> list[str]:
         or not all(isinstance(answer, str) and answer.strip() for answer in value)
     ):
         kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
-        raise BadRow(kind, f"{name} is {str(value)[:80]}; expected a list of at least one text")
-    return [replace_surrogates(answer) for answer in value]
+        raise BadRow(kind, f"{name} is {_shown(value)}; expected a list of at least one text")
+    return list(value)
+
+
+def _lists(value: Any, name: str) -> list[list[str]]:
+    """Returns a list of lists of texts, none of them empty. Raises BadRow: of a list of texts it says both readings."""
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"{name} is {_shown(value)}; expected a list of lists of texts")
+    if value and all(isinstance(item, str) for item in value):
+        each, whole = (reading.format(n=len(value)) for reading in _READINGS[name])
+        raise BadRow(
+            "wrong_type",
+            f"{name} is {_json(value)}; expected a list of lists: {_json([[item] for item in value])} for {each}, or "
+            f"{_json([value])} for {whole}",
+        )
+    return [_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _evidence(value: Any) -> Any:
+    """Returns evidence whose ids and values may be whole numbers, as a passage's id may be."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {name: str(item) if type(item) is int else item for name, item in fact.items()}
+        if isinstance(fact, dict)
+        else fact
+        for fact in value
+    ]
+
+
+def _readable(question: Question) -> Question:
+    """Returns the question with U+FFFD for the lone surrogates of its texts, of which the name of a file may be one."""
+
+    def readable(value: Any) -> Any:
+        if isinstance(value, str):
+            return replace_surrogates(value)
+        if isinstance(value, dict):
+            return {name: readable(item) for name, item in value.items()}
+        return [readable(item) for item in value] if isinstance(value, list) else value
+
+    return from_row(Question, readable(to_row(question)))
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)[:_SHOWN] if isinstance(value, list | dict) else str(value)[:_SHOWN]

@@ -161,7 +161,8 @@ def test_a_missing_answer_is_wrong_also_where_its_gold_normalises_to_nothing(mea
         scores = scored(answer, ["x"], objectives=golds, answer=measure, wrong_answer=0.0)
         right = answer.startswith("Paris")
         assert (scores.reward, scores.em) == (right * (1 if measure == "objectives_em" else 0.25), right / 4)
-        assert scores.em == score_question(answer, Question(id="q", text="?", golden_answers=[], objectives=golds))["em"]
+        question = Question(id="q", text="?", golden_answers=[], objectives=golds)
+        assert scores.em == score_question(answer, question)["em"]
     assert scored("Paris; the", ["x"], objectives=golds[:2], answer="em").em == 1.0  # it is given, and the same word
 
 
