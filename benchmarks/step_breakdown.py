@@ -13,7 +13,6 @@ runs are grouped by their own max_off_policy_steps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -25,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
+
+from mempipe.tracking.tracker import read_metrics
 
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 SETTINGS = [
@@ -86,7 +87,7 @@ def make_runs(folder: Path, arguments: argparse.Namespace) -> list[Path]:
 
 def read_steps(run: Path) -> list[dict[str, float]]:
     """Seconds of each part and of the whole ("step"), for the steps that count."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run / "metrics.jsonl")
     steps = [row for row in rows if "seconds/step" in row][NUM_SKIPPED:]
     if not steps:
         sys.exit(f"{run} has no more than {NUM_SKIPPED} steps on record, which do not count")

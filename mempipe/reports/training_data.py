@@ -22,7 +22,8 @@ from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
-from mempipe.tracking.tracker import read_metrics
+from mempipe.tracking.losses import read_losses
+from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
 from mempipe.types import Group
 
 Number = float | int | str | None
@@ -49,6 +50,8 @@ class ReportData:
     num_steps: int = 0
     folder: str = ""
     """The run's folder, as the commands of the page name it."""
+    notices: Sequence[str] = ()
+    """A sentence for each thing that the run's record lacks."""
 
     @property
     def name(self) -> str:
@@ -93,6 +96,8 @@ def read_report_data(folder: str | Path) -> ReportData:
     evaluations = {label: folder / "evaluation" / f"{label}.parquet" for label in ("before", "after")}
     groups = {label: read_trajectories(path) if path.exists() else [] for label, path in evaluations.items()}
     metrics = read_metrics(metrics_file) if metrics_file.exists() else []
+    bad_lines = read_rows(metrics_file)[1] if metrics_file.exists() else []
+    damage = [describe_bad_lines(metrics_file, bad_lines)] if bad_lines else []
     return ReportData(
         settings=yaml.safe_load((folder / "config.yaml").read_text()),
         metrics=metrics,
@@ -101,6 +106,7 @@ def read_report_data(folder: str | Path) -> ReportData:
         seconds=state.get("seconds", {}),
         num_steps=state.get("num_steps", 0),
         folder=str(folder),
+        notices=[*read_losses(folder), *damage],
     )
 
 

@@ -110,6 +110,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
         "training.html",
         name=data.name,
         facts=_facts(data, numbers),
+        notices=data.notices,
         tiles=_tiles(numbers),
         sections=[
             _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),

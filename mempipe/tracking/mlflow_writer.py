@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database
 from mempipe.tracking.traces import Wording, build_trace
 from mempipe.types import Group
 
@@ -22,7 +23,9 @@ _METRICS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
 _MAX_PARAM_CHARS = 500
 _MAX_RETRY_DELAY_S = 30.0
+_FAILURES_OF_AN_OUTAGE = 3  # in a row; the first outage is said at its first failure
 _RUN_ID_FILE = "mlflow_run_id"
+_TRAINED_AGAIN = "mempipe.trained_again"
 
 _logger = logging.getLogger(__name__)
 
@@ -31,28 +34,38 @@ MetricEntry = tuple[str, float, int, int]  # key, value, unix milliseconds, step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSummary:
-    """Holds what became of a run's MLflow record. All counts are 0 when nothing went wrong."""
+    """Holds what became of a run's record. All counts are 0 when nothing went wrong."""
 
     run_id: str | None
     num_failed_calls: int  # calls that failed and were tried again
     num_refused: int  # entries that the server will never take
     num_unwritten: int  # entries still waiting when the deadline passed
+    losses: tuple[str, ...] = ()  # a sentence for each thing that the record lacks
+
+
+class StoreGone(OSError):
+    """The database file was removed or replaced while a run wrote to it."""
 
 
 class MlflowWriter:
     """Writes from a queue in a thread of its own. Metrics go first and together; other calls go in order."""
 
-    def __init__(self, store: MlflowRun) -> None:
+    def __init__(self, store: MlflowRun, *, tell: Callable[[str], None] = _logger.warning) -> None:
+        """`tell` takes a sentence about what MLflow does not take, at once and from the writer's thread."""
         self._store = store
+        self._tell = tell
         self._metrics: deque[MetricEntry] = deque()
         self._calls: deque[Callable[[MlflowRun], None]] = deque()
         self._changed = threading.Condition()
         self._finishing = False
         self._gave_up = False
         self._had_metrics = False
-        self._failing = False  # the last call was not accepted
+        self._failing = 0  # calls that failed since the last one that was accepted
+        self._outage_was_told = False
         self._failed = 0
         self._refused = 0
+        self._last_failure = ""
+        self._first_refusal = ""
         self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
         self._thread.start()
 
@@ -67,10 +80,30 @@ class MlflowWriter:
             self._calls.append(call)
             self._changed.notify_all()
 
+    def restart_at(self, step: int, now_ms: int, *, note: bool) -> None:
+        """Takes the metrics of later steps that were made before `now_ms` out of the run, since the steps are made
+        again. With `note` a run on a server, which keeps them, says so.
+        """
+        self.add_call(  # metrics go before it, the old ones and perhaps new ones: their time tells them apart
+            lambda store: store.forget_metrics(after_step=step, before_ms=now_ms, note=note)
+        )
+
     @property
     def num_waiting(self) -> int:
         """Entries that are not written yet, metrics left out."""
         return len(self._calls)
+
+    def losses(self) -> list[str]:
+        """Returns a sentence for each kind of entry that MLflow lacks now."""
+        with self._changed:
+            uri, num_values, num_calls = _public(self._store.uri), len(self._metrics), len(self._calls)
+            losses = []
+            if self._refused:
+                losses.append(f"MLflow at {uri} refused {self._refused} entries; the first: {self._first_refusal}")
+            if self._failing or (self._gave_up and num_values + num_calls):
+                why = self._last_failure or "it did not take them in time"
+                losses.append(f"MLflow at {uri} lacks {num_values} values and {num_calls} traces or files: {why}")
+            return losses
 
     def wait_for_run_id(self, timeout_s: float) -> str | None:
         with self._changed:
@@ -80,7 +113,7 @@ class MlflowWriter:
     def flush(self, timeout_s: float) -> bool:
         """Returns whether all metrics were written within `timeout_s`. Does not wait while the server is failing."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._metrics or self._failing, timeout_s)
+            self._changed.wait_for(lambda: not self._metrics or self._failing > 0, timeout_s)
             return not self._metrics
 
     def finish(self, timeout_s: float) -> TrackingSummary:
@@ -99,8 +132,11 @@ class MlflowWriter:
                 num_unwritten=unwritten,
             )
         if unwritten or self._refused:
-            text = "MLflow at %s is incomplete: %d entries not written, %d refused, %d calls failed%s"
-            _logger.warning(text, _public(self._store.uri), unwritten, self._refused, self._failed, elsewhere)
+            reason = f" ({self._last_failure})" if unwritten and self._last_failure else ""
+            self._tell(
+                f"MLflow at {_public(self._store.uri)} is incomplete: {unwritten} entries not written{reason}, "
+                f"{self._refused} refused, {self._failed} calls failed{elsewhere}"
+            )
         return summary
 
     def _run(self) -> None:
@@ -108,7 +144,8 @@ class MlflowWriter:
         while self._wait_for_work():
             try:
                 self._write_some()
-                self._failing, delay = False, 0.5
+                self._note_success()
+                delay = 0.5
             except Exception as error:  # the border to foreign code: whatever a server does, training goes on
                 self._note_failure(error)
                 self._pause(delay)
@@ -123,6 +160,7 @@ class MlflowWriter:
             return not self._gave_up and (bool(self._metrics or self._calls) or not self._finishing)
 
     def _write_some(self) -> None:
+        self._store.check()
         if self._store.run_id is None:
             self._store.connect()
             with self._changed:
@@ -143,7 +181,8 @@ class MlflowWriter:
             if _is_temporary(error):
                 raise
             if not self._refused:
-                _logger.warning("MLflow at %s refuses an entry: %s", _public(self._store.uri), _one_line(error))
+                self._first_refusal = _one_line(error)
+                self._tell(f"MLflow at {_public(self._store.uri)} refuses an entry: {self._first_refusal}")
             self._refused += num_entries
         with self._changed:
             for _ in range(num_entries):
@@ -152,12 +191,23 @@ class MlflowWriter:
 
     def _note_failure(self, error: Exception) -> None:
         with self._changed:
-            self._failing = True
+            self._failing += 1
             self._failed += 1
+            self._last_failure = _one_line(error)
             self._changed.notify_all()
-        if self._failed == 1 and not self._gave_up:
-            text = "MLflow at %s does not take entries; they are tried again while the work goes on: %s"
-            _logger.warning(text, _public(self._store.uri), _one_line(error))
+        if self._failing == (1 if self._failed == 1 else _FAILURES_OF_AN_OUTAGE) and not self._gave_up:
+            self._outage_was_told = True
+            self._tell(
+                f"MLflow at {_public(self._store.uri)} does not take entries; they are tried again while the work goes "
+                f"on: {self._last_failure}"
+            )
+
+    def _note_success(self) -> None:
+        with self._changed:
+            self._failing = 0
+        if self._outage_was_told:
+            self._outage_was_told = False
+            self._tell(f"MLflow at {_public(self._store.uri)} takes entries again")
 
     def _pause(self, seconds: float) -> None:
         """Waits, until `finish` is called at most; after that, half a second at most."""
@@ -178,7 +228,9 @@ class MlflowRun:
         run_name: str,
         run_config: Mapping[str, Any],
         resume_run_id: str | None,
+        history: Callable[[], Sequence[MetricEntry]] = list,
     ) -> None:
+        """`history` returns the metrics that a new run is told at once, because they were made before this start."""
         self.uri = tracking_uri(config, folder)
         self.run_id: str | None = None
         self._config = config
@@ -188,8 +240,18 @@ class MlflowRun:
         self._resume_run_id = resume_run_id
         self._started = int(time.time())
         self._token = uuid.uuid4().hex  # finds the run again when the answer to its creation was lost
+        self._history = history
         self._client: Any = None
         self._experiment_id = ""
+        self._identity: tuple[int, int] | None = None  # of the database file
+
+    def check(self) -> None:
+        """Raises StoreGone when the database file is another one than the run was begun in; sqlite goes on writing to
+        a file that was removed.
+        """
+        if self._identity is not None and (found := file_identity(self.uri)) != self._identity:
+            what = "was removed" if found is None else "was replaced by another file"
+            raise StoreGone(f"the database {database_file(self.uri)} {what} while the run went on")
 
     def connect(self) -> None:
         """Finds or makes experiment and run, and records parameters and config."""
@@ -199,16 +261,31 @@ class MlflowRun:
 
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._experiment()
+        self._identity = file_identity(self.uri)
         resumed = self._resumed_run()
         run_id = resumed or self._new_run()
         self._log_config(run_id, resumed=resumed is not None)
+        if resumed is None:
+            self._log_history(run_id)
         (self._folder / _RUN_ID_FILE).write_text(run_id + "\n")
         self.run_id = run_id
 
     def log_metrics(self, entries: Sequence[MetricEntry]) -> None:
-        from mlflow.entities import Metric
+        self._log_entries(self.run_id, entries)
 
-        self._client.log_batch(self.run_id, metrics=[Metric(*entry) for entry in entries], synchronous=True)
+    def forget_metrics(self, *, after_step: int, before_ms: int, note: bool) -> None:
+        """Takes the values of steps after `after_step` that were made before `before_ms` out of the run.
+
+        Only a database can do so. A server keeps both values of a step that is made again, and the later one counts;
+        with `note` the run's tag `mempipe.trained_again` says it.
+        """
+        assert self.run_id is not None, "only a run that was begun has metrics"
+        if is_database(self.uri):
+            forget_metrics(self.uri, self.run_id, after_step=after_step, before_ms=before_ms)
+        elif note:
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before_ms / 1000))
+            text = f"steps after {after_step}, from {began} on; the later value of a step counts"
+            self._client.set_tag(self.run_id, _TRAINED_AGAIN, text)
 
     def log_trace(self, group: Group, *, step: int, wording: Wording) -> None:
         from mlflow.tracing.client import TracingClient
@@ -251,7 +328,8 @@ class MlflowRun:
         except MlflowException as error:
             if error.get_http_status_code() not in (400, 404):  # malformed or unknown id
                 raise
-            _logger.warning("MLflow run %s is not in %s; starting a new one", self._resume_run_id, _public(self.uri))
+            text = "MLflow run %s is not in %s; starting a new one, with the metrics that the run's folder has"
+            _logger.warning(text, self._resume_run_id, _public(self.uri))
             return None
         return self._resume_run_id
 
@@ -263,6 +341,16 @@ class MlflowRun:
         if self._config.parent_run_id:
             tags["mlflow.parentRunId"] = self._config.parent_run_id
         return self._client.create_run(self._experiment_id, run_name=self._run_name, tags=tags).info.run_id
+
+    def _log_history(self, run_id: str) -> None:
+        entries = self._history()
+        for start in range(0, len(entries), _METRICS_PER_CALL):
+            self._log_entries(run_id, entries[start : start + _METRICS_PER_CALL])
+
+    def _log_entries(self, run_id: str | None, entries: Sequence[MetricEntry]) -> None:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(run_id, metrics=[Metric(*entry) for entry in entries], synchronous=True)
 
     def _log_config(self, run_id: str, *, resumed: bool) -> None:
         """Records parameters and config. A resumed run keeps its parameters, which MLflow does not let change, and gets

@@ -34,6 +34,7 @@ from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.losses import write_losses
 from mempipe.tracking.tracker import Tracker
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
@@ -214,6 +215,17 @@ def test_a_report_is_made_from_what_a_run_saved(tmp_path):
     assert [path.name for path in paths] == ["report.html", "report.json"]
     assert json.loads(paths[1].read_text()) == summarise(data)
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_a_report_says_what_is_not_on_record(tmp_path):
+    data = make_data()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dict(data.settings)))
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "em": 0.5}\n{"step": 2, "em\xff\n')
+    write_losses(tmp_path, ["MLflow at <b>host</b> lacks 3 values"])
+    page = Page(write_report(tmp_path)[0].read_text())
+    assert "Not on record" in page.text and "MLflow at <b>host</b> lacks 3 values" in page.text
+    assert f"line 2 of {tmp_path / 'metrics.jsonl'} is not a row of metrics" in page.text
+    assert "Not on record" not in Page(write_report(tmp_path, data)[0].read_text()).text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ import pytest
 from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.losses import read_losses
+from mempipe.tracking.mlflow_writer import MlflowRun
 from mempipe.tracking.traces import Wording, sample_groups
 from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, tracking_uri
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
@@ -40,7 +42,7 @@ def empty_store(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def default_store(monkeypatch, tmp_path, empty_store):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it, and the next test file must not see that
     shutil.copy(empty_store, tmp_path / "mlflow.db")
 
 
@@ -419,3 +421,142 @@ assert is_telemetry_disabled() and get_telemetry_client() is None
 assert not [m for m in ("ray", "torch", "vllm", "transformers") if m in sys.modules]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def history(folder: Path, run_id: str, key: str) -> list[tuple[int, float]]:
+    """(step, value) of every point, as a chart of MLflow draws them."""
+    return [(point.step, point.value) for point in client_of(folder).get_metric_history(run_id, key)]
+
+
+def test_steps_that_are_made_again_stand_once_in_the_mlflow_run(tmp_path):
+    folder = tmp_path / "a"
+    first = make_tracker(folder)
+    for step in range(4):
+        first.log_metrics({"em": step / 10, "late": 1.0} if step == 3 else {"em": step / 10}, step=step)
+    run_id = first.finish("FAILED").run_id
+    again = make_tracker(folder, resume_run_id=run_id)
+    again.restart_at(1)
+    again.log_metrics({"em": 0.7}, step=2)
+    summary = again.finish()
+    assert (summary.run_id, summary.num_refused, summary.losses) == (run_id, 0, ())
+    assert history(folder, run_id, "em") == [(0, 0.0), (1, 0.1), (2, 0.7)]
+    assert client_of(folder).get_run(run_id).data.metrics == {"em": 0.7}  # "late" was of the step that is gone
+    assert [(row["step"], row["em"]) for row in read_metrics(folder / "metrics.jsonl")] == history(folder, run_id, "em")
+
+
+def test_the_newest_value_is_that_of_the_last_step_which_stays(tmp_path):
+    folder = tmp_path / "a"
+    tracker = make_tracker(folder)
+    for step in range(3):
+        tracker.log_metrics({"em": step / 10, "kl": math.nan if step == 1 else 0.0}, step=step)
+    assert tracker.flush(60)
+    tracker.restart_at(1)
+    run = client_of(folder).get_run(tracker.finish().run_id)
+    assert run.data.metrics["em"] == 0.1 and math.isnan(run.data.metrics["kl"])
+
+
+def test_only_the_run_that_begins_again_forgets_steps(tmp_path):
+    other = make_tracker(tmp_path / "b")
+    other.log_metrics({"em": 0.9}, step=5)
+    run_id = other.finish().run_id
+    tracker = make_tracker(tmp_path / "a")
+    tracker.log_metrics({"em": 0.1}, step=5)
+    tracker.flush(60)
+    tracker.restart_at(0)
+    tracker.finish()
+    assert history(tmp_path / "b", run_id, "em") == [(5, 0.9)]
+
+
+def test_a_database_that_is_removed_is_said_at_once_with_its_path(tmp_path):
+    said: list[str] = []
+    folder, database = tmp_path / "a", tmp_path / "mlflow.db"
+    tracker = make_tracker(folder, tell=said.append)
+    tracker.log_metrics({"em": 0.1}, step=0)
+    assert tracker.flush(60) and not said
+    database.unlink()
+    tracker.log_metrics({"em": 0.2}, step=1)
+    assert not tracker.flush(60)
+    (sentence,) = said
+    assert f"the database {database} was removed while the run went on" in sentence
+    summary = tracker.finish(timeout_s=1.0)
+    (loss,) = summary.losses
+    assert f"lacks 1 values and 1 traces or files: StoreGone: the database {database} was removed" in loss
+    assert read_losses(folder) == [loss] and "metrics.jsonl has every metric" in said[-1]
+    assert not database.exists()  # no empty one in its place
+
+
+def test_a_database_that_is_away_for_a_while_lacks_nothing(tmp_path):
+    said: list[str] = []
+    folder, database = tmp_path / "a", tmp_path / "mlflow.db"
+    tracker = make_tracker(folder, tell=said.append)
+    tracker.log_metrics({"em": 0.1}, step=0)
+    assert tracker.flush(60)
+    database.rename(tmp_path / "away.db")
+    tracker.log_metrics({"em": 0.2}, step=1)
+    assert not tracker.flush(60)
+    (tmp_path / "away.db").rename(database)
+    summary = tracker.finish()
+    assert summary.losses == () and history(folder, str(summary.run_id), "em") == [(0, 0.1), (1, 0.2)]
+    assert "does not take entries" in said[0] and said[1].endswith("takes entries again") and len(said) == 2
+    assert read_losses(folder) == []
+
+
+def test_a_run_whose_database_is_gone_begins_a_new_one_with_all_its_metrics(tmp_path, empty_store):
+    folder = tmp_path / "a"
+    tracker = make_tracker(folder)
+    tracker.log_metrics({"em": 0.1, "kl": math.nan}, step=0)
+    tracker.log_metrics({"em": 0.2}, step=1)
+    lost = tracker.finish("FAILED").run_id
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    again = make_tracker(folder, resume_run_id=last_run_id(folder))
+    again.restart_at(1)
+    again.log_metrics({"em": 0.3}, step=2)
+    run_id = str(again.finish().run_id)
+    assert run_id != lost and history(folder, run_id, "em") == [(0, 0.1), (1, 0.2), (2, 0.3)]
+    assert client_of(folder).get_run(run_id).data.params["name"] == "a"
+
+
+def test_a_server_that_failed_and_answers_again_is_said_once_each(tmp_path, monkeypatch):
+    said: list[str] = []
+    tracker = make_tracker(tmp_path / "a", tell=said.append)
+    assert tracker.run_id(60)
+    failures = iter([True, False, True, False])
+    log = MlflowRun.log_metrics
+
+    def sometimes(store: MlflowRun, entries) -> None:
+        if next(failures, False):
+            raise ConnectionError("reset")
+        log(store, entries)
+
+    monkeypatch.setattr(MlflowRun, "log_metrics", sometimes)
+    for step in range(2):
+        tracker.log_metrics({"em": 0.1}, step=step)
+        time.sleep(1.5)  # longer than the pause after a failure
+    assert tracker.finish().losses == ()
+    assert len(said) == 2 and "does not take entries" in said[0] and said[1].endswith("takes entries again")
+
+
+def test_a_server_that_keeps_both_values_of_a_step_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.tracking.mlflow_writer.is_database", lambda uri: False)
+    folder = tmp_path / "a"
+    first = make_tracker(folder)
+    first.log_metrics({"em": 0.1}, step=1)
+    run_id = first.finish("FAILED").run_id
+    again = make_tracker(folder, resume_run_id=run_id)
+    again.restart_at(0)
+    time.sleep(0.01)
+    again.log_metrics({"em": 0.2}, step=1)
+    again.finish()
+    run = client_of(folder).get_run(str(run_id))
+    assert run.data.metrics == {"em": 0.2}
+    assert run.data.tags["mempipe.trained_again"].startswith("steps after 0, from ")
+
+
+def test_traces_that_wait_for_a_dead_server_are_bounded_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.tracking.tracker.MAX_WAITING_TRACES", 3)
+    config = TrackingConfig(uri=f"http://127.0.0.1:{free_ports(1)[0]}", traces_per_step=1)
+    tracker = make_tracker(tmp_path / "a", config=config)
+    for step in range(5):
+        tracker.log_trajectories([make_group("q")], step=step)
+    losses = tracker.finish(timeout_s=0.1).losses
+    assert "2 traces were left out while MLflow did not take entries" in losses
