@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -111,8 +111,8 @@ class Progress:
         (self._bar.console if self._bar else self._console).print(text)
 
 
-def closing_table(run: Run) -> None:
-    """Prints the results of a run, the places of its files, and the commands that come next."""
+def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
+    """Prints the results of a run, the places of its files, what is not on record, and the commands that come next."""
     report = json.loads((run.folder / "report.json").read_text())
     console = Console()
     table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
@@ -125,13 +125,14 @@ def closing_table(run: Run) -> None:
     minutes = sum(run.seconds.values()) / 60
     lines = (
         f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}",
+        *(f"Not on record: {loss}" for loss in losses),
         "Next:",
         f"  mempipe trace {run.folder}                 read trajectories turn by turn",
         f"  mlflow ui --backend-store-uri sqlite:///{run.folder.parent / 'mlflow.db'}   curves and traces",
         "  mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml   what a real run needs",
     )
     for line in lines:
-        console.print(line, soft_wrap=True)  # commands can be copied whole
+        console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
 
 
 ROWS = (

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mempipe.actors.launch import LOST, Roles
-from mempipe.actors.tracker import TrackerFront
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import say
 from mempipe.runs import Run
 from mempipe.stream import StepGroups
+from pipelines.tracker import TrackerFront
 
 
 def with_restarts(run: Run, attempt: Callable[[], None]) -> None:

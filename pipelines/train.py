@@ -23,7 +23,6 @@ from itertools import chain
 from statistics import fmean
 
 from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
-from mempipe.actors.tracker import TrackerFront
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
@@ -41,10 +40,12 @@ from mempipe.rl.samples import to_samples
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stream import Collector, StepGroups, stream_groups
+from mempipe.tracking.losses import read_losses
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
 from pipelines.repair import Checkpoints, with_restarts
+from pipelines.tracker import TrackerFront
 from pipelines.training_rows import TrainingRows
 from pipelines.warm_start import warm_start
 
@@ -67,6 +68,7 @@ def _run(run: Run, config: RunConfig) -> Run:
     if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
         (run.folder / "evaluation" / "after.parquet").unlink(missing_ok=True)
         run.update(finished=False)
+    losses: Sequence[str] = read_losses(run.folder)
     if not run.state["finished"]:
         with run.phase("prepare"):
             reached("prepare")
@@ -88,12 +90,13 @@ def _run(run: Run, config: RunConfig) -> Run:
                 with_restarts(run, partial(_train, run, config, namespace, tracker))
                 with run.phase("report"):
                     reached("report")
+                    tracker.flush()  # the report says what is not on record
                     for path in write_report(run.folder):
                         tracker.log_artifact(path)
                 run.update(finished=True)
             finally:
-                tracker.finish("FINISHED" if run.state["finished"] else "FAILED")
-    closing_table(run)
+                losses = tracker.finish("FINISHED" if run.state["finished"] else "FAILED").losses
+    closing_table(run, losses=losses)
     return run
 
 
@@ -124,6 +127,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
         position = roles.learners.restore(run.folder / "checkpoints") or Position()
         run.update(num_steps=position.step)
+        tracker.restart_at(position.step)
         roles.sync(position.step)
         reached("restored", step=position.step)
         before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
