@@ -150,6 +150,7 @@ def evaluate(
     if path.exists() or not questions:
         return read_trajectories(path) if path.exists() else []
     groups: list[Group] = []
+    reached("evaluate", label=label, groups=0)
     spec = roles.driver_spec(sampling=SamplingConfig(temperature=roles.config.evaluation.temperature), group_size=1)
     with run.phase(f"evaluate_{label}"), Progress(f"evaluate {label}", total=len(questions)) as progress:
         for group in stream_groups(spec, [(f"{label}/{question.id}", question) for question in questions]):
