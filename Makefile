@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart real test test-fast test-gpu lint clean
+.PHONY: setup quickstart real test test-fast test-gpu chaos lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) --resume-if-exists
@@ -36,6 +36,14 @@ test-fast: setup  ## the tests that need no cluster, no engine, no training, and
 
 test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu
+
+chaos: setup  ## kills every part of real runs, 15 minutes on two cores; HOURS=1 [SEED=7] [ONLY=23]: faults at random
+ifdef HOURS
+	PYTHONPATH=.:tests:tests/chaos $(BIN)/python tests/chaos/hour.py --hours $(HOURS) \
+		$(if $(filter command line environment,$(origin SEED)),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+else
+	$(BIN)/python -m pytest -s tests/chaos
+endif
 
 lint: setup
 	$(BIN)/ruff check .

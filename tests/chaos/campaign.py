@@ -1,0 +1,255 @@
+"""A command that is struck again and again: the strikes, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from aftermath import check_nothing_left, check_words, sentence
+from journal import Fault, Journal
+from machine import speed_factor
+from watched import LOOK_EVERY_S, Missed, Passed, Watched
+
+RECOVERY_S = 60.0
+"""Seconds in which the work goes on after a fault, on a quiet machine."""
+REACH_S = 120.0
+"""Seconds in which a healthy command gets from any beacon to the next that a strike waits for."""
+END_S = 60.0
+GRACE_S = 40.0
+"""Seconds in which a command is gone that was told to end: `grace_s`, and what Ray needs."""
+CLUSTER_S = 30.0
+"""Seconds in which a command notices that its cluster is gone, and says so."""
+APPEARS_S = 20.0
+TOLD = re.compile(r"restart \d|was lost|SIGTERM|SIGINT|interrupted|error: |set aside", re.IGNORECASE)
+
+
+@dataclass(kw_only=True)
+class Campaign:
+    """One command and its continuations."""
+
+    watched: Watched
+    journal: Journal
+    arguments: Sequence[str]
+    """With which `mempipe` begins."""
+    going_on: Sequence[str]
+    """With which `mempipe` goes on after an interruption."""
+    folder: Path
+    """What the command makes."""
+    check: Callable[[], None] = lambda: None
+    """Looks at what is there after a good end; raises Missed."""
+    factor: float = field(default_factory=speed_factor)
+
+    def begin(self) -> None:
+        self.watched.start(self.arguments)
+
+    def go_on(self) -> None:
+        """Starts the command again, as a person would after it ended."""
+        self.watched.start(self.going_on)
+
+    def strike(
+        self,
+        roles: Sequence[str],
+        at: str,
+        *,
+        number: signal.Signals = signal.SIGKILL,
+        later_s: float = 0.0,
+        fault_number: int | None = None,
+        **details: Any,
+    ) -> None:
+        """Sends a signal to a process of each role when one is at the beacon, or so much later, and waits until the
+        work goes on.
+
+        The role "here" is the process at the beacon. When the driver was struck it has to end, and is started again.
+        """
+        what = f"{' + '.join(roles)} {'killed' if number == signal.SIGKILL else number.name}"
+        with self.journal.fault(what, _place(at, details), number=fault_number) as fault:
+            before = self._before()
+            with self._met(at, details, later_s) as place:
+                since = time.time()
+                for role in roles:
+                    self._send(role, place, number)
+            if "driver" in roles or ("here" in roles and place.pid == before.pid):
+                self._ended(fault, before, number)
+                self.go_on()
+            self._recovered(fault, before, since)
+
+    def freeze(self, role: str, at: str, *, seconds: float, fault_number: int | None = None, **details: Any) -> None:
+        """Stops a process of the role for some seconds, as a machine does that swaps or migrates, and lets it go on."""
+        with self.journal.fault(
+            f"{role} frozen", f"{_place(at, details)} for {seconds:.0f} s", number=fault_number
+        ) as fault:
+            before = self._before()
+            with self._held(at, details) as place:
+                since = time.time()
+                frozen = self._send(role, place, signal.SIGSTOP)
+            time.sleep(seconds)
+            for pid in frozen:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).send_signal(signal.SIGCONT)
+            self._recovered(fault, before, since)
+
+    def lose_cluster(
+        self, role: str, at: str, *, later_s: float = 0.0, fault_number: int | None = None, **details: Any
+    ) -> None:
+        """Kills a part of Ray itself: the work goes on, or ends in one sentence within half a minute."""
+        with self.journal.fault(f"{role} killed", _place(at, details), number=fault_number) as fault:
+            before = self._before()
+            with self._met(at, details, later_s) as place:
+                since = time.time()
+                self._send(role, place, signal.SIGKILL)
+            self._ended(fault, before, signal.SIGKILL, says=True, within=CLUSTER_S)
+            fault.said = f"after {time.time() - since:.0f} s: {fault.said}"
+            since = time.time()
+            self.go_on()
+            self._recovered(fault, before, since)
+
+    def disturb(
+        self,
+        what: str,
+        at: str,
+        do: Callable[[], object],
+        *,
+        undo: Callable[[], object] = lambda: None,
+        ends: bool,
+        says: str | None = "",
+        for_s: float = 0.0,
+        fault_number: int | None = None,
+        **details: Any,
+    ) -> None:
+        """Does something to the command's surroundings at a beacon, and undoes it.
+
+        With `ends` the command has to end, in one sentence that holds `says` (None: it was killed and says nothing).
+        Else it may end, in a sentence, within `for_s` seconds of this; what goes on by itself has to be well.
+        """
+        with self.journal.fault(what, _place(at, details), number=fault_number) as fault:
+            before = self._before()
+            try:
+                with self._held(at, details):
+                    since = time.time()
+                    do()
+                if not ends:
+                    self.watched.wait_a_while(for_s)
+                if ends or not self.watched.lives:
+                    killed = says is None
+                    self._ended(fault, before, signal.SIGKILL, says=not killed, within=RECOVERY_S)
+                    if says and says not in fault.said:
+                        raise Missed(f"the sentence does not say {says!r}: {fault.said}")
+            finally:
+                undo()
+            if not self.watched.lives:
+                since = time.time()
+                self.go_on()
+            self._recovered(fault, before, since)
+
+    def finish(self) -> None:
+        """Waits for the command's end and checks all that it leaves."""
+        with self.journal.fault("the end of the command", self.folder.name) as fault:
+            self._before()
+            code = self.watched.wait(seconds=(REACH_S + END_S) * self.factor)
+            fault.said = self._told(0)
+            if code != 0:
+                raise Missed(f"it ended with {code}: {self.watched.last_words()}")
+            check_words(self.watched.text)
+        with self.journal.fault("what it leaves", self.folder.name):
+            self.check()
+        with self.journal.fault("what it leaves behind", self.folder.name):
+            check_nothing_left(self.watched)
+
+    def _held(self, at: str, details: dict[str, Any]) -> Any:
+        return self.watched.held(at, seconds=REACH_S * self.factor, **details)
+
+    @contextmanager
+    def _met(self, at: str, details: dict[str, Any], later_s: float) -> Iterator[Passed]:
+        """Like `_held`; with `later_s` the process goes on, and the block begins so much later."""
+        if not later_s:
+            with self._held(at, details) as place:
+                yield place
+            return
+        with self._held(at, details) as place:
+            pass
+        self.watched.wait_a_while(later_s)
+        yield place
+
+    def _before(self) -> _Before:
+        """Returns what there is before a fault. A command that has ended where it should have gone on is started again,
+        so that the next fault can be tried."""
+        if not self.watched.lives and not (self.watched.ended and self.watched.ended[-1][0] == 0):
+            self.watched.marked.end()
+            self.go_on()
+        return _Before(
+            pid=self.watched.driver.pid if self.watched.lives else 0,
+            checkpoints=self._checkpoints(),
+            progress=self.watched.progress(),
+            length=len(self.watched.text),
+        )
+
+    def _send(self, role: str, place: Passed, number: signal.Signals) -> list[int]:
+        """Sends the signal to a process of the role; one that is just being started is waited for."""
+        if role == "here":
+            psutil.Process(place.pid).send_signal(number)
+            return [place.pid]
+        deadline = time.monotonic() + APPEARS_S * self.factor
+        while not (struck := self.watched.strike(role, number)):
+            if time.monotonic() > deadline:
+                raise Missed(f"no process of the role {role} was there")
+            time.sleep(LOOK_EVERY_S)
+        return struck
+
+    def _ended(
+        self, fault: Fault, before: _Before, number: signal.Signals, *, says: bool = False, within: float = GRACE_S
+    ) -> None:
+        """The command ends after the fault, and not as if all were well; with one sentence unless it was killed."""
+        code = self.watched.wait(seconds=within * self.factor)
+        check_words(self.watched.text)
+        if code == 0 or (number != signal.SIGKILL and code == -number):
+            raise Missed(f"it ended with {code}: {self.watched.last_words()}")
+        if says or number != signal.SIGKILL:
+            fault.said = sentence(self.watched.text)
+        if left := self.watched.marked.survivors():
+            raise Missed(f"{len(left)} processes are left: {left[0][:100]}")
+        self._check_kept(before)
+        before.length = 0
+
+    def _recovered(self, fault: Fault, before: _Before, since: float) -> None:
+        fault.seconds = self.watched.recovered(since, before.progress, seconds=RECOVERY_S * self.factor)
+        fault.said = fault.said or self._told(before.length)
+        check_words(self.watched.text[before.length :])
+        self._check_kept(before)
+
+    def _checkpoints(self) -> list[str]:
+        """Returns the names of the checkpoints, oldest first; it only looks, since the run may be writing one."""
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def _check_kept(self, before: _Before) -> None:
+        """Raises Missed when the newest checkpoint of before the fault is gone without a newer one."""
+        now = self._checkpoints()
+        if before.checkpoints and (not now or now[-1] < before.checkpoints[-1]):
+            raise Missed(
+                f"checkpoint {before.checkpoints[-1]} was there before the fault; now there is {now[-1:] or 'none'}"
+            )
+
+    def _told(self, since: int) -> str:
+        """Returns the first line that says something of a fault."""
+        return next((line[:200] for line in self.watched.text[since:].splitlines() if TOLD.search(line)), "")
+
+
+@dataclass(kw_only=True)
+class _Before:
+    """What there was before a fault."""
+
+    pid: int
+    checkpoints: list[str]
+    progress: set[str]
+    length: int
+    """Characters of output."""
+
+
+def _place(at: str, details: dict[str, Any]) -> str:
+    return " ".join([at, *(f"{key} {value}" for key, value in details.items())])
