@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import inspect
+import json
 import math
 import random
 import time
@@ -21,11 +23,12 @@ from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, recall_match, recall_reward, score
 from mempipe.settings import ConfigError
-from mempipe.types import Group, Measure, Question, SearchResult, Trajectory
+from mempipe.types import Completion, Group, Measure, Question, SearchResult, Trajectory
 from mempipe.user_code import load_user_object, user_code
 
 Control = Literal["no_memory", "no_search"]
 """What an evaluation takes from an agent to see what the model knows anyway."""
+_PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 
 
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
@@ -61,6 +64,26 @@ def make_agent(
         search = find_nothing
     forgets = {"forgets": True} if control == "no_memory" else {}  # an agent of the user's own need not know of it
     return config.agent_spec.agent(renderer, generate=generate, search=search, **forgets)
+
+
+def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
+    """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
+    tokenizer. It is "" for an agent that ends without a prompt."""
+
+    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        raise _Seen(list(token_ids))
+
+    agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=find_nothing)
+    try:
+        asyncio.run(agent.rollout(_PROBE, trajectory_id="probe", group_id="probe", member=0))
+    except _Seen as seen:
+        return hashlib.sha256(json.dumps(seen.token_ids).encode()).hexdigest()[:16]
+    return ""
+
+
+class _Seen(Exception):
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
 
 
 async def find_nothing(query: str, *, num_passages: int, partition: str) -> SearchResult:

@@ -12,7 +12,6 @@ The same command after an interruption goes on where it stopped: a question that
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,13 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
-from mempipe.agents.protocol import Tokenizer
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
 from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, read_benchmark
+from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
 from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
@@ -38,15 +36,14 @@ from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, r
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.files import lock
 from mempipe.progress import Progress, say
+from mempipe.provenance import files_sha256, model_sha256
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.retrieval.manifest import check_index
-from mempipe.rollout import make_agent
+from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
 from mempipe.stream import stream_groups
 from mempipe.tracking.tracker import Tracker, last_run_id
-from mempipe.types import Completion, Group, Question, SearchResult
-
-_PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
+from mempipe.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
             benchmark,
             file,
             num_questions,
-            file_sha256(file),
+            files_sha256(file),
             read_depths(file) if benchmark.num_docs else {},
         )
     for reader in filter(None, (suite.judge, suite.recall)):
@@ -123,7 +120,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
                 "run": config.model_dump(mode="json"),
                 "control": run.control,
                 "weights": weights,
-                "weights_sha256": _weights_sha256(config) if run.endpoint is None else "",
+                "model_sha256": model_sha256(config.model.path) if run.endpoint is None else "",
                 "prompt_hash": prompts,
                 "benchmark": benchmark.model_dump(mode="json"),
                 "file_sha256": sha256,
@@ -242,29 +239,6 @@ def _memory_rates(config: RunConfig, results: Path, rows: Sequence[ResultRow]) -
     return rates | recall_rates([counts for row in rows for counts in row.recalls])
 
 
-def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
-    """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
-    tokenizer."""
-
-    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        raise _Seen(list(token_ids))
-
-    async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
-        raise AssertionError("the first thing that an agent does is to generate")
-
-    agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=search)
-    try:
-        asyncio.run(agent.rollout(_PROBE, trajectory_id="probe", group_id="probe", member=0))
-    except _Seen as seen:
-        return hashlib.sha256(json.dumps(seen.token_ids).encode()).hexdigest()[:16]
-    raise AssertionError("the agent ended without generating")
-
-
-class _Seen(Exception):
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-
-
 def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
     """Reads what the run's roles will read; returns the hash of its prompts."""
     if config.agent_spec.searches and not (config.retrieval.index or config.retrieval.url):
@@ -329,17 +303,6 @@ async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence
         return list(await asyncio.gather(*map(asked, groups, rows)))
     finally:
         await reader.close()
-
-
-def _weights_sha256(config: RunConfig) -> str:
-    """Returns a hash of the sizes and times of a local folder's weight files, which changes when they are exchanged;
-    "" for the name of a model.
-    """
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        return ""
-    states = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors"))
-    return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:16]
 
 
 def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path]) -> None:

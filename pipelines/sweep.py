@@ -53,7 +53,13 @@ def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> No
         raise ConfigError(
             f"{sweep.folder} holds a sweep already: continue it with --resume, use another `name`, or delete the folder"
         )
-    if resume == "always" and not settings.exists():
+    begun = [name for name in ("configs", "runs", "trials") if (sweep.folder / name).exists()]
+    if begun and resume != "always" and not settings.exists():
+        raise ConfigError(
+            f"{sweep.folder} holds the {', '.join(begun)} of a sweep that has lost its {SWEEP_FILE}: --resume "
+            "continues it with the same settings; or use another `name`, or delete the folder"
+        )
+    if resume == "always" and not begun and not settings.exists():
         raise ConfigError(f"--resume: {sweep.folder} holds no sweep (no {SWEEP_FILE})")
     check_same(sweep.folder, planned)
     try:

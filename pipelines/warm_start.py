@@ -4,7 +4,6 @@ the same learner, packed, with LoRA or without; it goes on where it was interrup
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
@@ -20,11 +19,12 @@ from mempipe.config import RunConfig, WarmStartConfig
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import OptimizerConfig
-from mempipe.files import write_text
 from mempipe.progress import Progress, say
+from mempipe.provenance import read_record, write_record
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.runs import Run
+from mempipe.settings import ConfigError
 from mempipe.types import Group, TrainingSample
 from pipelines.demonstrations import Demonstrations, demonstrations
 
@@ -68,8 +68,14 @@ def _train(
     wanted, file = config.warm_start, run.folder / "warm_start.json"
     assert wanted is not None, "a warm start needs its section in the config"
     position = learners.restore(_checkpoints(run)) or Position()
-    losses: list[float] = json.loads(file.read_text())["losses"][: position.step] if position.step else []
-    judged: list[dict] = json.loads(file.read_text())["held_out"] if position.step else []
+    losses: list[float] = []
+    judged: list[dict[str, float]] = []
+    if position.step:
+        mends = f"delete {_checkpoints(run)} to begin the warm start anew"
+        kept = read_record(file, mends=mends, losses=list, held_out=list)
+        losses, judged = kept["losses"][: position.step], kept["held_out"]
+        if len(losses) < position.step:
+            raise ConfigError(f"{file} is damaged (it lacks losses of the {position.step} updates done); {mends}")
     at_once = 1
     with Progress("warm start", total=len(updates), done=len(losses)) as progress:
         while len(losses) < len(updates):
@@ -86,7 +92,7 @@ def _train(
                 if held_out:
                     judged.append({"updates": len(losses), "loss": _loss(learners, held_out)})
                     numbers["held_out_loss"] = judged[-1]["loss"]
-                write_text(file, json.dumps({"losses": losses, "held_out": judged}))
+                write_record(file, {"losses": losses, "held_out": judged})
                 learners.save(_checkpoints(run), Position(step=len(losses)), keep=1)
             progress.advance(len(reports), **numbers)
 

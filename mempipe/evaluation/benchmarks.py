@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 from mempipe.data.qa import iter_questions
-from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
 from mempipe.evaluation.suite import Benchmark
 from mempipe.settings import ConfigError
 from mempipe.types import Question
@@ -21,7 +19,6 @@ IN_DISTRIBUTION = ("nq", "hotpotqa")
 """What MemSearcher, MEM1 and Search-R1 train on; the other five are out of distribution."""
 RULER = "ruler_hqa"
 _FLASHRAG_FILES = ("test.jsonl", "dev.jsonl")
-_HASH_BYTES = 2**20
 
 
 def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
@@ -89,16 +86,6 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
 def joined_texts(questions: Iterable[str]) -> str:
     """Returns several questions as one, each ending in "?"."""
     return "; ".join(text if text.endswith("?") else f"{text}?" for text in questions)
-
-
-def file_sha256(path: str) -> str:
-    """Returns the SHA-256 of the bytes of the set's file, or files."""
-    digest = hashlib.sha256()
-    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
-        with file.open() as stored:
-            while block := stored.read(_HASH_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

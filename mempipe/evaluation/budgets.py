@@ -30,7 +30,7 @@ from mempipe.capacity import model_shape, weight_width
 from mempipe.engines.config import ModelConfig
 from mempipe.evaluation.compare import SetComparison, compare_rows
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import ResultRow, read_results
+from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
 from mempipe.evaluation.statistics import Interval, bootstrap_average
 from mempipe.settings import ConfigError
 
@@ -234,9 +234,7 @@ def budget_curve(
 def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
     """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished."""
     for run in sorted(each for each in folder.iterdir() if each.is_dir()):
-        states: dict[str, Any] = {
-            str(file.parent): json.loads(file.read_text()) for file in run.glob("*/settings.json")
-        }
+        states = {file.parent: read_result_state(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
         for path, state in states.items():
             if not state["finished"]:
                 raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
@@ -271,7 +269,7 @@ def pooled(repeats: Sequence[Sets]) -> Sets:
 
 def read_sets(run: Path) -> Sets:
     """Reads the rows of an evaluated run's folder, by set."""
-    return {file.parent.name: read_results(file.parent) for file in sorted(run.glob("*/settings.json"))}
+    return {file.parent.name: read_results(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
 
 
 def mean_score(sets: Sets, metric: str) -> float:

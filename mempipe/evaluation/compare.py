@@ -7,19 +7,17 @@ so it needs one attempt and one objective. Questions that only one side has are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import ResultRow, read_results
+from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
 from mempipe.evaluation.statistics import Interval, PairedTest, bootstrap_average, mcnemar_test, paired_bootstrap
 from mempipe.settings import ConfigError
 
 OVERALL = "all sets"
-_SETTINGS = "settings.json"
 
 _Pair = tuple[ResultRow, ResultRow]  # one question, in the first run and in the second
 
@@ -125,10 +123,11 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
     for label in sorted(sets[0].keys() & sets[1].keys()):
         if label not in compared:
             lines.append(f"{label}: no question is shared; the set is left out")
-        settings = [json.loads((own[label] / _SETTINGS).read_text())["settings"] for own in sets]
+        settings = [read_result_state(own[label])["settings"] for own in sets]
         for name in ("sampling", "num_samples", "judge"):
-            if settings[0][name] != settings[1][name]:
-                lines.append(f"{label}: {name} is {settings[0][name]} in {first} and {settings[1][name]} in {second}")
+            here, there = (each.get(name) for each in settings)
+            if here != there:
+                lines.append(f"{label}: {name} is {here} in {first} and {there} in {second}")
     return lines
 
 
@@ -180,7 +179,7 @@ def _run_folder(folder: Path) -> Path:
 
 
 def _sets(folder: Path) -> dict[str, Path]:
-    return {each.name: each for each in sorted(folder.iterdir()) if each.is_dir() and (each / _SETTINGS).exists()}
+    return {each.name: each for each in sorted(folder.iterdir()) if each.is_dir() and (each / SETTINGS).exists()}
 
 
 def _lonely(first: Path, second: Path, *sets: dict[str, Path]) -> list[tuple[Path, list[str]]]:

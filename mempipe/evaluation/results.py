@@ -8,7 +8,7 @@ settings are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,11 +22,16 @@ from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
-from mempipe.files import whole_file, write_text
+from mempipe.files import whole_file
+from mempipe.provenance import differences, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group, from_row
 
-_FREE = ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")
+SETTINGS = "settings.json"
+_FREE = (
+    *(f"run.{name}" for name in ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")),
+    "weights_sha256",  # by which earlier versions knew the weights: it changed with the files' times
+)
 """What may differ between an evaluation and its continuation."""
 _GROUP = "group"  # the column of the whole trajectories
 
@@ -124,9 +129,8 @@ class ResultFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Opens or makes the folder. Raises ConfigError when it holds the results of other settings."""
         self.path = path
-        self._file = path / "settings.json"
         state = self._read()
-        if state and (differing := sorted(_differences(state["settings"], settings))):
+        if state and (differing := _differing(state["settings"], settings)):
             raise ConfigError(
                 f"{path} holds results of other settings ({', '.join(differing[:5])}); give the run, the set or "
                 "the evaluation another name, or delete that folder"
@@ -176,17 +180,24 @@ class ResultFolder:
             pq.write_table(table, partial, compression="zstd")
 
     def _read(self) -> dict[str, Any] | None:
-        if not self._file.exists():
-            if _parts(self.path):
-                raise ConfigError(f"{self.path} holds parts of results, but no settings.json that says what they are")
-            return None
-        try:
-            return json.loads(self._file.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{self._file} is damaged ({error}); delete {self.path} to evaluate this anew") from error
+        if (self.path / SETTINGS).exists():
+            return read_result_state(self.path)
+        if _parts(self.path):
+            raise ConfigError(
+                f"{self.path} holds parts of results, but no {SETTINGS} that says what they are; delete that folder to "
+                "evaluate this anew"
+            )
+        return None
 
     def _save(self) -> None:
-        write_text(self._file, json.dumps(self._state, indent=1))
+        write_record(self.path / SETTINGS, self._state)
+
+
+def read_result_state(folder: Path) -> dict[str, Any]:
+    """Returns how the results in `folder` came about (`settings`) and whether they are `finished`. Raises ConfigError
+    for a damaged file."""
+    mends = f"delete {folder} to evaluate this anew"
+    return read_record(folder / SETTINGS, mends=mends, settings=dict, finished=bool)
 
 
 def read_results(folder: Path) -> list[ResultRow]:
@@ -227,10 +238,6 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.parquet"))
 
 
-def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, Mapping):
-        for key in before.keys() | now.keys():
-            if prefix != "run" or key not in _FREE:
-                yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif before != now:
-        yield prefix
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    unknown = () if "model_sha256" in before else ("model_sha256",)  # of an earlier version
+    return [name for name, *_ in differences(before, now, free=(*_FREE, *unknown))]

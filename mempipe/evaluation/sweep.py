@@ -7,7 +7,6 @@ trained for several budgets at once (budget.memory_choices), all trials of a see
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +18,11 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT, RunConfig
 from mempipe.evaluation.budgets import BudgetStudy, measured_runs, study_runs
+from mempipe.evaluation.results import SETTINGS, read_result_state
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
 from mempipe.files import write_text
 from mempipe.loader import load_values, parse_section
+from mempipe.provenance import differences, model_sha256
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
 
@@ -99,8 +100,8 @@ class Trial:
     @property
     def finished(self) -> bool:
         """Says whether every question of every set has its row."""
-        files = [self.results / benchmark.label / "settings.json" for benchmark in self.suite.benchmarks]
-        return all(file.exists() and json.loads(file.read_text())["finished"] for file in files)
+        folders = [self.results / benchmark.label for benchmark in self.suite.benchmarks]
+        return all((each / SETTINGS).exists() and read_result_state(each)["finished"] for each in folders)
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
@@ -150,19 +151,40 @@ def write_configs(folder: Path, trial: Trial) -> list[tuple[str, Path]]:
 
 
 def check_same(folder: Path, planned: Sequence[Trial]) -> None:
-    """Raises ConfigError when a trial that is already in the folder was another one."""
+    """Raises ConfigError when a trial that is already in the folder was another one, or its results are of another
+    training than the one that is there now."""
     for trial in planned:
         for command, config in _configs(trial):
             file = _config_file(folder, trial, command)
             if not file.exists():
                 continue
-            before, now = yaml.safe_load(file.read_text()), config.model_dump(mode="json")
-            differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
+            differing = [name for name, *_ in differences(_kept(file), config.model_dump(mode="json"), free=_FREE)]
             if differing:
                 raise ConfigError(
                     f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "
                     f"name, or delete {file} and {trial.suite.folder}"
                 )
+        _check_measured(trial)
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    try:
+        return load_values(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; delete it, and --resume writes it anew") from error
+
+
+def _check_measured(trial: Trial) -> None:
+    if trial.training is None:
+        return
+    model = model_sha256(str(trial.training.folder / "huggingface"))
+    for folder in sorted(file.parent for file in trial.results.glob(f"*/{SETTINGS}")):
+        measured = read_result_state(folder)["settings"].get("model_sha256")
+        if model and measured and measured != model:
+            raise ConfigError(
+                f"{folder} was measured with another model than {trial.training.folder} holds now, which has been "
+                f"trained again; delete {trial.suite.folder}, and --resume measures it anew"
+            )
 
 
 def _configs(trial: Trial) -> Iterator[tuple[str, RunConfig | EvaluationSuite]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,10 @@ import yaml
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_trajectories
-from mempipe.evaluation.results import read_groups
+from mempipe.evaluation.results import SETTINGS, read_groups, read_result_state
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Question, Trajectory
 
-_SETTINGS = "settings.json"  # of one run on one set of an evaluation
 _DEPTH = 3  # folders of an evaluation: EVALUATION/RUN/SET
 
 
@@ -55,7 +53,7 @@ def read_traced(path: Path) -> list[Traced]:
     files = [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet"))
     if files:
         return [traced for file in files for traced in _traced(_read_file(file), _config_beside(file))]
-    folders = sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + _SETTINGS))
+    folders = sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + SETTINGS))
     found = [traced for folder in folders for traced in _evaluated(folder, path)]
     if not found:
         raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
@@ -70,7 +68,7 @@ def _read_file(path: Path) -> list[Group]:
 
 
 def _evaluated(folder: Path, root: Path) -> list[Traced]:
-    settings = json.loads((folder / _SETTINGS).read_text())["settings"]
+    settings = read_result_state(folder)["settings"]
     phase = "/".join(folder.relative_to(root.parent if folder == root else root).parts)
     return _traced(read_groups(folder), settings["run"], phase=phase)
 

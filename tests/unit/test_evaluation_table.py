@@ -13,7 +13,7 @@ import yaml
 
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
-from mempipe.evaluation.benchmarks import BenchmarkRows, file_sha256, find_file, join_objectives, read_benchmark
+from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
@@ -22,6 +22,7 @@ from mempipe.evaluation.statistics import bootstrap_average
 from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluationSuite, load_suite, resolve_run
 from mempipe.evaluation.table import Cell, evidence_lines, percent_text, published_tables, score_tables
 from mempipe.faults import InfrastructureFault
+from mempipe.provenance import files_sha256
 from mempipe.reports import evaluation as evaluation_report
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.settings import ConfigError
@@ -213,7 +214,7 @@ def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):
     benchmark = Benchmark(name="mine", file=str(path), num_questions=4)
     assert [key for key, _ in BenchmarkRows(benchmark, str(path), {"q1"})] == ["q0", "q2", "q3"]
     assert len(list(read_benchmark(Benchmark(name="mine", objectives=2, num_questions=2), str(path)))) == 2
-    assert len(file_sha256(str(path))) == 64
+    assert len(files_sha256(str(path))) == 64
 
 
 # Results

@@ -155,6 +155,7 @@ LAYERS = [
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},
+    {"provenance"},
     {"engines", "tracking"},
     {"config"},
     {"loader", "rollout", "runs", "capacity"},

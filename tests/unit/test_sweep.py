@@ -26,6 +26,7 @@ from mempipe.evaluation.sweep import (
 )
 from mempipe.files import write_text
 from mempipe.loader import load_config, parse_section
+from mempipe.provenance import model_sha256
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
 from pipelines.sweep import TrialsFailed, begin, in_order, run_missing, trials_at_once
@@ -50,11 +51,11 @@ def config(output: Path, **changes: Any) -> SweepConfig:
     return parse_section(values | changes, SweepConfig)
 
 
-def finish(trial: Trial, *, right: int, number: int = 40) -> None:
+def finish(trial: Trial, *, right: int, number: int = 40, **settings: Any) -> None:
     """Leaves the results that the trial's evaluation would leave."""
     groups = answered([i < right for i in range(number)], num_hops=[1 + i % 2 for i in range(number)])
     run = {"agent": {"name": "memsearcher"}, "budget": {"memory_tokens": trial.memory_tokens}}
-    folder = ResultFolder(trial.results / "world", {"run": run})
+    folder = ResultFolder(trial.results / "world", {"run": run, **settings})
     folder.open()
     folder.append(groups, [result_row(group, growing=False, prompt_hash="p") for group in groups])
     folder.finish()
@@ -236,13 +237,59 @@ def test_trials_side_by_side_are_as_many_as_the_gpus_hold(tmp_path):
     assert [trials_at_once(trials(sweep), gpus) for gpus in ({}, {"a": 2}, {"a": 4}, {"a": 4, "b": 4})] == [1, 1, 2, 4]
 
 
+def test_a_sweep_that_lost_its_settings_is_not_begun_beside_its_trials(tmp_path):
+    sweep = config(tmp_path)
+    begin(sweep, trials(sweep), resume="never")
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+    (sweep.folder / SWEEP_FILE).unlink()
+    for resume in ("never", "auto"):
+        with pytest.raises(ConfigError, match=r"holds the configs of a sweep that has lost its sweep\.yaml: --resume"):
+            begin(sweep, trials(sweep), resume=resume)
+    begin(sweep, trials(sweep), resume="always")
+    assert (sweep.folder / SWEEP_FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"finished": tr', '{"finished": true}', '{"settings": {}}'])
+def test_a_damaged_record_of_results_is_a_sentence(tmp_path, content):
+    trial = trials(config(tmp_path))[0]
+    finish(trial, right=10)
+    file = trial.results / "world" / "settings.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^{file} is damaged .*; delete {file.parent} to evaluate this anew$"):
+        print(trial.finished)
+
+
+def test_a_damaged_config_of_a_trial_is_a_sentence(tmp_path):
+    sweep = config(tmp_path)
+    ((_, file),) = write_configs(sweep.folder, trials(sweep)[0])
+    file.write_text("name: [")
+    with pytest.raises(ConfigError, match=rf"^{file} is not YAML: .*; delete it, and --resume writes it anew$"):
+        check_same(sweep.folder, trials(sweep))
+
+
+def test_results_of_a_training_that_was_made_again_are_not_taken_for_its_own(tmp_path):
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"num_steps": 2}}]
+    sweep = config(tmp_path, runs=runs, train=True, budgets=[8])
+    (trial,) = trials(sweep)
+    assert trial.training is not None
+    export = trial.training.folder / "huggingface"
+    export.mkdir(parents=True)
+    (export / "model.safetensors").write_text("trained")
+    finish(trial, right=10, model_sha256=model_sha256(str(export)))
+    check_same(sweep.folder, [trial])
+    (export / "model.safetensors").write_text("trained again")
+    with pytest.raises(ConfigError, match=r"was measured with another model than .*delete .*, and --resume measures"):
+        check_same(sweep.folder, [trial])
+
+
 def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipelines.sweep.connected", None)  # nothing is started
     sweep = config(tmp_path, seeds=[1, 2], sampling={"temperature": 1.0})
     for trial in trials(sweep):
         write_configs(sweep.folder, trial)
         finish(trial, right={4: 10, 8: 30, None: 20}[trial.memory_tokens] + trial.suite.seed)
-    paths = sweep_main(sweep)
+    paths = sweep_main(sweep, resume="always")
     text = (sweep.folder / "budgets.md").read_text()
     assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
     assert "no smaller budget is enough" in text and "27.5, 30.0" in text and "| react | – | 53.8" in text

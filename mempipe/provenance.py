@@ -1,0 +1,106 @@
+"""Of which settings and inputs a thing was made: the record that is kept with it, and the comparison with what would be
+used now. Runs, validations, evaluations, chains and sweeps decide by it whether what is there may be used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
+from mempipe.files import sha256, write_text
+from mempipe.retrieval.manifest import read_manifest, record_of
+from mempipe.settings import ConfigError
+from mempipe.types import Question, to_row
+
+MADE_OF = "made_of.json"
+"""The record inside a folder that was made."""
+_HASH_BYTES = 2**20
+_SHORT = 16  # hex digits of a hash that people may have to compare
+
+
+def differences(before: Any, now: Any, *, free: Iterable[str] = (), prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, value before, value now) where two nested records differ, in order of their names. A name
+    that is absent counts as None; settings and sections in `free` may differ."""
+    if any(f"{prefix}.".startswith(f"{name}.") for name in free):
+        return
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in sorted({*before, *now}, key=str):
+            yield from differences(before.get(key), now.get(key), free=free, prefix=f"{prefix}.{key}".lstrip("."))
+    elif before != now:
+        yield prefix, before, now
+
+
+def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
+    """Returns the mapping in a JSON file; `fields` are names that it has, with the type of each.
+
+    Raises ConfigError, one sentence that ends in `mends` (what the user does), for a file that is missing or damaged.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {mends}") from error
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ConfigError(f"{file} is damaged ({error}); {mends}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is damaged (it holds {type(values).__name__}, not a mapping); {mends}")
+    for name, kind in fields.items():
+        if not isinstance(values.get(name), kind):
+            found = f"is {values[name]!r}" if name in values else "is missing"
+            raise ConfigError(f"{file} is damaged ({name} {found}); {mends}")
+    return values
+
+
+def write_record(file: Path, values: Mapping[str, Any]) -> None:
+    """Writes a record as `read_record` reads it, whole or not at all."""
+    write_text(file, json.dumps(values, indent=1))
+
+
+def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns the names of the inputs whose hash has changed. A hash of "" or without a name is not known, and is not
+    compared."""
+    known = {name for name in before.keys() & now.keys() if before[name] and now[name]}
+    return [name for name in sorted(known) if before[name] != now[name]]
+
+
+def questions_sha256(questions: Iterable[Question]) -> str:
+    """Returns the hash of questions in any order, with golden answers and all else that an agent or a score reads."""
+    lines = (json.dumps(to_row(question), sort_keys=True) for question in questions)
+    each = sorted(hashlib.sha256(line.encode()).hexdigest() for line in lines)
+    return hashlib.sha256(json.dumps(each).encode()).hexdigest()[:_SHORT]
+
+
+def files_sha256(path: str) -> str:
+    """Returns the SHA-256 of the bytes of a question set's file, or files. Raises ConfigError as reading it does."""
+    digest = hashlib.sha256()
+    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+        with file.open() as stored:
+            while block := stored.read(_HASH_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def model_sha256(path: str) -> str:
+    """Returns the hash of a local model's weights, by 256 blocks of each file, and of its configuration and tokenizer;
+    "" for what is no folder with weights, as the name of a model on the hub."""
+    folder = Path(path)
+    weights = sorted(folder.glob("*.safetensors")) if path else []
+    if not weights:
+        return ""
+    kept = {file.name: record_of(file, sampled=True).sha256 for file in weights}
+    kept |= {name: sha256(folder / name) for name in ("config.json", "tokenizer.json") if (folder / name).is_file()}
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:_SHORT]
+
+
+def checksums_sha256(checksums: Mapping[str, int]) -> str:
+    """Returns the hash of a policy, from the checksum of each of its weights (`mempipe.engines.checksums`). It is the
+    same however many ranks hold them."""
+    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()[:_SHORT]
+
+
+def index_sha256(path: str) -> str:
+    """Returns the hash of an index's manifest, which holds that of every file; "" without an index."""
+    return read_manifest(Path(path))[1] if path else ""
