@@ -5,20 +5,23 @@ state.json             phase seconds, steps done, MLflow run id, whether it fini
 metrics.jsonl          one row of metrics per learner step
 world/ index/ model/   made by the run itself when its config has a `world`
 checkpoints/           model, optimiser, scheduler, RNG and data position
+inputs.json            hashes of the questions, prompts, index and model that the run was begun with
+evaluation/            trajectories of every validation; each file names the policy and the questions that it is of
 trajectories.parquet   held-out trajectories, before and after training
 huggingface/           the trained model, for transformers and vLLM
 exports/ best/         the model after every so many steps, and of the best validation, where `checkpoint` asks for them
+replaced/              what was made of steps that a restart took back, moved there and never removed
 report.html report.json
+
+Nothing of it is ever removed by a fault: a new run whose settings are refused takes back what it wrote itself
+(state.json and config.yaml) while nothing else is there.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +29,9 @@ import yaml
 from pydantic import ValidationError
 
 from mempipe.config import RunConfig
+from mempipe.engines.checkpoint import latest
 from mempipe.files import LOCK_FILE, lock, write_text
+from mempipe.provenance import MADE_OF, changed_inputs, differences, read_record, write_record
 from mempipe.settings import ConfigError
 
 Resume = Literal["never", "auto", "always"]
@@ -63,27 +68,43 @@ FREE_SETTINGS = (
 long, and what is measured on the way, but change nothing of what is learnt from a step."""
 
 
+_STATE, _CONFIG, _INPUTS = "state.json", "config.yaml", "inputs.json"
+_WORK = (
+    "checkpoints",
+    "warm_start",
+    "warm_start_checkpoints",
+    "demonstrations",
+    "evaluation",
+    "exports",
+    "best",
+    "huggingface",
+    "metrics.jsonl",
+    "trajectories.parquet",
+)
+"""What only a run writes into its folder; `kept` adds what a run with the same settings would make."""
+
+
 class Run:
     """One run's folder, held by one process at a time."""
 
     def __init__(self, config: RunConfig, *, resume: Resume = "never") -> None:
         self.config = config
         self.folder = config.folder
-        self._state_file = self.folder / "state.json"
-        self._is_new = saved_state(config, resume=resume) is None
+        saved_state(config, resume=resume)  # before the folder is made
         self._made_folder = not self.folder.exists()
         try:
             lock(self.folder)
             saved = saved_state(config, resume=resume)  # again: the process that held the lock has written meanwhile
+            self._is_new = saved is None
+            self.rebuilt = saved is not None and not (self.folder / _STATE).exists()
+            """Whether state.json was gone, and was made anew from what else the folder holds."""
+            self._config_before = _text(self.folder / _CONFIG)
+            self._most_steps_unsaved = _most_steps_unsaved(config)
             self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
-            write_text(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            write_text(self.folder / _CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            self._save()
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
-        self._save()
-
-    @property
-    def resumed(self) -> bool:
-        return bool(self.state["seconds"])
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -107,55 +128,192 @@ class Run:
         self.state["seconds"][name] = self.state["seconds"].get(name, 0.0) + seconds
         self._save()
 
-    def withdraw(self) -> None:
-        """Removes a new run whose config was refused, so that a better one can start there. A resumed run stays."""
-        if self._is_new and self._made_folder:
-            shutil.rmtree(self.folder)
-        elif self._is_new:
-            for name in ("state.json", "config.yaml", LOCK_FILE):
-                (self.folder / name).unlink(missing_ok=True)
+    @contextmanager
+    def preparation(self) -> Iterator[None]:
+        """The phase in which inputs are read and made. A new run whose settings it refuses (ConfigError) is withdrawn,
+        so that better ones can start there, unless anything was made: that stays, and --resume goes on with it."""
+        try:
+            with self.phase("prepare"):
+                yield
+        except ConfigError:
+            if self._is_new and not self.kept():
+                self._withdraw()
+            raise
+
+    def kept(self) -> str:
+        """Names the work that the folder holds, for a person; "" for none."""
+        return kept(self.config)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The hashes of what the run was begun with, by setting; empty before they are known."""
+        return saved_inputs(self.folder)
+
+    def check_inputs(self, now: Mapping[str, str]) -> None:
+        """Keeps the hashes of the run's inputs. Raises ConfigError, naming them, when it was begun with others."""
+        before = self.inputs
+        if changed := changed_inputs(before, now):
+            raise ConfigError(
+                f"{self.folder} was begun with other inputs: the content of {', '.join(changed)} has changed since, "
+                "and with it what is learnt; put the old files back, or give the run another `name`"
+            )
+        write_record(self.folder / _INPUTS, {**now, **{name: value for name, value in before.items() if value}})
+
+    def set_aside(self, paths: Iterable[Path]) -> str:
+        """Moves files and folders of the run, with their place in it, to a new folder in `replaced/`; names both for a
+        person, and returns "" where there is nothing to move."""
+        paths = [path for path in paths if path.exists()]
+        if not paths:
+            return ""
+        attempts = self.folder / "replaced"
+        number = 1 + max((int(each.name) for each in attempts.glob("*") if each.name.isdigit()), default=0)
+        for path in paths:
+            target = attempts / str(number) / path.relative_to(self.folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        names = ", ".join(str(path.relative_to(self.folder)) for path in paths)
+        return f"{names} {'is' if len(paths) == 1 else 'are'} now in {attempts / str(number)}"
+
+    def restart_at(self, step: int) -> str:
+        """Goes on from the checkpoint of `step`: sets aside what was made of newer policies, which do not exist any
+        more. Returns a line that says so; "" where there is nothing of them.
+
+        Raises ConfigError when the run would begin at zero although its checkpoints had been written.
+        """
+        done = self.state.get("num_steps", 0)
+        if not step and done > 2 * self._most_steps_unsaved:  # a checkpoint is begun when the one before is written
+            raise ConfigError(
+                f"{self.folder} has done {done} steps, but its checkpoints are gone, and training would begin at zero; "
+                "put them back and continue with --resume, or give the run another `name`"
+            )
+        best = self.state.get("best")
+        newer = [path for path in self._made() if (step_made_of(path) or 0) > step]
+        if best is not None and best["step"] > step:
+            newer, best = [*newer, self.folder / "best"], None
+        moved = self.set_aside(dict.fromkeys(newer))
+        self.update(num_steps=step, best=best)
+        return f"the steps after {step} are trained again; what was made of them before: {moved}" if moved else ""
+
+    def _made(self) -> list[Path]:
+        """What a run makes of its policy while it goes on, or at its end."""
+        return [
+            path
+            for pattern in ("evaluation/*.parquet", "exports/*", "best", "huggingface")
+            for path in sorted(self.folder.glob(pattern))
+        ]
+
+    def _withdraw(self) -> None:
+        (self.folder / _STATE).unlink(missing_ok=True)
+        if self._config_before is None:
+            (self.folder / _CONFIG).unlink(missing_ok=True)
+        else:
+            write_text(self.folder / _CONFIG, self._config_before)
+        (self.folder / LOCK_FILE).unlink(missing_ok=True)
+        if self._made_folder:
+            with suppress(OSError):  # somebody has put a file there
+                self.folder.rmdir()
 
     def _save(self) -> None:
-        write_text(self._state_file, json.dumps(self.state, indent=1))
+        write_record(self.folder / _STATE, self.state)
+
+
+def step_made_of(path: Path) -> int | None:
+    """Returns the learner step whose policy a kept evaluation or model is of, by the record in it or else by its name;
+    None where neither says it."""
+    if path.is_dir():
+        file = path / MADE_OF
+        record = read_record(file, mends=f"move {path} away", step=int) if file.exists() else {}
+    else:
+        from mempipe.data.trajectories import read_made_of  # pyarrow, for which the checks of a command do not wait
+
+        record = read_made_of(path) or {}
+    named = path.stem.removeprefix("step-")
+    return record.get("step", int(named) if named.isdigit() else None)
+
+
+def kept(config: RunConfig) -> str:
+    """Names the work of a run that the config's folder holds, for a person; "" for none."""
+    folder = config.folder
+    made = [*_WORK]
+    if config.world is not None:
+        made += ["world", "index", *([] if config.model.path else ["model"])]
+    if config.cloze is not None:
+        made += ["cloze", "questions", "index"]
+    if config.model.source:
+        made.append("model")
+    found = [name for name in dict.fromkeys(made) if _holds_something(folder / name)]
+    newest = latest(folder / "checkpoints")
+    of = f" (the newest of step {_step_in_name(newest)})" if newest is not None else ""
+    return ", ".join(name + of * (name == "checkpoints") for name in found)
 
 
 def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
     """Returns the state of the run in the config's folder; None when the folder holds no run.
 
-    Raises ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
+    With `resume` "always" the state of a run that lost its state.json is made anew from its newest checkpoint. Raises
+    ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
     and `resume` is "always", that run was started with other settings, or its files are damaged.
     """
-    file = config.folder / "state.json"
-    if not file.exists():
-        if resume == "always":
-            raise ConfigError(f"--resume: {config.folder} holds no run (no state.json)")
-        return None
+    folder = config.folder
+    if not (folder / _STATE).exists():
+        return _rebuilt_state(config, resume)
     if resume == "never":
         raise ConfigError(
-            f"{config.folder} holds a run already: continue it with --resume, use another `name`, or delete the folder"
+            f"{folder} holds a run already: continue it with --resume, use another `name`, or delete the folder"
         )
-    try:
-        state = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged ({error}); this run cannot be continued") from error
+    state = read_state(folder)
     _check_same(config)
     return state
 
 
-def _check_same(config: RunConfig) -> None:
-    file = config.folder / "config.yaml"
-    try:
-        saved = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, FileNotFoundError) as error:
+def read_state(folder: Path) -> dict[str, Any]:
+    """Returns the state of the run in `folder`. Raises ConfigError, which says how the run goes on, for a damaged
+    one."""
+    mends = f"delete it: `mempipe train {folder / _CONFIG} --resume` makes it anew from the newest checkpoint"
+    state = read_record(folder / _STATE, mends=mends, seconds=dict, finished=bool)
+    best = state.get("best")
+    wrong = [name for name, value in state["seconds"].items() if not isinstance(value, int | float)]
+    if not isinstance(state.get("num_steps", 0), int) or (state["finished"] and "num_steps" not in state):
+        wrong.append("num_steps")
+    if best is not None and not (isinstance(best, dict) and {"step", "metric", "value"} <= best.keys()):
+        wrong.append("best")
+    if wrong:
+        raise ConfigError(f"{folder / _STATE} is damaged ({wrong[0]} is not what was written); {mends}")
+    return state
+
+
+def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
+    folder, work = config.folder, kept(config)
+    if not work:
+        if resume == "always":
+            raise ConfigError(f"--resume: {folder} holds no run (no {_STATE})")
+        return None
+    if not (folder / _CONFIG).exists():
         raise ConfigError(
-            f"{file} is damaged ({' '.join(str(error).split())}); this run cannot be continued"
-        ) from error
+            f"{folder} holds {work}, but neither {_STATE} nor {_CONFIG}, so that nothing says with which settings that "
+            f"was made; copy the YAML file that the run was started with to {folder / _CONFIG} and continue it with "
+            "--resume, use another `name`, or delete the folder"
+        )
+    if resume != "always":
+        raise ConfigError(
+            f"{folder} holds {work} of a run that has lost its {_STATE}: `mempipe train {folder / _CONFIG} --resume` "
+            "continues it; or use another `name`, or delete the folder"
+        )
+    _check_same(config)
+    newest, best = latest(folder / "checkpoints"), folder / "best" / MADE_OF
+    state: dict[str, Any] = {"seconds": {}, "finished": False, "num_steps": _step_in_name(newest) if newest else 0}
+    if best.exists():
+        fields = {"step": int, "metric": str, "value": float}
+        state["best"] = read_record(best, mends=f"move {best.parent} away to choose the best model anew", **fields)
+    return state
+
+
+def _check_same(config: RunConfig) -> None:
     refused = [
         f"{key} {now!r} (was {before!r})"
-        for key, before, now in sorted(
-            _differences(_completed(saved), config.model_dump(mode="json")), key=itemgetter(0)
+        for key, before, now in differences(
+            saved_settings(config.folder), config.model_dump(mode="json"), free=FREE_SETTINGS
         )
-        if not any(f"{key}.".startswith(f"{free}.") for free in FREE_SETTINGS)
     ]
     if refused:
         raise ConfigError(
@@ -164,7 +322,30 @@ def _check_same(config: RunConfig) -> None:
         )
 
 
-def _completed(saved: Any) -> Any:
+def saved_inputs(folder: Path) -> dict[str, str]:
+    """Returns the hashes of what the run in `folder` was begun with, by setting; empty where they are not known.
+    Raises ConfigError for a damaged file."""
+    file = folder / _INPUTS
+    return read_record(file, mends="delete it to go on with the inputs as they are now") if file.exists() else {}
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings that the run in `folder` was started with, with the defaults of those that this version
+    knows and the run did not. Raises ConfigError for a damaged config.yaml."""
+    file = folder / _CONFIG
+    try:
+        saved = yaml.safe_load(file.read_text())
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds {type(saved).__name__}, not a mapping")
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{file} is damaged ({' '.join(str(error).split())}); copy the YAML file that the run was started with "
+            "to it, with its overrides written into it, and --resume goes on"
+        ) from error
+    return _completed(saved)
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run with the defaults of those that this version knows and the run did not."""
     try:
         return RunConfig.model_validate(saved).model_dump(mode="json")
@@ -175,18 +356,30 @@ def _completed(saved: Any) -> Any:
 def unfinished(folder: Path) -> str:
     """Describes a run that has not ended yet; returns "" for a finished one and for a folder without a run."""
     try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError):
+        state = read_record(folder / _STATE, mends="")
+    except ConfigError:
         return ""
-    if not isinstance(state, dict) or state.get("finished"):
+    if state.get("finished"):
         return ""
     return f"an unfinished run ({state.get('num_steps', 0)} steps are done; `mempipe train ... --resume` goes on)"
 
 
-def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value in a, value in b) where they differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in {*a, *b}:
-            yield from _differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else key)
-    elif a != b:
-        yield prefix, a, b
+def _holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _step_in_name(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _most_steps_unsaved(config: RunConfig) -> int:
+    """Returns how many steps apart the checkpoints of the run are, under its settings of now or of before."""
+    try:
+        before = RunConfig.model_validate(saved_settings(config.folder)).checkpoint.every_steps
+    except (ConfigError, ValidationError):  # a new run
+        before = 0
+    return max(before, config.checkpoint.every_steps)
+
+
+def _text(file: Path) -> str | None:
+    return file.read_text() if file.exists() else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig
 from mempipe.files import recover_folder, whole_folder
 from mempipe.loader import load_config
+from mempipe.provenance import MADE_OF, questions_sha256, write_record
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.types import Group
@@ -26,16 +27,17 @@ class Exporter(Protocol):
 class Exports:
     """The models that a training run exports while it goes on (`checkpoint.export_every_steps`, `best_on`)."""
 
-    def __init__(self, run: Run, learners: Exporter, *, source: str) -> None:
-        """`source` is the model whose configuration and tokenizer the exported ones have."""
-        self._run, self._learners, self._source = run, learners, source
+    def __init__(self, run: Run, learners: Exporter, *, source: str, weights: Callable[[], str] = str) -> None:
+        """`source` is the model whose configuration and tokenizer the exported ones have; `weights` returns the hash of
+        the present policy's."""
+        self._run, self._learners, self._source, self._weights = run, learners, source, weights
         self._config = run.config.checkpoint
 
     def trained(self, step: int) -> None:
-        """Exports the policy after learner step `step` when one is due."""
-        every = self._config.export_every_steps
-        if every and step % every == 0:
-            self._export(self._run.folder / "exports" / f"step-{step:08d}")
+        """Exports the policy after learner step `step` when one is due and not there."""
+        every, folder = self._config.export_every_steps, self._run.folder / "exports" / f"step-{step:08d}"
+        if every and step % every == 0 and not folder.exists():
+            self._export(folder, {"step": step})
 
     def validated(self, groups: Sequence[Group], *, step: int) -> None:
         """Exports the policy after learner step `step` when it answered better than every one before; `groups` are its
@@ -43,15 +45,29 @@ class Exports:
         metric = self._config.best_on
         if not metric or not groups:
             return
-        value = fmean(getattr(trajectory, metric) for group in groups for trajectory in group.trajectories)
+        now = {
+            "step": step,
+            "metric": metric,
+            "value": fmean(getattr(trajectory, metric) for group in groups for trajectory in group.trajectories),
+            "questions": questions_sha256(group.question for group in groups),
+        }
         best = self._run.state.get("best")
-        if best is None or best["metric"] != metric or value > best["value"]:
-            self._export(self._run.folder / "best")
-            self._run.update(best={"step": step, "metric": metric, "value": value})
+        comparable = best is not None and all(
+            best.get(name, now[name]) == now[name] for name in ("metric", "questions")
+        )
+        if not comparable or now["value"] > best["value"]:
+            self._export(self._run.folder / "best", now)
+            self._run.update(best=now)
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path, made_of: dict[str, Any]) -> None:
         with self._run.phase("export"):
             self._learners.export(folder, source=self._source)
+            write_record(folder / MADE_OF, {**made_of, "weights": self._weights()})
+
+
+def _comparable(best: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two validations scored the same questions by the same metric; an earlier version noted no questions."""
+    return all(best.get(name, now[name]) == now[name] for name in ("metric", "questions"))
 
 
 def export_best(run: Path, target: Path) -> Path:

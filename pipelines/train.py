@@ -15,24 +15,26 @@ checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
 from mempipe.beacons import reached
-from mempipe.checks.inputs import check_inputs
+from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions
-from mempipe.data.trajectories import read_trajectories, write_trajectories
+from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, closing_table, say, watched
+from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, write_record
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
@@ -57,24 +59,35 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError.
     """
     run = Run(config, resume=resume)
+    if run.rebuilt:
+        say(f"{run.folder}: state.json was gone and is made anew; the run goes on with its {run.kept()}")
     try:
         return _run(run, config)
-    except ConfigError:
-        run.withdraw()
+    except ConfigError as error:
+        if kept := run.kept():
+            raise ConfigError(
+                f"{error}; {run.folder} keeps {kept}: continue it with --resume when this is mended, or begin another "
+                "run under another `name`"
+            ) from error
         raise
 
 
 def _run(run: Run, config: RunConfig) -> Run:
     if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
-        (run.folder / "evaluation" / "after.parquet").unlink(missing_ok=True)
+        if latest(run.folder / "checkpoints") is None:
+            raise ConfigError(
+                f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "
+                "holds no checkpoint to go on from; begin another run with its huggingface folder as model.path"
+            )
         run.update(finished=False)
     losses: Sequence[str] = read_losses(run.folder)
     if not run.state["finished"]:
-        with run.phase("prepare"):
+        with run.preparation():
             reached("prepare")
             say("reading the inputs" if config.world is None else "making the world, its index and its model")
             config = prepare(run)
             check_inputs(config)
+            run.check_inputs(hash_inputs(config))
             if newest := latest(run.folder / "checkpoints"):
                 read_state(newest)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
@@ -110,9 +123,11 @@ def held_out_questions(config: RunConfig) -> list[Question]:
 
 def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
     """Answers the held-out questions with the model as it came; an evaluation that is finished is kept."""
-    if not (run.folder / "evaluation" / "untrained.parquet").exists():
+    questions, weights = held_out_questions(config), model_sha256(config.model.path)
+    if _kept(run, "untrained", _made_of(run, config, questions, step=0, weights=weights)) is None:
         with launch_rollout_actors(config, namespace) as actors:
-            evaluate(run, actors, held_out_questions(config), label="untrained", step=0, tracker=tracker)
+            actors.weights_sha256 = weights
+            evaluate(run, actors, questions, label="untrained", step=0, tracker=tracker)
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
@@ -126,29 +141,50 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
         position = roles.learners.restore(run.folder / "checkpoints") or Position()
-        run.update(num_steps=position.step)
+        if taken_back := run.restart_at(position.step):
+            say(taken_back)
         tracker.restart_at(position.step)
         roles.sync(position.step)
         reached("restored", step=position.step)
-        before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
+        if position.step:
+            before = _evaluated_before(run, validation)
+        else:
+            before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
         learn(run, roles, questions, validation, position, tracker)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
-        Exports(run, roles.learners, source=config.model.path).validated(after, step=run.state["num_steps"])
+        _exports(run, roles).validated(after, step=run.state["num_steps"])
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
         with run.phase("export"):
             reached("export")
             roles.learners.export(run.folder / "huggingface", source=config.model.path)
+            made_of = {"step": run.state["num_steps"], "weights": roles.weights_sha256}
+            write_record(run.folder / "huggingface" / MADE_OF, made_of)
+
+
+def _exports(run: Run, roles: Roles) -> Exports:
+    return Exports(run, roles.learners, source=roles.config.model.path, weights=lambda: roles.weights_sha256)
 
 
 def evaluate(
     run: Run, roles: RolloutActors, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
 ) -> list[Group]:
-    """Plays one attempt at every held-out question under the served weights. A finished evaluation is read back instead
-    of repeated.
+    """Plays one attempt at every held-out question under the served weights, which are those after `step`.
+
+    A finished evaluation of the same weights, questions and settings is read back instead of repeated; one of others
+    is set aside.
     """
     path = run.folder / "evaluation" / f"{label}.parquet"
-    if path.exists() or not questions:
-        return read_trajectories(path) if path.exists() else []
+    made_of = _made_of(run, roles.config, questions, step=step, weights=roles.weights_sha256)
+    if not questions:
+        return []
+    if (kept := _kept(run, label, made_of)) is not None:
+        return kept
+    if path.exists():
+        others = ", ".join(name for name, *_ in differences(read_made_of(path) or {}, made_of))
+        say(
+            f"evaluation {label!r} is made again, since the one that is there is of other {others}: "
+            f"{run.set_aside([path])}"
+        )
     groups: list[Group] = []
     reached("evaluate", label=label, groups=0)
     spec = roles.driver_spec(sampling=SamplingConfig(temperature=roles.config.evaluation.temperature), group_size=1)
@@ -157,7 +193,7 @@ def evaluate(
             groups.append(group)
             reached("evaluate", label=label, groups=len(groups))
             progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
-    write_trajectories(path, groups)
+    write_trajectories(path, groups, made_of=made_of)
     metrics = rollout_metrics(groups, growing=roles.config.agent_spec.grows)
     by_source: dict[str, list[float]] = {}
     for group in groups:
@@ -166,6 +202,36 @@ def evaluate(
         metrics |= {f"{source or 'unnamed'}/em": fmean(values) for source, values in by_source.items()}
     tracker.log_metrics({f"validation/{name}": value for name, value in metrics.items()}, step=step)
     return groups
+
+
+def _made_of(run: Run, config: RunConfig, questions: Sequence[Question], *, step: int, weights: str) -> dict[str, Any]:
+    """Returns what an evaluation is of, as plain values: the policy after a step, the questions, and what asks them."""
+    return {
+        "step": step,
+        "weights": weights,
+        "questions": questions_sha256(questions),
+        "prompts": run.inputs.get("agent.prompts", ""),
+        "index": run.inputs.get("retrieval.index", ""),
+        "temperature": config.evaluation.temperature,
+        "agent": config.agent.model_dump(mode="json"),
+        "budget": config.budget.model_dump(mode="json"),
+    }
+
+
+def _kept(run: Run, label: str, made_of: Mapping[str, Any]) -> list[Group] | None:
+    """Returns the evaluation of that label when it was made of the same; else None."""
+    path = run.folder / "evaluation" / f"{label}.parquet"
+    return read_trajectories(path) if path.exists() and read_made_of(path) == made_of else None
+
+
+def _evaluated_before(run: Run, questions: Sequence[Question]) -> list[Group]:
+    """Returns the evaluation under the weights that training started from, which nothing can make any more."""
+    path = run.folder / "evaluation" / "before.parquet"
+    if path.exists():
+        return read_trajectories(path)
+    if questions:
+        say("the held-out questions were not asked before the first step, so the report has nothing to compare with")
+    return []
 
 
 def learn(
@@ -182,6 +248,17 @@ def learn(
     It goes on from `position`, which a checkpoint holds.
     """
     config = roles.config
+    exports = _exports(run, roles)
+
+    def do_what_is_due(step: int) -> None:
+        exports.trained(step)
+        every = config.evaluation.every_steps
+        if every and step % every == 0 and step < config.num_steps:
+            answers = evaluate(run, roles, validation, label=f"step-{step:08d}", step=step, tracker=tracker)
+            exports.validated(answers, step=step)
+
+    if position.step:  # the run may have ended between the checkpoint and what is due after it
+        do_what_is_due(position.step)
     admission_name, admission = roles.new_admission(policy_version=position.step)
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
     consumed = {*chain.from_iterable(position.trained), *position.dropped}
@@ -191,7 +268,6 @@ def learn(
         references=roles.references,
     )
     collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm)
-    exports = Exports(run, roles.learners, source=config.model.path)
     training, other_phases = time.perf_counter(), sum(run.seconds.values())
     with (
         closing(groups),
@@ -216,14 +292,7 @@ def learn(
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
             checkpoints.finish()
-            exports.trained(step + 1)
-            if (
-                config.evaluation.every_steps
-                and (step + 1) % config.evaluation.every_steps == 0
-                and step + 1 < config.num_steps
-            ):
-                answers = evaluate(run, roles, validation, label=f"step-{step + 1:08d}", step=step + 1, tracker=tracker)
-                exports.validated(answers, step=step + 1)
+            do_what_is_due(step + 1)
             progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
     other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
     run.add_seconds("train", time.perf_counter() - training + other_phases)

@@ -53,6 +53,7 @@ from mempipe.engines.proof import check_engines
 from mempipe.environment import EVERY_PROCESS
 from mempipe.placement import Demand, Plan, needs_reference, plan
 from mempipe.progress import say
+from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
 
 START_TIMEOUT_S = 900.0
@@ -97,6 +98,8 @@ class RolloutActors:
     generators: dict[str, Handle]
     retrievers: dict[str, Handle]
     store: Handle
+    weights_sha256: str = ""
+    """The hash of the weights that the engines serve, by which kept results name their policy."""
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
         """Returns what a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
@@ -198,6 +201,7 @@ class Roles(RolloutActors):
         pending = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
         loads = {name: actor.take_load.remote() for name, actor in self.generators.items()}
         checksums, scores = self.learners.checksums(), self.learners.score(self.canary)
+        self.weights_sha256 = checksums_sha256(checksums)
         generation = self.config.generation
         proofs = wait_for(
             pending, phase=f"checking weights of version {policy_version}", timeout_s=generation.timeout_s

@@ -5,12 +5,18 @@ This imports transformers, so it comes after the checks that need nothing heavy.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.rendering import Renderer
+from mempipe.checks.models import model_folder
 from mempipe.config import RunConfig
 from mempipe.data.qa import iter_questions
+from mempipe.data.rows import is_remote
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.rollout import make_renderer
+from mempipe.provenance import files_sha256, index_sha256, model_sha256
+from mempipe.retrieval.manifest import MANIFEST
+from mempipe.rollout import make_renderer, prompt_hash
 from mempipe.settings import ConfigError
 
 
@@ -25,6 +31,18 @@ def check_inputs(config: RunConfig) -> str:
     parts = {**config.budget.parts(), "template": renderer.template_tokens}
     listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
     return f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}"
+
+
+def hash_inputs(config: RunConfig) -> dict[str, str]:
+    """Returns the hash of what the run learns from, by setting; "" for what is not on this machine."""
+    train, index, model = config.data.train, config.retrieval.index, config.model.path
+    is_there = model and model_folder(model) is not None
+    return {
+        "data.train": files_sha256(train) if train and (is_remote(train) or Path(train).exists()) else "",
+        "model.path": model_sha256(model),
+        "agent.prompts": prompt_hash(config, tokenizer=load_tokenizer(model)) if is_there else "",
+        "retrieval.index": index_sha256(index) if index and (Path(index) / MANIFEST).exists() else "",
+    }
 
 
 def _check_questions(path: str, renderer: Renderer) -> None:

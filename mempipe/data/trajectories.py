@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types as python_types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.files import whole_file
+from mempipe.settings import ConfigError
 from mempipe.types import Column, Group, Question, Trajectory, from_row, to_row
 
 T = TypeVar("T")
 _SCALARS = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _GROUPS_PER_ROW_GROUP = 64
+_MADE_OF = b"made_of"  # a key of the schema's metadata
 
 
 @functools.cache
@@ -65,18 +68,18 @@ def trajectories_schema() -> pa.Schema:
     return pa.schema([*question, *group, *arrow_schema(Trajectory)])
 
 
-def write_trajectories(path: str | Path, groups: Iterable[Group]) -> int:
+def write_trajectories(path: str | Path, groups: Iterable[Group], *, made_of: Mapping[str, Any] | None = None) -> int:
     """Writes one row per trajectory and returns their number. The file appears whole or not at all; an existing one is
-    replaced.
+    replaced. `made_of` are plain values that `read_made_of` returns: which policy played which questions.
 
     Raises ValueError for a group that has no trajectories, or whose id was seen before or differs from its
     trajectories' `group_id`: it could not be read back.
     """
     num_rows = 0
-    with (
-        whole_file(Path(path)) as partial,
-        pq.ParquetWriter(partial, trajectories_schema(), compression="zstd") as writer,
-    ):
+    schema = trajectories_schema()
+    if made_of is not None:
+        schema = schema.with_metadata({_MADE_OF: json.dumps(made_of)})
+    with whole_file(Path(path)) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         remaining = _trajectory_rows(groups)
         while rows := [row for group_rows in islice(remaining, _GROUPS_PER_ROW_GROUP) for row in group_rows]:
             writer.write_table(_table(rows, trajectories_schema()))
@@ -90,6 +93,20 @@ def read_trajectories(path: str | Path) -> list[Group]:
     for row in pq.read_table(path).to_pylist():
         rows_of.setdefault(row["group_id"], []).append(row)
     return [_group(rows) for rows in rows_of.values()]
+
+
+def read_made_of(path: str | Path) -> dict[str, Any] | None:
+    """Returns what `write_trajectories` was told the file was made of; None for a file that does not say it.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        return json.loads(metadata[_MADE_OF]) if _MADE_OF in metadata else None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); delete it to have it made again"
+        ) from error
 
 
 _GROUP_FIELDS = [f.name for f in dataclasses.fields(Group) if f.name not in ("id", "question", "trajectories")]

@@ -97,7 +97,8 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
         (tmp_path / "data" / "wiki18_e5").symlink_to(tiny / "index")
     several = [replace(question, context="A text.") for question in read_questions(tiny / "questions.jsonl")]
     parquet = [*tables, "hotpotqa_long_validation", *(f"ruler_hqa/test_{length}" for length in lengths)]
-    for file in [*(f"data/{name}" for name in parquet), "data/reference/corpus", "runs/quickstart/world/validation"]:
+    made = ["runs/quickstart/world/validation"] if path.stem.startswith("tiny_") else []  # by another run
+    for file in [*(f"data/{name}" for name in parquet), "data/reference/corpus", *made]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         write_questions(tmp_path / f"{file}.parquet", several)
     with_targets = [replace(question, recall_targets=[["A text"]]) for question in several]

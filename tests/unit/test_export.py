@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.loader import parse_config
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.types import Question
 from pipelines.export import Exports
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "down_proj"]}
@@ -83,8 +85,18 @@ def running(tmp_path: Path, **checkpoint: Any) -> Run:
     return Run(parse_config(values))
 
 
-def answers(*scores: float) -> Any:
-    return [SimpleNamespace(trajectories=[SimpleNamespace(em=score, f1=1 - score)]) for score in scores]
+def answers(*scores: float, questions: str = "q") -> Any:
+    return [
+        SimpleNamespace(
+            question=Question(id=f"{questions}{i}", text="?", golden_answers=["a"]),
+            trajectories=[SimpleNamespace(em=score, f1=1 - score)],
+        )
+        for i, score in enumerate(scores)
+    ]
+
+
+def best_of(run: Run) -> tuple[int, str, float]:
+    return run.state["best"]["step"], run.state["best"]["metric"], run.state["best"]["value"]
 
 
 def models(run: Run) -> dict[str, str]:
@@ -107,7 +119,9 @@ def test_the_best_model_on_validation_is_kept_and_can_be_exported(tmp_path, caps
     for step, scores in enumerate([(0.5, 0.0), (1.0, 0.0), (0.5, 0.5), (0.0, 0.0)], start=1):
         learners.step = step
         Exports(run, learners, source="base").validated(answers(*scores), step=step)  # anew, as after a restart
-    assert models(run) == {"best": "2 base"} and run.state["best"] == {"step": 2, "metric": "em", "value": 0.5}
+    assert models(run) == {"best": "2 base"} and best_of(run) == (2, "em", 0.5)
+    record = json.loads((run.folder / "best" / "made_of.json").read_text())
+    assert record == {**run.state["best"], "weights": ""}, "the model says itself what it is"
     assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 0
     assert (tmp_path / "new" / "config.json").read_text() == "2 base"
     assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 2
@@ -118,7 +132,21 @@ def test_another_measure_starts_from_scratch(tmp_path):
     run = running(tmp_path, best_on="em")
     run.update(best={"step": 1, "metric": "f1", "value": 1.0})
     Exports(run, Learners(), source="base").validated(answers(0.5), step=2)
-    assert run.state["best"] == {"step": 2, "metric": "em", "value": 0.5}
+    assert best_of(run) == (2, "em", 0.5)
+
+
+def test_scores_on_other_questions_are_not_compared(tmp_path):
+    run = running(tmp_path, best_on="em")
+    Exports(run, Learners(), source="base").validated(answers(1.0, questions="easy"), step=1)
+    Exports(run, Learners(), source="base").validated(answers(0.5, questions="hard"), step=2)
+    assert best_of(run) == (2, "em", 0.5)
+
+
+def test_a_model_that_was_exported_already_is_not_exported_again(tmp_path):
+    run, learners = running(tmp_path, export_every_steps=2), Learners()
+    for learners.step in (2, 3):
+        Exports(run, learners, source="base").trained(2)
+    assert models(run) == {"exports/step-00000002": "2 base"}
 
 
 def test_a_run_without_a_best_model_says_so(tmp_path, capsys):

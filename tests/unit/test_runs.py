@@ -1,13 +1,16 @@
-"""Continuing a run: what may be changed, and what is refused with the values."""
+"""A run's folder: what may be changed when it goes on, what is refused, and that nothing in it is ever lost."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from result_builders import answered
 
 from mempipe.config import RunConfig
+from mempipe.data.trajectories import write_trajectories
 from mempipe.loader import parse_config
 from mempipe.runs import FREE_SETTINGS, Run, saved_state
 from mempipe.settings import ConfigError
@@ -66,3 +69,182 @@ def test_every_free_setting_exists():
         found = values
         for key in name.split("."):
             found = found[key]
+
+
+def checkpoint(run: Run, step: int) -> Path:
+    folder = run.folder / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "tensors").write_text("hours of work")
+    return folder
+
+
+def refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match="a setting"), run.preparation():
+        raise ConfigError("a setting cannot work")
+
+
+def test_a_new_run_whose_settings_are_refused_leaves_nothing(tmp_path):
+    refused(Run(config(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_run_leaves_what_was_in_the_folder_as_it_was(tmp_path):
+    folder = config(tmp_path).folder
+    folder.mkdir()
+    (folder / "log.txt").write_text("nohup")
+    (folder / "config.yaml").write_text("num_steps: 7  # mine")
+    refused(Run(config(tmp_path)))
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "log.txt": "nohup",
+        "config.yaml": "num_steps: 7  # mine",
+    }
+
+
+@pytest.mark.parametrize("made", ["checkpoints/step-00000200/t", "warm_start/config.json", "evaluation/before.parquet"])
+@pytest.mark.parametrize("folder_was_there", [True, False])
+def test_a_run_that_made_something_is_never_withdrawn(tmp_path, made, folder_was_there):
+    if folder_was_there:
+        config(tmp_path).folder.mkdir()
+    run = Run(config(tmp_path))
+    file = run.folder / made
+    file.parent.mkdir(parents=True)
+    file.write_text("hours of work")
+    refused(run)
+    assert file.read_text() == "hours of work"
+    assert saved_state(config(tmp_path), resume="always") is not None
+
+
+@pytest.mark.parametrize("made", ["world/train.parquet", "index/manifest.json"])
+def test_what_a_run_made_for_itself_is_kept_too(tmp_path, made):
+    run = Run(config(tmp_path, world={}))
+    file = run.folder / made
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    refused(run)
+    assert file.exists() and (run.folder / "state.json").exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_nothing_starts_at_zero_beside_checkpoints(begun, resume):
+    run = Run(config(begun), resume="always")
+    checkpoint(run, 200)
+    (run.folder / "state.json").unlink()
+    with pytest.raises(ConfigError) as error:
+        Run(config(begun), resume=resume)
+    assert "holds checkpoints (the newest of step 200) of a run that has lost its state.json" in str(error.value)
+    assert f"`mempipe train {run.folder / 'config.yaml'} --resume` continues it" in str(error.value)
+    assert not (run.folder / "state.json").exists()
+
+
+def test_resume_makes_a_lost_state_anew_from_checkpoint_and_best_model(begun):
+    run = Run(config(begun), resume="always")
+    checkpoint(run, 200)
+    best = {"step": 150, "metric": "em", "value": 0.5, "questions": "q", "weights": "w"}
+    (run.folder / "best").mkdir()
+    (run.folder / "best" / "made_of.json").write_text(json.dumps(best))
+    (run.folder / "state.json").unlink()
+    again = Run(config(begun), resume="always")
+    assert again.rebuilt and again.state == {"seconds": {}, "finished": False, "num_steps": 200, "best": best}
+    assert not Run(config(begun), resume="always").rebuilt
+
+
+def test_checkpoints_without_settings_are_refused_and_the_file_is_named(begun):
+    run = Run(config(begun), resume="always")
+    checkpoint(run, 200)
+    for name in ("state.json", "config.yaml"):
+        (run.folder / name).unlink()
+    for resume in ("never", "auto", "always"):
+        with pytest.raises(ConfigError, match=r"neither state\.json nor config\.yaml.* copy the YAML file .*--resume"):
+            Run(config(begun), resume=resume)
+
+
+def test_a_lost_state_is_not_made_anew_for_other_settings(begun):
+    run = Run(config(begun), resume="always")
+    checkpoint(run, 200)
+    (run.folder / "state.json").unlink()
+    with pytest.raises(ConfigError, match=r"seed 7 \(was 1\)"):
+        Run(config(begun, seed=7), resume="always")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("", "is damaged"),
+        ("[]", "it holds list, not a mapping"),
+        ('{"seco', "is damaged"),
+        ('{"finished": false}', "seconds is missing"),
+        ('{"seconds": {}}', "finished is missing"),
+        ('{"seconds": [], "finished": false}', "seconds is []"),
+        ('{"seconds": {"train": "x"}, "finished": false}', "train is not what was written"),
+        ('{"seconds": {}, "finished": true}', "num_steps is not what was written"),
+        ('{"seconds": {}, "finished": false, "num_steps": "3"}', "num_steps is not what was written"),
+        ('{"seconds": {}, "finished": false, "best": {"step": 1}}', "best is not what was written"),
+        ("\udcff", "is damaged"),
+    ],
+)
+def test_a_damaged_state_is_a_sentence_that_says_how_the_run_goes_on(begun, content, part):
+    file = config(begun).folder / "state.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as error:
+        saved_state(config(begun), resume="auto")
+    text = str(error.value)
+    assert part in text and str(file) in text and "\n" not in text
+    assert text.endswith("config.yaml --resume` makes it anew from the newest checkpoint")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "a: [", "12", "a: b: c", "\udcff", "1: 2\nb: 3"])
+def test_damaged_settings_are_a_sentence(begun, content):
+    file = config(begun).folder / "config.yaml"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as error:
+        saved_state(config(begun), resume="auto")
+    assert str(config(begun).folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_that_was_begun_with_other_inputs_is_refused_by_their_names(begun):
+    run = Run(config(begun), resume="always")
+    run.check_inputs({"data.train": "a", "retrieval.index": "i", "model.path": ""})
+    run.check_inputs({"data.train": "a", "retrieval.index": "", "model.path": "m"})  # "" is not known
+    assert run.inputs == {"data.train": "a", "retrieval.index": "i", "model.path": "m"}
+    with pytest.raises(ConfigError, match=r"the content of data\.train, model\.path has changed since"):
+        run.check_inputs({"data.train": "b", "retrieval.index": "i", "model.path": "n"})
+    assert run.inputs["data.train"] == "a"
+
+
+def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun):
+    run = Run(config(begun), resume="always")
+    of = {"evaluation/before.parquet": 0, "evaluation/step-00000005.parquet": 5, "evaluation/step-00000010.parquet": 10}
+    for name, step in of.items():
+        write_trajectories(run.folder / name, answered([True]), made_of={"step": step})
+    write_trajectories(run.folder / "evaluation" / "step-00000015.parquet", answered([True]))  # of an earlier version
+    for name in ("exports/step-00000005", "exports/step-00000010", "best"):
+        (run.folder / name).mkdir(parents=True)
+    run.update(num_steps=16, best={"step": 10, "metric": "em", "value": 1.0})
+    said = run.restart_at(5)
+    assert kept_files(run.folder) == {
+        "evaluation/before.parquet",
+        "evaluation/step-00000005.parquet",
+        "replaced/1/evaluation/step-00000010.parquet",
+        "replaced/1/evaluation/step-00000015.parquet",
+    }
+    assert (run.folder / "exports" / "step-00000005").is_dir() and not (run.folder / "best").exists()
+    assert (run.folder / "replaced" / "1" / "best").is_dir()
+    assert run.state["best"] is None and run.state["num_steps"] == 5
+    assert said.startswith("the steps after 5 are trained again; ") and "evaluation/step-00000010.parquet" in said
+    assert run.restart_at(5) == "", "nothing is newer any more"
+    write_trajectories(run.folder / "evaluation" / "step-00000010.parquet", answered([True]), made_of={"step": 10})
+    assert str(run.folder / "replaced" / "2") in run.restart_at(5)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_at_zero(begun):
+    run = Run(config(begun, checkpoint={"every_steps": 10}), resume="always")
+    for done in (3, 20):  # the first checkpoint may not have been written yet
+        run.update(num_steps=done)
+        assert run.restart_at(0) == ""
+    run.update(num_steps=21)
+    with pytest.raises(ConfigError, match="has done 21 steps, but its checkpoints are gone"):
+        run.restart_at(0)
+
+
+def kept_files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*.parquet")}
