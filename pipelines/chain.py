@@ -5,7 +5,8 @@
     evaluate            pipelines.evaluate: the last stage with and without the first one
 
 The same command after an interruption goes on where it stopped: a finished stage is kept, an unfinished one resumes
-from its newest checkpoint. In MLflow the chain is a run, of which stages and evaluation are children.
+from its newest checkpoint, and one whose beginning was trained again since is refused. In MLflow the chain is a run, of
+which stages and evaluation are children.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mempipe.beacons import reached
-from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table
+from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, check_stages
 from mempipe.progress import say
 from pipelines import evaluate, train
 from pipelines.parent_run import parent_run
@@ -25,10 +26,12 @@ def main(chain: ChainConfig) -> list[Path]:
     Raises ConfigError for a stage that cannot work, before it starts; what else fails raises a RuntimeError or
     OSError, and the same call goes on from there.
     """
+    check_stages(chain, chain_runs(chain))
     with parent_run(chain.tracking, folder=chain.folder, name=chain.name, settings=chain) as (tracker, tracking):
         runs = chain_runs(chain, tracking)
         for number, run in enumerate(runs, start=1):
             reached("chain", stage=run.name)
+            check_stages(chain, [run])  # the stage before it may have been trained on just now
             say(f"{chain.name}: training {number} of {len(runs)}, {run.name}")
             train.main(run, resume="auto")
         paths = evaluate.main(chain_table(chain, runs, tracking))

@@ -11,9 +11,12 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from mempipe.config import RunConfig
+from mempipe.engines.checkpoint import latest
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluatedRun, EvaluationSuite, merged
 from mempipe.loader import load_values, parse_section
+from mempipe.provenance import model_sha256
+from mempipe.runs import saved_inputs
 from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
@@ -87,6 +90,22 @@ def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> li
             runs.append(_run(chain, name, name + ALONE, model=model, tracking=tracking))
             model = _export_of(runs[-1])
     return runs
+
+
+def check_stages(chain: ChainConfig, runs: Sequence[RunConfig]) -> None:
+    """Raises ConfigError when a run of the chain was begun with another model than the stage before it has left: its
+    results would be taken for those of the present one."""
+    for run in runs:
+        model = Path(run.model.path)
+        if not model.is_relative_to(chain.folder):
+            continue
+        before, now = saved_inputs(run.folder).get("model.path", ""), model_sha256(str(model))
+        has_learnt = latest(run.folder / "checkpoints") is not None  # all that a run of an earlier version tells
+        if before != now if before else has_learnt and not now:
+            raise ConfigError(
+                f"stages: {run.name} was begun with the model {model}, which {'was made anew' if now else 'is gone'} "
+                f"since; move {run.folder} away to train it again, or put that model back"
+            )
 
 
 def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: TrackingConfig) -> EvaluationSuite:

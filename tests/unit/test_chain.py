@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from mempipe.checks.chain import check_chain
 from mempipe.cli import main as command
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, load_chain
+from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.loader import load_config, parse_section
+from mempipe.provenance import model_sha256
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.tracking.tracker import Tracker, last_run_id
@@ -113,6 +115,49 @@ def test_a_wrong_chain_is_refused_by_name(changes, sentence, tmp_path, monkeypat
     overrides = [override.removesuffix("\n...") for override in overrides]
     with pytest.raises(ConfigError, match=sentence):
         check_chain(load_chain(CONFIGS / "tiny_chain.yaml", overrides))
+
+
+def trained(run: RunConfig, *, weights: str) -> None:
+    """The folder of a run that has ended, with its export."""
+    done = Run(run, resume="auto")
+    done.check_inputs({"model.path": model_sha256(run.model.path)})
+    export = run.folder / "huggingface"
+    export.mkdir(parents=True, exist_ok=True)
+    (export / "model.safetensors").write_text(weights)
+    done.update(finished=True, num_steps=run.num_steps)
+
+
+@pytest.fixture
+def three_runs(tmp_path) -> tuple[ChainConfig, list[RunConfig]]:
+    """Two stages that have ended, each from the model that the one before left, and the second without the first."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_text("base")
+    first = {"config": str(CONFIGS / "tiny_memtrain.yaml"), "settings": {"world": None, "warm_start": None}}
+    first["settings"] |= {"model": {"path": str(model)}, "data": {"train": "t"}}
+    stages = {"one": first, "two": {"config": str(CONFIGS / "memagent_qwen2.5-7b.yaml")}}
+    values = {"output": str(tmp_path), "name": "c", "stages": stages, "benchmarks": [{"name": "nq"}]}
+    chain = parse_section(values, ChainConfig)
+    runs = chain_runs(chain)
+    for run in runs:
+        trained(run, weights=run.name)
+    check_stages(chain, runs)
+    return chain, runs
+
+
+def test_a_stage_whose_beginning_was_trained_again_is_refused(three_runs):
+    chain, runs = three_runs
+    trained(runs[0], weights="another seed, another run")
+    with pytest.raises(ConfigError, match=r"stages: two was begun with .*one/huggingface, which was made anew"):
+        pipeline.main(chain)
+
+
+def test_a_stage_is_not_kept_while_its_beginning_would_be_trained_again(three_runs):
+    chain, runs = three_runs
+    shutil.rmtree(runs[0].folder)
+    with pytest.raises(ConfigError, match=r"stages: two was begun with .*, which is gone since; move .*/c/two away"):
+        pipeline.main(chain)
+    assert not runs[0].folder.exists(), "nothing was started"
 
 
 def test_a_chain_is_no_training_run(capsys):
