@@ -122,6 +122,8 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         if f"{key}_start" in report and f"{key}_end" in report:
             table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
     console.print(table)
+    if "note" in report:
+        console.print(report["note"])
     minutes = sum(run.seconds.values()) / 60
     lines = (
         f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}",

@@ -124,7 +124,7 @@ def held_out_questions(config: RunConfig) -> list[Question]:
 def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
     """Answers the held-out questions with the model as it came; an evaluation that is finished is kept."""
     questions, weights = held_out_questions(config), model_sha256(config.model.path)
-    if _kept(run, "untrained", _made_of(run, config, questions, step=0, weights=weights)) is None:
+    if questions and _kept(run, "untrained", _made_of(run, config, questions, step=0, weights=weights)) is None:
         with launch_rollout_actors(config, namespace) as actors:
             actors.weights_sha256 = weights
             evaluate(run, actors, questions, label="untrained", step=0, tracker=tracker)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mempipe.files import write_text
-from mempipe.reports.training_data import ReportData, read_report_data, summarise
+from mempipe.reports.training_data import ReportData, comparable, read_report_data, summarise
 from mempipe.reports.training_page import render_page
 from mempipe.tracking.mlflow_writer import without_credentials
 
@@ -19,7 +19,7 @@ def write_report(folder: str | Path, data: ReportData | None = None) -> tuple[Pa
     """
     folder = Path(folder)
     data = data or read_report_data(folder)
-    data = dataclasses.replace(data, settings=without_credentials(data.settings))
+    data = comparable(dataclasses.replace(data, settings=without_credentials(data.settings)))
     numbers = summarise(data)
     page, table = folder / "report.html", folder / "report.json"
     write_text(page, render_page(data, numbers))

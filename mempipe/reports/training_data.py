@@ -5,7 +5,7 @@ Both are made from what a run saved: config.yaml, state.json, metrics.jsonl and 
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,12 @@ import yaml
 
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.config import DEFAULT_AGENT
-from mempipe.data.trajectories import read_trajectories
+from mempipe.data.trajectories import read_made_of, read_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
+from mempipe.provenance import differences
+from mempipe.runs import read_state
 from mempipe.tracking.losses import read_losses
 from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
 from mempipe.types import Group
@@ -52,6 +54,8 @@ class ReportData:
     """The run's folder, as the commands of the page name it."""
     notices: Sequence[str] = ()
     """A sentence for each thing that the run's record lacks."""
+    note: str = ""
+    """What a reader has to know of the comparison; "" for nothing."""
 
     @property
     def name(self) -> str:
@@ -91,8 +95,8 @@ class ReportData:
 def read_report_data(folder: str | Path) -> ReportData:
     """Reads what the run of this folder saved. Only config.yaml must be there."""
     folder = Path(folder)
-    state_file, metrics_file = folder / "state.json", folder / "metrics.jsonl"
-    state = json.loads(state_file.read_text()) if state_file.exists() else {}
+    metrics_file = folder / "metrics.jsonl"
+    state = read_state(folder) if (folder / "state.json").exists() else {}
     evaluations = {label: folder / "evaluation" / f"{label}.parquet" for label in ("before", "after")}
     groups = {label: read_trajectories(path) if path.exists() else [] for label, path in evaluations.items()}
     metrics = read_metrics(metrics_file) if metrics_file.exists() else []
@@ -107,7 +111,17 @@ def read_report_data(folder: str | Path) -> ReportData:
         num_steps=state.get("num_steps", 0),
         folder=str(folder),
         notices=[*read_losses(folder), *damage],
+        note=_asked_otherwise(*evaluations.values()),
     )
+
+
+def _asked_otherwise(before: Path, after: Path) -> str:
+    """Says in which settings two evaluations differ, beside their policies and questions; "" where they do not."""
+    made_of = [read_made_of(path) if path.exists() else None for path in (before, after)]
+    if None in made_of:  # not there, or of an earlier version
+        return ""
+    names = ", ".join(name for name, *_ in differences(*made_of, free=("step", "weights", "questions")))
+    return f"Before and after training the questions were asked with another {names}." if names else ""
 
 
 def summarise(data: ReportData) -> dict[str, Number]:
@@ -118,11 +132,14 @@ def summarise(data: ReportData) -> dict[str, Number]:
     (facts_retrieved, facts_held, answers). em_difference, questions_gained, questions_lost and mcnemar_p compare the
     same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
     """
+    data = comparable(data)
     numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
     numbers["num_questions"] = len(data.after or data.before)
     for label, groups in (("start", data.before), ("end", data.after)):
         numbers |= _evaluation(groups, label=label, memory_budget=data.memory_budget, growing=data.growing)
     numbers |= _comparison(data.before, data.after)
+    if data.note:
+        numbers["note"] = data.note
     for name in ("context_tokens_per_turn", "full_history_tokens_per_turn"):
         numbers[name] = numbers.get(f"{name}_end", numbers.get(f"{name}_start"))
     numbers["memory_budget"] = data.memory_budget
@@ -136,13 +153,39 @@ def summarise(data: ReportData) -> dict[str, Number]:
 
 
 def em_interval(groups: Sequence[Group]) -> Interval:
-    """Returns the mean EM over questions with its 95 % interval: Wilson's when each was asked once, else a bootstrap
-    over questions.
+    """Returns the mean EM over questions with its 95 % interval: Wilson's when every question is right or wrong, else
+    (several attempts or objectives) a bootstrap over questions.
     """
     scores = _per_question(groups, "em")
-    if all(len(group.trajectories) == 1 for group in groups):
+    if _right_or_wrong(scores):
         return wilson_interval(round(sum(scores)), len(scores))
     return bootstrap_interval(scores)
+
+
+def comparable(data: ReportData) -> ReportData:
+    """Returns the data with the questions that were asked both before and after training, and only those: what is
+    shown side by side is of the same questions. Questions are the same when id, text and golden answers are.
+
+    Without `before` or `after` there is nothing to compare, and the data stays as it is.
+    """
+    before, after = ({_identity(group): group for group in groups} for groups in (data.before, data.after))
+    if not before or not after or before.keys() == after.keys():
+        return data
+    shared = before.keys() & after.keys()
+    left_out = f"{len(before) - len(shared)} only before, {len(after) - len(shared)} only after"
+    if not shared:
+        note = f"Before training other questions were asked than after ({left_out}), so nothing is compared with them."
+        return dataclasses.replace(data, before=[], note=f"{data.note} {note}".strip())
+    note = (
+        f"Before and after training different questions were asked ({left_out}); the numbers are of the {len(shared)} "
+        "that were asked both times."
+    )
+    kept = [[group for key, group in side.items() if key in shared] for side in (before, after)]
+    return dataclasses.replace(data, before=kept[0], after=kept[1], note=f"{data.note} {note}".strip())
+
+
+def _identity(group: Group) -> tuple[str, str, tuple[str, ...]]:
+    return group.question.id, group.question.text, tuple(group.question.golden_answers)
 
 
 def by_hops(groups: Sequence[Group]) -> dict[int, list[Group]]:
@@ -188,10 +231,14 @@ def _comparison(before: Sequence[Group], after: Sequence[Group]) -> dict[str, Nu
     difference = paired_bootstrap(*scores)
     numbers: dict[str, Number] = {"em_difference": difference.value, "em_difference_low": difference.low}
     numbers["em_difference_high"] = difference.high
-    if all(len(group.trajectories) == 1 for pair in pairs for group in pair):
+    if all(map(_right_or_wrong, scores)):
         test = mcnemar_test(*([score == 1.0 for score in side] for side in scores))
         numbers |= {"questions_gained": test.gained, "questions_lost": test.lost, "mcnemar_p": test.p_value}
     return numbers
+
+
+def _right_or_wrong(scores: Sequence[float]) -> bool:
+    return all(score in (0.0, 1.0) for score in scores)
 
 
 def _per_question(groups: Sequence[Group], score: str) -> list[float]:

@@ -133,6 +133,7 @@ def _facts(data: ReportData, numbers: Numbers) -> list[str]:
         f"{algorithm.get('loss', '?').upper()}, {algorithm.get('group_size', '?')} attempts per question",
         f"seed {data.settings.get('seed', '?')}",
         f"model {model.get('path') or 'made by the run'}",
+        *([data.note] if data.note else []),
     ]
 
 

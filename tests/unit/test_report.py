@@ -177,6 +177,43 @@ def test_numbers_of_the_report():
     assert all(value is None or isinstance(value, int | float | str) for value in numbers.values())
 
 
+def test_exact_match_of_several_objectives_is_not_rounded(tmp_path):
+    halves = make_data(before=make_groups("before", [0.5] * 3), after=make_groups("after", [0.5, 1.0, 0.75]))
+    write_report(tmp_path, halves)
+    numbers = json.loads((tmp_path / "report.json").read_text())
+    assert (numbers["em_start"], numbers["em_end"], numbers["em_difference"]) == (0.5, 0.75, 0.25)
+    assert numbers["em_start_low"] == numbers["em_start_high"] == 0.5
+    assert "mcnemar_p" not in numbers, "a question that is half right is neither gained nor lost"
+
+
+def test_other_questions_before_than_after_are_not_compared(tmp_path):
+    easy = [
+        dataclasses.replace(group, question=dataclasses.replace(group.question, id=f"easy{group.question.id}"))
+        for group in make_groups("after", [1, 1, 1, 1])
+    ]
+    page, _ = write_report(tmp_path, make_data(after=easy))
+    numbers = json.loads((tmp_path / "report.json").read_text())
+    assert numbers["em_end"] == 1.0 and not {"em_start", "em_difference"} & numbers.keys()
+    said = "Before training other questions were asked than after (4 only before, 4 only after)"
+    assert numbers["note"].startswith(said) and said in page.read_text()
+
+
+def test_questions_that_were_asked_both_times_alone_are_compared(tmp_path):
+    numbers = summarise(make_data(before=make_groups("before", [0, 0, 1, 0, 0, 0])))
+    assert (numbers["em_start"], numbers["em_end"], numbers["num_questions"]) == (0.25, 0.75, 4)
+    assert str(numbers["note"]).endswith("the numbers are of the 4 that were asked both times.")
+    assert "note" not in summarise(make_data())
+
+
+def test_a_comparison_under_other_settings_says_which(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: tiny")
+    for label, temperature in (("before", 0.0), ("after", 0.7)):
+        record = {"step": len(label), "weights": label, "temperature": temperature}
+        write_trajectories(tmp_path / "evaluation" / f"{label}.parquet", make_groups(label, [1.0]), made_of=record)
+    note = summarise(read_report_data(tmp_path))["note"]
+    assert note == "Before and after training the questions were asked with another temperature."
+
+
 def test_questions_asked_several_times_get_a_bootstrap_interval():
     groups = make_groups("after", [1.0, 0.5, 0.0, 0.5], num_members=2)
     interval = em_interval(groups)
@@ -296,7 +333,8 @@ def test_passwords_in_settings_are_not_shown(tmp_path):
 
 
 def test_lone_surrogates_do_not_stop_a_report(tmp_path):
-    page, _ = write_report(tmp_path, make_data(after=make_groups("after", [1, 1], text="a\ud800b")))
+    both = {label: make_groups(label, [1, 1], text="a\ud800b") for label in ("before", "after")}
+    page, _ = write_report(tmp_path, make_data(**both))
     assert "a\ufffdb" in page.read_text(encoding="utf-8")
 
 
