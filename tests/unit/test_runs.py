@@ -102,7 +102,7 @@ def test_a_refused_run_leaves_what_was_in_the_folder_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("made", ["checkpoints/step-00000200/t", "warm_start/config.json", "evaluation/before.parquet"])
 @pytest.mark.parametrize("folder_was_there", [True, False])
-def test_a_run_that_made_something_is_never_withdrawn(tmp_path, made, folder_was_there):
+def test_promise_11_a_run_that_made_something_is_never_withdrawn(tmp_path, made, folder_was_there):
     if folder_was_there:
         config(tmp_path).folder.mkdir()
     run = Run(config(tmp_path))
