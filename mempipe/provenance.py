@@ -43,7 +43,7 @@ def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {mends}") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deep
         raise ConfigError(f"{file} is damaged ({error}); {mends}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} is damaged (it holds {type(values).__name__}, not a mapping); {mends}")

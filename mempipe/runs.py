@@ -176,7 +176,7 @@ class Run:
 
     def restart_at(self, step: int) -> str:
         """Goes on from the checkpoint of `step`: sets aside what was made of newer policies, which do not exist any
-        more. Returns a line that says so; "" where there is nothing of them.
+        more. Returns a line that says so, and which steps are trained again; "" where there is nothing to say.
 
         Raises ConfigError when the run would begin at zero although its checkpoints had been written.
         """
@@ -192,7 +192,9 @@ class Run:
             newer, best = [*newer, self.folder / "best"], None
         moved = self.set_aside(dict.fromkeys(newer))
         self.update(num_steps=step, best=best)
-        return f"the steps after {step} are trained again; what was made of them before: {moved}" if moved else ""
+        lines = [f"steps {step + 1} to {done} are trained again"] * (done > step)
+        lines += [f"what was made of later steps before: {moved}"] * bool(moved)
+        return "; ".join(lines)
 
     def _made(self) -> list[Path]:
         """What a run makes of its policy while it goes on, or at its end."""

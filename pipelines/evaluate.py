@@ -36,7 +36,7 @@ from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, r
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.files import lock
 from mempipe.progress import Progress, say
-from mempipe.provenance import files_sha256, model_sha256
+from mempipe.provenance import files_sha256, index_sha256, model_sha256
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.retrieval.manifest import check_index
 from mempipe.rollout import prompt_hash
@@ -122,6 +122,7 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
                 "weights": weights,
                 "model_sha256": model_sha256(config.model.path) if run.endpoint is None else "",
                 "prompt_hash": prompts,
+                "index_sha256": index_sha256(config.retrieval.index),
                 "benchmark": benchmark.model_dump(mode="json"),
                 "file_sha256": sha256,
                 "sampling": suite.sampling.model_dump(mode="json"),

@@ -34,7 +34,7 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, closing_table, say, watched
-from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, write_record
+from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, read_record, write_record
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
@@ -109,6 +109,11 @@ def _run(run: Run, config: RunConfig) -> Run:
                 run.update(finished=True)
             finally:
                 losses = tracker.finish("FINISHED" if run.state["finished"] else "FAILED").losses
+    try:
+        read_record(run.folder / "report.json", mends="it is written anew")
+    except ConfigError as error:
+        say(str(error))
+        write_report(run.folder)
     closing_table(run, losses=losses)
     return run
 

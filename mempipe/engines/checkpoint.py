@@ -92,26 +92,32 @@ def reason(error: BaseException) -> str:
 
 def _verify(path: Path, rank: int, num_ranks: int) -> None:
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        files = {
+            name: (entry["bytes"], entry["sha256"])
+            for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
-    for i, (name, written) in enumerate(files.items()):
+    written = {file.name for file in path.iterdir() if file.suffix == ".distcp" or file.name in (STATE, ".metadata")}
+    if unknown := sorted(written - files.keys()):
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} lacks {', '.join(unknown)}")
+    for i, (name, (num_bytes, digest)) in enumerate(files.items()):
         if i % num_ranks != rank:
             continue
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
         size = file.stat().st_size
-        if size != written["bytes"]:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {size} bytes, {written['bytes']} were written"
-            )
-        if sha256(file) != written["sha256"]:
+        if size != num_bytes:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} has {size} bytes, {num_bytes} were written")
+        if sha256(file) != digest:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
 
 
-def _training_state(values: dict[str, Any], path: Path) -> TrainingState:
+def _training_state(values: Any, path: Path) -> TrainingState:
     """Raises CheckpointError, naming the fields, when `values` are not those that this version writes."""
+    if not isinstance(values, dict):
+        raise CheckpointError(f"checkpoint {path} is damaged: {STATE} holds {type(values).__name__}, not a mapping")
     position = values.get("position")
     found = {*values, *(f"position.{name}" for name in (position if isinstance(position, dict) else ()))}
     expected = {own.name for own in fields(TrainingState)} | {f"position.{own.name}" for own in fields(Position)}

@@ -239,5 +239,5 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    unknown = () if "model_sha256" in before else ("model_sha256",)  # of an earlier version
+    unknown = {"model_sha256", "index_sha256"} - before.keys()  # of an earlier version
     return [name for name, *_ in differences(before, now, free=(*_FREE, *unknown))]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from mempipe.engines import checkpoint as checkpoint_module
 from mempipe.engines import sharded_checkpoint
-from mempipe.engines.checkpoint import CheckpointError, Position, TrainingState, latest, read_state
+from mempipe.engines.checkpoint import CheckpointError, Position, TrainingState, latest, read_state, step_of
 from mempipe.engines.export import export_hf
 from mempipe.engines.learner import Learner
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors, save_checkpoint
@@ -103,6 +103,24 @@ def test_a_checkpoint_with_another_state_is_refused_by_name(tmp_path, change, na
     path = rewritten(save(tmp_path), {"num_updates_done": 4, "ranks": "1 cpu", "position": position} | change)
     with pytest.raises(CheckpointError, match=rf"another version of mempipe: state.json holds .*{named}"):
         read_state(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"files": []}', '{"files": {}}', '{"files": {"state.json": {}}}', '{"files": {"a": 3}}']
+)
+def test_a_manifest_that_is_not_what_was_written_is_a_sentence(tmp_path, content):
+    path = save(tmp_path)
+    (path / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged: manifest\.json"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '"x"', "null"])
+def test_the_step_of_a_checkpoint_with_a_damaged_state_is_a_sentence(tmp_path, content):
+    path = save(tmp_path)
+    (path / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged: state\.json holds"):
+        step_of(path)
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):

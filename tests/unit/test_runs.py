@@ -230,7 +230,7 @@ def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun
     assert (run.folder / "exports" / "step-00000005").is_dir() and not (run.folder / "best").exists()
     assert (run.folder / "replaced" / "1" / "best").is_dir()
     assert run.state["best"] is None and run.state["num_steps"] == 5
-    assert said.startswith("the steps after 5 are trained again; ") and "evaluation/step-00000010.parquet" in said
+    assert said.startswith("steps 6 to 16 are trained again; ") and "evaluation/step-00000010.parquet" in said
     assert run.restart_at(5) == "", "nothing is newer any more"
     write_trajectories(run.folder / "evaluation" / "step-00000010.parquet", answered([True]), made_of={"step": 10})
     assert str(run.folder / "replaced" / "2") in run.restart_at(5)
@@ -240,7 +240,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_at_zero(begun):
     run = Run(config(begun, checkpoint={"every_steps": 10}), resume="always")
     for done in (3, 20):  # the first checkpoint may not have been written yet
         run.update(num_steps=done)
-        assert run.restart_at(0) == ""
+        assert run.restart_at(0) == f"steps 1 to {done} are trained again"
     run.update(num_steps=21)
     with pytest.raises(ConfigError, match="has done 21 steps, but its checkpoints are gone"):
         run.restart_at(0)

@@ -4,6 +4,7 @@ folder and files are real."""
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,7 +236,9 @@ def test_the_validations_of_a_policy_that_was_lost_are_gone_from_the_run(tmp_pat
     train._train(run, run.config, "ns", Tracker())  # pyrefly: ignore
     assert [file.name for file in sorted(run.folder.glob("evaluation/*"))] == ["step-00000005.parquet"]
     assert run.state["best"] is None
-    assert "the steps after 5 are trained again; what was made of them before" in capsys.readouterr().out
+    assert (
+        "steps 6 to 12 are trained again; what was made of later steps before: evaluation/" in capsys.readouterr().out
+    )
 
 
 @pytest.fixture
@@ -267,3 +270,12 @@ def test_a_run_without_checkpoints_is_not_trained_on_from_zero(tmp_path, prepare
     Run(config(tmp_path)).update(finished=True, num_steps=20)
     with pytest.raises(ConfigError, match=r"has ended after 20 steps and holds no checkpoint .* as model\.path"):
         train.main(config(tmp_path, num_steps=40), resume="always")
+
+
+def test_a_damaged_report_of_a_run_that_has_ended_is_written_anew(tmp_path, capsys):
+    run = Run(config(tmp_path))
+    run.update(finished=True, num_steps=20)
+    (run.folder / "report.json").write_text("{")
+    train.main(run.config, resume="always")
+    assert "report.json is damaged" in capsys.readouterr().out
+    assert json.loads((run.folder / "report.json").read_text())["num_steps"] == 20
