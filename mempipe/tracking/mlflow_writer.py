@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mempipe.files import write_text
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database
 from mempipe.tracking.traces import Wording, build_trace
@@ -195,7 +196,8 @@ class MlflowWriter:
             self._failed += 1
             self._last_failure = _one_line(error)
             self._changed.notify_all()
-        if self._failing == (1 if self._failed == 1 else _FAILURES_OF_AN_OUTAGE) and not self._gave_up:
+        is_outage = self._failed == 1 or self._failing >= _FAILURES_OF_AN_OUTAGE
+        if is_outage and not self._outage_was_told and not self._gave_up:
             self._outage_was_told = True
             self._tell(
                 f"MLflow at {_public(self._store.uri)} does not take entries; they are tried again while the work goes "
@@ -267,7 +269,7 @@ class MlflowRun:
         self._log_config(run_id, resumed=resumed is not None)
         if resumed is None:
             self._log_history(run_id)
-        (self._folder / _RUN_ID_FILE).write_text(run_id + "\n")
+        write_text(self._folder / _RUN_ID_FILE, run_id + "\n")
         self.run_id = run_id
 
     def log_metrics(self, entries: Sequence[MetricEntry]) -> None:
@@ -368,7 +370,7 @@ class MlflowRun:
 def last_run_id(folder: str | Path) -> str | None:
     """Returns the MLflow run that the last tracker of this run folder made, to be continued."""
     try:
-        return (Path(folder) / _RUN_ID_FILE).read_text().strip() or None
+        return (Path(folder) / _RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip() or None
     except FileNotFoundError:
         return None
 
@@ -430,4 +432,6 @@ def _public(uri: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return _public(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+    """Returns kind and message of an error, without the statement that a database adds to it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _public(text.partition(" [SQL:")[0])[:300]

@@ -252,10 +252,13 @@ def test_a_resumed_run_continues_the_same_mlflow_run(tmp_path):
     assert [row["em"] for row in read_metrics(folder / "metrics.jsonl")] == [0.1, 0.2]
 
 
-@pytest.mark.parametrize("unknown", ["0" * 32, "not an id"])
+@pytest.mark.parametrize("unknown", [b"0" * 32, b"not an id", b"\xff\x00\n"])
 def test_resuming_an_unknown_run_starts_a_new_one(tmp_path, unknown):
-    summary = make_tracker(tmp_path / "a", resume_run_id=unknown).finish()
-    assert summary.num_unwritten == 0 and summary.run_id not in (None, unknown)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "mlflow_run_id").write_bytes(unknown)
+    summary = make_tracker(folder, resume_run_id=last_run_id(folder)).finish()
+    assert summary.num_unwritten == 0 and summary.run_id == last_run_id(folder) not in (None, unknown.decode("latin1"))
 
 
 def test_without_mlflow_the_metrics_are_still_written(tmp_path):
@@ -485,6 +488,18 @@ def test_a_database_that_is_removed_is_said_at_once_with_its_path(tmp_path):
     assert not database.exists()  # no empty one in its place
 
 
+def test_a_file_that_is_no_database_is_said_once_and_in_one_line(tmp_path):
+    said: list[str] = []
+    (tmp_path / "mlflow.db").write_bytes(b"no database" * 1000)
+    tracker = make_tracker(tmp_path / "a", tell=said.append)
+    tracker.log_metrics({"em": 0.1}, step=0)
+    assert not tracker.flush(60)
+    time.sleep(2.0)  # it is tried again and again
+    (sentence,) = said
+    assert sentence.endswith("file is not a database") and str(tmp_path / "mlflow.db") in sentence
+    assert "file is not a database" in tracker.finish(timeout_s=0.1).losses[0]
+
+
 def test_a_database_that_is_away_for_a_while_lacks_nothing(tmp_path):
     said: list[str] = []
     folder, database = tmp_path / "a", tmp_path / "mlflow.db"
@@ -531,7 +546,9 @@ def test_a_server_that_failed_and_answers_again_is_said_once_each(tmp_path, monk
     monkeypatch.setattr(MlflowRun, "log_metrics", sometimes)
     for step in range(2):
         tracker.log_metrics({"em": 0.1}, step=step)
-        time.sleep(1.5)  # longer than the pause after a failure
+        time.sleep(0.2)  # for the call that fails
+        while not tracker.flush(10):
+            time.sleep(0.05)
     assert tracker.finish().losses == ()
     assert len(said) == 2 and "does not take entries" in said[0] and said[1].endswith("takes entries again")
 
