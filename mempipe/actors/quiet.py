@@ -13,7 +13,7 @@ import ray
 
 from mempipe.actors.handles import start_actor
 
-_RETRY = "so the task will be retried"
+_NOTES = ("so the task will be retried", "A worker died or was killed while executing a task")
 
 
 def quiet_loggers() -> None:
@@ -27,7 +27,7 @@ def quiet_loggers() -> None:
 
 @functools.cache  # once per process
 def quiet_retries() -> None:
-    """Keeps out of the terminal that Ray will try a task again; its log files have it.
+    """Keeps out of the terminal that a worker died and that Ray will try its task again; Ray's log files have it.
 
     It says so for every group under way when a stream is closed, as at the end of a run that replaces groups without
     signal, and `log_to_driver` is about other lines. What is lost in earnest is said by the run itself.
@@ -37,7 +37,7 @@ def quiet_retries() -> None:
     show = worker.print_to_stdstream
 
     def show_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if lines := [line for line in data["lines"] if _RETRY not in line]:
+        if lines := [line for line in data["lines"] if not any(note in line for note in _NOTES)]:
             show({**data, "lines": lines}, *args, **kwargs)
 
     worker.print_to_stdstream = show_others
