@@ -183,7 +183,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         asked, em, failed = 0, 0.0, 0
         try:
             for group in groups:
-                reached("evaluation.group", title=title, groups=asked)
+                reached("evaluation.group", title=title, groups=len(done) + asked)
                 waiting.append(group)
                 asked += 1
                 em += sum(trajectory.em for trajectory in group.trajectories) / suite.num_samples

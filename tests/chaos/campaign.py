@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 from aftermath import check_nothing_left, check_words, sentence
 from journal import Fault, Journal
 from machine import speed_factor
-from watched import LOOK_EVERY_S, Missed, Passed, Watched
+from watched import LOOK_EVERY_S, Missed, Passed, Place, Watched
 
 RECOVERY_S = 60.0
 """Seconds in which the work goes on after a fault, on a quiet machine."""
@@ -53,57 +52,60 @@ class Campaign:
         """Starts the command again, as a person would after it ended."""
         self.watched.start(self.going_on)
 
+    def strikes(self, plan: Sequence[tuple[Sequence[str], Place]]) -> None:
+        """Kills processes of the roles at each place in turn; none of the places can be passed unseen."""
+        nexts: list[Place | None] = [place for _, place in plan[1:]]
+        for (roles, place), then in zip(plan, [*nexts, None], strict=True):
+            self.strike(roles, place, then=then)
+
     def strike(
         self,
         roles: Sequence[str],
-        at: str,
+        place: Place,
         *,
         number: signal.Signals = signal.SIGKILL,
+        then: Place | None = None,
         later_s: float = 0.0,
         fault_number: int | None = None,
-        **details: Any,
     ) -> None:
-        """Sends a signal to a process of each role when one is at the beacon, or so much later, and waits until the
-        work goes on.
+        """Sends a signal to a process of each role when one is at the place, or so much later, and waits until the
+        work goes on, or until a process is at the place `then`, where the next strike comes.
 
         The role "here" is the process at the beacon. When the driver was struck it has to end, and is started again.
         """
         what = f"{' + '.join(roles)} {'killed' if number == signal.SIGKILL else number.name}"
-        with self.journal.fault(what, _place(at, details), number=fault_number) as fault:
+        with self.journal.fault(what, str(place), number=fault_number) as fault:
             before = self._before()
-            with self._met(at, details, later_s) as place:
+            with self._met(place, later_s, then) as found:
                 since = time.time()
                 for role in roles:
-                    self._send(role, place, number)
-            if "driver" in roles or ("here" in roles and place.pid == before.pid):
+                    self._send(role, found, number)
+            if "driver" in roles or ("here" in roles and found.pid == before.pid):
                 self._ended(fault, before, number)
                 self.go_on()
-            self._recovered(fault, before, since)
+            self._recovered(fault, before, since, then)
 
-    def freeze(self, role: str, at: str, *, seconds: float, fault_number: int | None = None, **details: Any) -> None:
+    def freeze(self, role: str, place: Place, *, seconds: float, fault_number: int | None = None) -> None:
         """Stops a process of the role for some seconds, as a machine does that swaps or migrates, and lets it go on."""
-        with self.journal.fault(
-            f"{role} frozen", f"{_place(at, details)} for {seconds:.0f} s", number=fault_number
-        ) as fault:
+        what, where = f"{role} frozen", f"{place} for {seconds:.0f} s"
+        with self.journal.fault(what, where, number=fault_number) as fault:
             before = self._before()
-            with self._held(at, details) as place:
+            with self._met(place) as found:
                 since = time.time()
-                frozen = self._send(role, place, signal.SIGSTOP)
+                frozen = self._send(role, found, signal.SIGSTOP)
             time.sleep(seconds)
             for pid in frozen:
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(pid).send_signal(signal.SIGCONT)
             self._recovered(fault, before, since)
 
-    def lose_cluster(
-        self, role: str, at: str, *, later_s: float = 0.0, fault_number: int | None = None, **details: Any
-    ) -> None:
+    def lose_cluster(self, role: str, place: Place, *, later_s: float = 0.0, fault_number: int | None = None) -> None:
         """Kills a part of Ray itself: the work goes on, or ends in one sentence within half a minute."""
-        with self.journal.fault(f"{role} killed", _place(at, details), number=fault_number) as fault:
+        with self.journal.fault(f"{role} killed", str(place), number=fault_number) as fault:
             before = self._before()
-            with self._met(at, details, later_s) as place:
+            with self._met(place, later_s) as found:
                 since = time.time()
-                self._send(role, place, signal.SIGKILL)
+                self._send(role, found, signal.SIGKILL)
             self._ended(fault, before, signal.SIGKILL, says=True, within=CLUSTER_S)
             fault.said = f"after {time.time() - since:.0f} s: {fault.said}"
             since = time.time()
@@ -113,32 +115,29 @@ class Campaign:
     def disturb(
         self,
         what: str,
-        at: str,
+        place: Place,
         do: Callable[[], object],
         *,
         undo: Callable[[], object] = lambda: None,
         ends: bool,
         says: str | None = "",
         for_s: float = 0.0,
-        fault_number: int | None = None,
-        **details: Any,
     ) -> None:
         """Does something to the command's surroundings at a beacon, and undoes it.
 
         With `ends` the command has to end, in one sentence that holds `says` (None: it was killed and says nothing).
         Else it may end, in a sentence, within `for_s` seconds of this; what goes on by itself has to be well.
         """
-        with self.journal.fault(what, _place(at, details), number=fault_number) as fault:
+        with self.journal.fault(what, str(place)) as fault:
             before = self._before()
             try:
-                with self._held(at, details):
+                with self._met(place):
                     since = time.time()
                     do()
                 if not ends:
                     self.watched.wait_a_while(for_s)
                 if ends or not self.watched.lives:
-                    killed = says is None
-                    self._ended(fault, before, signal.SIGKILL, says=not killed, within=RECOVERY_S)
+                    self._ended(fault, before, signal.SIGKILL, says=says is not None, within=RECOVERY_S)
                     if says and says not in fault.said:
                         raise Missed(f"the sentence does not say {says!r}: {fault.said}")
             finally:
@@ -162,20 +161,16 @@ class Campaign:
         with self.journal.fault("what it leaves behind", self.folder.name):
             check_nothing_left(self.watched)
 
-    def _held(self, at: str, details: dict[str, Any]) -> Any:
-        return self.watched.held(at, seconds=REACH_S * self.factor, **details)
-
     @contextmanager
-    def _met(self, at: str, details: dict[str, Any], later_s: float) -> Iterator[Passed]:
-        """Like `_held`; with `later_s` the process goes on, and the block begins so much later."""
-        if not later_s:
-            with self._held(at, details) as place:
-                yield place
-            return
-        with self._held(at, details) as place:
-            pass
-        self.watched.wait_a_while(later_s)
-        yield place
+    def _met(self, place: Place, later_s: float = 0.0, then: Place | None = None) -> Iterator[Passed]:
+        """Holds a process at the place for the block; with `later_s` the process goes on, and the block begins so much
+        later."""
+        with self.watched.held(place, seconds=REACH_S * self.factor, then=then) as found:
+            if not later_s:
+                yield found
+        if later_s:
+            self.watched.wait_a_while(later_s)
+            yield found
 
     def _before(self) -> _Before:
         """Returns what there is before a fault. A command that has ended where it should have gone on is started again,
@@ -217,8 +212,9 @@ class Campaign:
         self._check_kept(before)
         before.length = 0
 
-    def _recovered(self, fault: Fault, before: _Before, since: float) -> None:
-        fault.seconds = self.watched.recovered(since, before.progress, seconds=RECOVERY_S * self.factor)
+    def _recovered(self, fault: Fault, before: _Before, since: float, then: Place | None = None) -> None:
+        limit = RECOVERY_S * self.factor
+        fault.seconds = self.watched.recovered(since, before.progress, seconds=limit, then=then)
         fault.said = fault.said or self._told(before.length)
         check_words(self.watched.text[before.length :])
         self._check_kept(before)
@@ -249,7 +245,3 @@ class _Before:
     progress: set[str]
     length: int
     """Characters of output."""
-
-
-def _place(at: str, details: dict[str, Any]) -> str:
-    return " ".join([at, *(f"{key} {value}" for key, value in details.items())])

@@ -25,7 +25,7 @@ from campaign import Campaign
 from journal import Journal
 from machine import speed_factor
 from starting_point import starting_point
-from watched import Over, Watched
+from watched import Over, Place, Watched
 
 JOBS = {"training": 12, "index": 4, "evaluation": 4, "sweep": 2, "chain": 2, "mutations": 1}
 """How many faults one command of each kind is used for."""
@@ -146,13 +146,14 @@ def plan(seed: str, number: int, job: str, *, is_first: bool) -> Plan:
 
 def inflict(what: Plan, campaign: Campaign) -> None:
     """Does it. Raises Over when the command has ended well before."""
+    place = Place(what.place)
     if what.way == "freeze":
-        campaign.freeze(what.role, what.place, seconds=what.seconds, fault_number=what.number)
+        campaign.freeze(what.role, place, seconds=what.seconds, fault_number=what.number)
     elif what.role in ENDED_BY_CLUSTER:
-        campaign.lose_cluster(what.role, what.place, later_s=what.seconds, fault_number=what.number)
+        campaign.lose_cluster(what.role, place, later_s=what.seconds, fault_number=what.number)
     else:
         sent = signal.SIGKILL if what.way == "kill" else signal.Signals[what.way]
-        campaign.strike([what.role], what.place, number=sent, later_s=what.seconds, fault_number=what.number)
+        campaign.strike([what.role], place, number=sent, later_s=what.seconds, fault_number=what.number)
 
 
 def begin(what: Plan, watched: Watched, journal: Journal, start: Path) -> Campaign:
@@ -210,7 +211,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the number of one fault")
     asked = parser.parse_args()
     seed = asked.seed or str(random.SystemRandom().randrange(10_000))
-    start, journal = starting_point(), Journal()
+    start, journal = starting_point(), Journal(lets_end=True)
     print(f"SEED={seed}; this machine takes {speed_factor():.1f} times as long as a quiet one", flush=True)
     until = time.time() + asked.hours * 3600
     if asked.only:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from watched import Missed
+from watched import Missed, Over
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,8 @@ class Journal:
     """The faults of one campaign, in their order."""
 
     title: str = ""
+    lets_end: bool = False
+    """A command may end before a fault, which is then none; else that is a miss."""
     faults: list[Fault] = field(default_factory=list)
 
     @contextmanager
@@ -47,6 +49,10 @@ class Journal:
         entry = Fault(number=len(self.faults) + 1 if number is None else number, what=what, where=where)
         try:
             yield entry
+        except Over as over:
+            if self.lets_end:
+                raise
+            entry.missed = f"the command had ended before {over}"
         except Missed as miss:
             entry.missed = " ".join(str(miss).split())
         self.faults.append(entry)

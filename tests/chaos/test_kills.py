@@ -11,7 +11,7 @@ import commands
 import pytest
 from aftermath import check_equal_weights
 from journal import Journal
-from watched import Watched
+from watched import Watched, at
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 
@@ -36,33 +36,36 @@ def undisturbed(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_actor_may_die_in_every_phase(train, undisturbed, journal):
     run = train(NUM_STEPS, [*SAME_RESULT, "generation.num_replicas=2"])
-    run.strike(["engine", "retriever"], "launch")
-    run.strike(["engine", "weight store"], "evaluate", label="before", groups=0)
-    run.strike(["here"], "driver.play")
-    run.strike(["admission"], "collect", step=1)
-    run.strike(["here"], "reference.score")
-    run.strike(["here"], "engine.generate")
-    run.strike(["here"], "retriever.search")
-    run.strike(["here"], "admission.choose")
-    run.strike(["stream's own actors"], "collect", step=2)
-    run.strike(["rank"], "learn", step=2)
-    run.strike(["retriever", "weight store", "engine"], "launch")
-    run.strike(["here"], "rank.update", rank=1, update=1)
-    run.strike(["retriever", "worker", "reference"], "learn", step=3)
-    run.strike(["engine", "admission"], "learn.update", update=1)
-    run.strike(["here"], "store.put")
-    run.strike(["engine"], "sync", version=5)
-    run.strike(["here"], "engine.load_weights")
-    run.strike(["engine", "weight store"], "sync.check", version=6)
-    run.strike(["rank"], "sync", version=7)
-    run.strike(["here"], "admission.consume")
-    run.strike(["here"], "checkpoint.partial", rank=1)
-    run.strike(["engine", "worker"], "checkpoint")
-    run.strike(["here"], "checkpoint.whole")
-    run.strike(["engine", "retriever", "weight store"], "evaluate", label="step-00000010", groups=0)
-    run.strike(["rank"], "evaluate", label="after", groups=0)
-    run.strike(["engine", "retriever"], "export")
-    run.strike(["here"], "rank.export", rank=0)
+    plan = [
+        (["engine", "retriever"], at("launch")),
+        (["engine", "weight store"], at("evaluate", label="before", groups=0)),
+        (["here"], at("driver.play")),
+        (["admission"], at("collect", step=1)),
+        (["here"], at("reference.score")),
+        (["here"], at("engine.generate")),
+        (["here"], at("retriever.search")),
+        (["here"], at("admission.choose")),
+        (["stream's own actors"], at("collect", step=2)),
+        (["rank"], at("learn", step=2)),
+        (["retriever", "weight store", "engine"], at("launch")),
+        (["here"], at("rank.update", rank=1, update=1)),
+        (["retriever", "worker", "reference"], at("learn", step=3)),
+        (["engine", "admission"], at("learn.update", update=1)),
+        (["here"], at("store.put")),
+        (["engine"], at("sync", version=5)),
+        (["here"], at("engine.load_weights")),
+        (["engine", "weight store"], at("sync.check", version=6)),
+        (["rank"], at("sync", version=7)),
+        (["here"], at("admission.consume")),
+        (["here"], at("checkpoint.partial", rank=1)),
+        (["engine", "worker"], at("checkpoint")),
+        (["here"], at("checkpoint.whole")),
+        (["engine", "retriever", "weight store"], at("evaluate", label="step-00000010", groups=0)),
+        (["rank"], at("evaluate", label="after", groups=0)),
+        (["engine", "retriever"], at("export")),
+        (["here"], at("rank.export", rank=0)),
+    ]
+    run.strikes(plan)
     run.finish()
     with journal.fault("weights", "beside an undisturbed run"):
         check_equal_weights(run.folder, undisturbed)
@@ -70,37 +73,46 @@ def test_every_actor_may_die_in_every_phase(train, undisturbed, journal):
 
 def test_the_driver_may_die_anywhere(train):
     run = train(NUM_STEPS, SMALL)
-    for at in ("prepare", "connected", "launch", "restored"):
-        run.strike(["driver"], at)
-    run.strike(["driver"], "evaluate", label="before", groups=0)
-    run.strike(["driver"], "collect", step=2)
-    run.strike(["driver"], "learn", step=3)
-    run.strike(["driver"], "learn.update", update=1)
-    run.strike(["driver"], "sync", version=5)
-    run.strike(["driver"], "sync.check", version=6)
-    run.strike(["driver"], "learnt", step=6)
-    run.strike(["driver"], "checkpoint")
-    run.strike(["driver"], "evaluate", label="step-00000010", groups=0)
-    run.strike(["driver"], "evaluate", label="after", groups=0)
-    run.strike(["driver"], "export")
-    run.strike(["driver"], "report")
+    places = [
+        at("prepare"),
+        at("connected"),
+        at("launch"),
+        at("restored"),
+        at("evaluate", label="before", groups=0),
+        at("collect", step=2),
+        at("learn", step=3),
+        at("learn.update", update=1),
+        at("sync", version=5),
+        at("sync.check", version=6),
+        at("learnt", step=6),
+        at("checkpoint"),
+        at("evaluate", label="step-00000010", groups=0),
+        at("evaluate", label="after", groups=0),
+        at("export"),
+        at("report"),
+    ]
+    run.strikes([(["driver"], place) for place in places])
     run.finish()
 
 
 def test_a_run_that_is_told_to_end_saves_and_ends_in_time(train):
     run = train(NUM_STEPS, [*SMALL, "checkpoint.every_steps=100"])
-    run.strike(["driver"], "collect", number=signal.SIGTERM, step=2)
-    run.strike(["driver"], "learn.update", number=signal.SIGTERM, update=1)
-    run.strike(["driver"], "sync", number=signal.SIGINT, version=6)
-    run.strike(["driver"], "evaluate", number=signal.SIGTERM, label="step-00000010", groups=0)
-    run.strike(["driver"], "export", number=signal.SIGINT)
+    plan = [
+        (signal.SIGTERM, at("collect", step=2)),
+        (signal.SIGTERM, at("learn.update", update=1)),
+        (signal.SIGINT, at("sync", version=6)),
+        (signal.SIGTERM, at("evaluate", label="step-00000010", groups=0)),
+        (signal.SIGINT, at("export")),
+    ]
+    for number, place in plan:
+        run.strike(["driver"], place, number=number)
     run.finish()
 
 
 def test_a_lost_cluster_is_one_sentence_and_the_run_goes_on(train):
     run = train(NUM_STEPS, SMALL)
-    run.lose_cluster("raylet", "collect", step=2)
-    run.lose_cluster("GCS", "learn", step=4)
-    run.lose_cluster("raylet", "sync", version=7)
-    run.lose_cluster("GCS", "evaluate", label="after", groups=0)
+    run.lose_cluster("raylet", at("collect", step=2))
+    run.lose_cluster("GCS", at("learn", step=4))
+    run.lose_cluster("raylet", at("sync", version=7))
+    run.lose_cluster("GCS", at("evaluate", label="after", groups=0))
     run.finish()

@@ -11,7 +11,7 @@ import pytest
 from aftermath import check_record
 from machine import may_mount, small_disk
 from starting_point import GROUPS_PER_STEP
-from watched import Missed, Watched
+from watched import Missed, Watched, at
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray]
 
@@ -33,20 +33,13 @@ def test_a_full_disk_and_a_mount_that_goes_away_cost_nothing_that_was_saved(star
                 watched.cwd = tmp_path  # a process at work on the mount would keep it
                 run.begin()
                 filler = disk / "filler"
-                run.disturb(
-                    "disk full",
-                    "checkpoint",
-                    lambda: _fill(filler),
-                    undo=filler.unlink,
-                    ends=True,
-                    says="No space left",
-                )
-                run.disturb(
-                    "disk full", "collect", lambda: _fill(filler), undo=filler.unlink, ends=True, says="No space left"
-                )
+                for place in (at("checkpoint"), at("collect")):
+                    run.disturb(
+                        "disk full", place, lambda: _fill(filler), undo=filler.unlink, ends=True, says="No space left"
+                    )
                 run.disturb(
                     "mount of the run away",
-                    "learn",
+                    at("learn"),
                     lambda: subprocess.run(away, check=True),
                     undo=lambda: subprocess.run(mounted, check=True),
                     ends=True,
@@ -79,7 +72,7 @@ def test_questions_that_are_away_when_a_rank_dies_cost_nothing_that_was_saved(tr
     def give_back() -> None:
         (own / "away").rename(own / "world")
 
-    run.disturb("rank killed, questions away", "learn", lose, undo=give_back, ends=False, for_s=40 * run.factor, step=3)
+    run.disturb("rank killed, questions away", at("learn", step=3), lose, undo=give_back, ends=False, for_s=40)
     run.finish()
 
 
@@ -90,7 +83,7 @@ def test_the_loss_of_mlflow_is_said_and_costs_no_step(train, watched):
         for file in watched.output.glob("mlflow.db*"):
             file.unlink()
 
-    run.disturb("MLflow's database deleted", "learn", lose, ends=False, step=3)
+    run.disturb("MLflow's database deleted", at("learn", step=3), lose, ends=False)
     run.check = lambda: check_record(run.folder, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP)
     run.finish()
     with run.journal.fault("what is said of the loss of MLflow", "the terminal"):
@@ -107,5 +100,5 @@ def test_a_damaged_line_of_the_record_is_passed_over(train, watched):
         with (run.folder / "metrics.jsonl").open("ab") as record:
             record.write(b"\xff\xfe{half a line")
 
-    run.disturb("driver killed, half a line in metrics.jsonl", "learnt", damage, ends=True, says=None, step=3)
+    run.disturb("driver killed, half a line in metrics.jsonl", at("learnt", step=3), damage, ends=True, says=None)
     run.finish()

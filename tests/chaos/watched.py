@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from machine import Patience
 
 from mempipe.beacons import RECORD, VARIABLE
 from tools.processes import Marked, Running, command_line
@@ -63,6 +64,22 @@ class Over(Exception):
     """The command has ended well before what was waited for."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A beacon, and what its details have to be."""
+
+    name: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{name} {value}" for name, value in self.details.items())])
+
+
+def at(name: str, **details: Any) -> Place:
+    """Returns a place: `at("collect", step=3)`."""
+    return Place(name, details)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Passed:
     """One process at one beacon."""
@@ -75,10 +92,10 @@ class Passed:
     @property
     def place(self) -> str:
         """Returns where it was, for a person."""
-        return " ".join([self.name, *(f"{name} {value}" for name, value in self.details.items())])
+        return str(Place(self.name, self.details))
 
-    def fits(self, name: str, details: Mapping[str, Any]) -> bool:
-        return self.name == name and all(self.details.get(key) == value for key, value in details.items())
+    def fits(self, at: Place) -> bool:
+        return self.name == at.name and all(self.details.get(key) == value for key, value in at.details.items())
 
 
 @dataclass
@@ -98,7 +115,8 @@ class Watched:
         self.marked = Marked({VARIABLE: str(self.beacons), "TMPDIR": str(self.temporary), **self.extra})
         self.running: Running | None = None
         self.ended: list[tuple[int, str]] = []
-        self._read = 0
+        self._read = self._since = 0
+        self._next: Place | None = None
         self._passed: list[Passed] = []
 
     def __enter__(self) -> Watched:
@@ -142,7 +160,7 @@ class Watched:
 
         Raises Missed when the command fails before, and after `seconds`; Over when the command ends well before.
         """
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds, own=self.marked.processes)
         while not (value := condition()):
             if not self.lives:
                 if value := condition():  # it was passed in the last moment
@@ -150,7 +168,7 @@ class Watched:
                 if self.running is not None and self.running.process.returncode == 0:
                     raise Over(what)
                 raise Missed(f"the command ended before {what}: {self.last_words()}")
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise Missed(f"{what}: not within {seconds:.0f} s; last beacon: {self.whereabouts()}")
             time.sleep(LOOK_EVERY_S)
         return value
@@ -171,18 +189,30 @@ class Watched:
             time.sleep(LOOK_EVERY_S)
 
     @contextmanager
-    def held(self, name: str, *, seconds: float, **details: Any) -> Iterator[Passed]:
-        """Lets the command run until a process is at the beacon, and keeps that process there for the block."""
-        before = len(self.passed())
-        self._hold(name, details)
+    def held(self, at: Place, *, seconds: float, then: Place | None = None) -> Iterator[Passed]:
+        """Lets the command run until a process is at the place, and keeps that process there for the block.
+
+        A process that reaches `then` after the block is held there, for the next call: it cannot be missed.
+        """
+        if self._next != at:
+            self._hold(at)
+        since, self._next = self._since, None
         try:
             yield self.until(
-                lambda: next((each for each in self.passed()[before:] if each.fits(name, details)), None),
+                lambda: next((each for each in self.passed()[since:] if each.fits(at)), None),
                 seconds=seconds,
-                what=f"beacon {name} {details or ''}".strip(),
+                what=f"beacon {at}",
             )
         finally:
-            self.release(name)
+            if then is not None:
+                self._hold(then)
+                self._next = then
+            if then is None or then.name != at.name:
+                self.release(at.name)
+
+    def is_held_at(self, at: Place | None) -> bool:
+        """Tells whether a process has reached a place for which `held` was told to hold it next."""
+        return at is not None and at == self._next and any(each.fits(at) for each in self.passed()[self._since :])
 
     def release(self, name: str = "*") -> None:
         """Lets processes go on that are held at the beacon, or at any."""
@@ -210,8 +240,12 @@ class Watched:
         """Returns the places at which the work itself was seen."""
         return {each.place for each in self.passed() if each.name in PROGRESS}
 
-    def recovered(self, since: float, before: set[str], *, seconds: float) -> float:
-        """Waits until the work has got further than `before`, or has ended well; returns the seconds from `since`."""
+    def recovered(self, since: float, before: set[str], *, seconds: float, then: Place | None = None) -> float | None:
+        """Waits until the work has got further than `before`, or has ended well; returns the seconds from `since`.
+
+        A process may be held at `then` before that: the next fault strikes while this one is mended, and the answer is
+        None.
+        """
 
         def got_on() -> float | None:
             news = [each for each in self.passed() if each.time > since and each.name in PROGRESS]
@@ -220,23 +254,25 @@ class Watched:
                 return fresh.time
             if not self.lives and self.running is not None and self.running.process.returncode == 0:
                 return time.time()
-            return None
+            return -1.0 if self.is_held_at(then) else None
 
-        return self.until(got_on, seconds=seconds, what="recovery") - since
+        came = self.until(got_on, seconds=seconds, what="recovery")
+        return None if came < 0 else came - since
 
     def wait(self, *, seconds: float) -> int:
         """Waits for the command's end; returns its exit code and keeps its output. Raises Missed after `seconds`."""
         assert self.running is not None, "nothing was started"
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds, own=self.marked.processes)
         while self.lives:
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise Missed(f"it did not end within {seconds:.0f} s; last beacon: {self.whereabouts()}")
             time.sleep(LOOK_EVERY_S)
         code = self.running.process.wait()
         self.ended.append((code, self.text))
         return code
 
-    def _hold(self, name: str, details: Mapping[str, Any]) -> None:
-        partial = self.beacons / f".hold-{name}"
-        partial.write_text(json.dumps(details))
-        os.replace(partial, self.beacons / f"hold-{name}")
+    def _hold(self, at: Place) -> None:
+        self._since = len(self.passed())
+        partial = self.beacons / f".hold-{at.name}"
+        partial.write_text(json.dumps(at.details))
+        os.replace(partial, self.beacons / f"hold-{at.name}")

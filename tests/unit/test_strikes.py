@@ -14,7 +14,7 @@ from aftermath import check_words, sentence
 from campaign import Campaign
 from hour import plans
 from journal import Journal
-from watched import Missed, Watched
+from watched import Missed, Watched, at
 
 from tools.processes import Running
 
@@ -59,11 +59,28 @@ def test_a_command_is_struck_at_the_beacon_and_goes_on(watched):
     journal = Journal()
     run = campaign(watched, journal)
     run.begin()
-    run.strike(["driver"], "collect", step=3)
+    run.strike(["driver"], at("collect", step=3))
     assert (watched.output / "done").read_text() in "3456", "steps 0 to 2 were done at the strike"
     run.finish()
     assert journal.misses == [] and journal.faults[0].what == "driver killed"
     assert [each.details["step"] for each in watched.passed() if each.name == "learnt"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_no_place_of_a_plan_is_passed_unseen(watched):
+    journal = Journal()
+    run = campaign(watched, journal)
+    run.begin()
+    run.strikes([(["driver"], at("collect", step=step)) for step in (1, 2, 3)])
+    run.finish()
+    assert journal.misses == [] and len(journal.faults) == 6
+
+
+def test_a_place_that_is_not_reached_is_a_miss(watched):
+    journal = Journal()
+    run = campaign(watched, journal)
+    run.begin()
+    run.strike(["driver"], at("collect", step=7))
+    assert "had ended before" in journal.misses[0]
 
 
 def test_a_process_that_is_stopped_is_let_go_on(watched):
@@ -71,7 +88,7 @@ def test_a_process_that_is_stopped_is_let_go_on(watched):
     run = campaign(watched, journal)
     run.begin()
     started = time.monotonic()
-    run.freeze("driver", "collect", seconds=0.3, step=2)
+    run.freeze("driver", at("collect", step=2), seconds=0.3)
     assert time.monotonic() - started > 0.3
     run.finish()
     assert journal.misses == []
@@ -90,7 +107,7 @@ def test_a_signal_that_ends_a_command_without_a_sentence_is_a_miss(watched):
     journal = Journal()
     run = campaign(watched, journal)
     run.begin()
-    run.strike(["driver"], "collect", number=signal.SIGTERM, step=1)
+    run.strike(["driver"], at("collect", step=1), number=signal.SIGTERM)
     assert "it ended with -15" in journal.misses[0]
 
 
