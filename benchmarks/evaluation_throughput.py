@@ -26,7 +26,8 @@ from pathlib import Path
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
 from mempipe import environment
-from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
+from mempipe.actors.cluster import connected
+from mempipe.actors.launch import RolloutActors, launch_rollout_actors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import GenerateFn
 from mempipe.data.qa import read_questions

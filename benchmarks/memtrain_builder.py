@@ -31,8 +31,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.documents import DocumentMaker, stream_parts
-from mempipe.actors.launch import connected
 from mempipe.data.corpus import read_corpus
 from mempipe.loader import parse_section
 from mempipe.masking.documents import CommonEntities, MemtrainConfig, common_entities

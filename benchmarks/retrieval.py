@@ -27,8 +27,9 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
-from mempipe.actors.launch import MAX_CALLS, connected
+from mempipe.actors.launch import MAX_CALLS
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.data.corpus import CorpusPosition, corpus_files

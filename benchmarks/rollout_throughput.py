@@ -43,9 +43,10 @@ import ray
 
 from mempipe import environment
 from mempipe.actors.admission import Admission
+from mempipe.actors.cluster import connected
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
-from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE, connected
+from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.actors.weight_store import WeightStore

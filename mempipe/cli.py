@@ -26,7 +26,8 @@ EXIT_RUN = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (interrupted)."""
+    """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
+    143 (SIGTERM)."""
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     for name, value in EVERY_PROCESS.items():
         os.environ.setdefault(name, value)
@@ -38,17 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `mempipe config | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupted:
         flag = " with --resume" if hasattr(arguments, "resume") else ""
         print(f"interrupted; the same command{flag} goes on where this one stopped", file=sys.stderr)
-        return 130
-    except (RuntimeError, OSError) as error:
-        if os.environ.get("MEMPIPE_DEBUG"):
+        return getattr(interrupted, "exit_code", 130)
+    except Exception as error:
+        if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
             raise
         error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
+
+
+def _is_fault(error: Exception) -> bool:
+    """Tells a fault of the machinery, which a sentence describes, from a mistake in the code, whose trace is needed."""
+    return isinstance(error, RuntimeError | OSError) or any(
+        kind.__module__ == "ray.exceptions" for kind in type(error).__mro__
+    )
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:

@@ -136,7 +136,11 @@ class RunConfig(Section):
     """GPUs of each role: its own, or the same ones for all, with as many ranks and engines as there are GPUs. auto:
     its own where there are enough."""
     max_restarts: int = Field(3, ge=0)
-    """How often a run starts again by itself, from its newest checkpoint, after it lost an engine, a rank or a node."""
+    """How often within an hour a run starts again by itself, from its newest checkpoint, after it lost an engine, a
+    rank or a node."""
+    grace_s: float = Field(30.0, gt=0)
+    """Seconds between SIGTERM and the kill that follows it, as the cluster gives them (Kubernetes, Slurm: 30). Within
+    them a run finishes the step under way if it can, saves and ends."""
     model: ModelConfig = ModelConfig()
     agent: SerializeAsAny[AgentConfig] = Field(MemSearcherConfig(), validate_default=True)
     budget: SerializeAsAny[Budget] = Field(MemSearcherBudget(), validate_default=True)

@@ -39,6 +39,7 @@ EVERY_PROCESS = {
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a call that nobody waits for any more failed with the role that was lost
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it prints a trace of machine addresses at every SIGTERM
 }
 """What the command and all workers run with; a variable that the user has set stays as it is."""

@@ -42,6 +42,7 @@ FREE_SETTINGS = (
     "data.validation",
     "evaluation",
     "generation",
+    "grace_s",
     "learner.max_tokens_per_micro_batch",
     "learner.num_ranks",
     "learner.num_threads",

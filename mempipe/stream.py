@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,9 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayTaskError
 
-from mempipe.actors.driver import Driver, DriverSpec, GroupFailed
+from mempipe.actors.driver import Driver, DriverSpec
 from mempipe.actors.handles import Handle
+from mempipe.actors.lost import GroupFailed, RoleLost, is_lost, one_line
 from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.beacons import reached
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
@@ -150,9 +151,11 @@ def stream_groups(
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             yield from table_to_groups(table)
     except RayTaskError as error:  # Ray Data wraps what a driver raised; only the text still tells what it was
-        for kind in (GroupFailed, UserCodeError):
+        for kind in (GroupFailed, RoleLost, UserCodeError):
             if failed := re.search(rf"{kind.__name__}: (.+)", str(error)):
                 raise kind(failed[1]) from error
+        if is_lost(error):
+            raise RoleLost(f"the stream of trajectories lost an actor: {one_line(error)}") from error
         raise
 
 
@@ -170,11 +173,19 @@ class Collector:
     max_off_policy_steps.
     """
 
-    def __init__(self, groups: Iterator[Group], admission: Handle, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, groups: Iterator[Group], admission: Handle, algorithm: AlgorithmConfig, *, adopted: Sequence[Group] = ()
+    ) -> None:
+        """`adopted` are groups that an interrupted run finished, of which the admission was told."""
         self._groups = groups
         self._admission = admission
         self._algorithm = algorithm
-        self._waiting: dict[str, Group] = {}
+        self._waiting = {group.id: group for group in adopted}
+
+    @property
+    def waiting(self) -> list[Group]:
+        """Groups that are finished and that no step took yet."""
+        return list(self._waiting.values())
 
     def next_step(self, policy_version: int) -> StepGroups | None:
         """Returns the groups of the step that ends `policy_version`; None when the questions are used up before the
@@ -197,6 +208,10 @@ class Collector:
             dropped=dropped,
             wait_seconds=time.perf_counter() - started,
         )
+
+    def take(self, group_ids: Sequence[str]) -> StepGroups:
+        """Returns waiting groups as a step that was begun before an interruption."""
+        return StepGroups(groups=[self._waiting.pop(key) for key in group_ids], dropped=[], wait_seconds=0.0)
 
     def consumed(self, step: StepGroups, *, policy_version: int) -> None:
         """Takes note that the step was trained and `policy_version` is served: others may start in the place of its

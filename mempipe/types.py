@@ -278,6 +278,12 @@ class Group:
     reference_seconds: float = 0.0  # that the reference model took to score it
     failed: str = ""
 
+    @property
+    def started_at(self) -> int:
+        """Returns the oldest policy version that sampled one of its tokens."""
+        contexts = [context for trajectory in self.trajectories for context in trajectory.all_contexts]
+        return min(version for context in contexts for version in context.policy_versions if version >= 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:

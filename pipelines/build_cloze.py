@@ -17,8 +17,8 @@ from pathlib import Path
 
 import polars as pl
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.finding import stream_candidates
-from mempipe.actors.launch import connected
 from mempipe.data.corpus import corpus_files
 from mempipe.data.plain_text import is_plain_text, write_corpus
 from mempipe.data.qa import read_questions, write_questions

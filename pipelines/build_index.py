@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.indexing import stream_segments
-from mempipe.actors.launch import connected
 from mempipe.data.corpus import corpus_files
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, make_index

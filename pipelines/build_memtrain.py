@@ -24,8 +24,8 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.documents import DOCUMENT_SCHEMA, REJECTED, stream_parts
-from mempipe.actors.launch import connected
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.files import lock, whole_file, write_text
 from mempipe.masking.documents import (

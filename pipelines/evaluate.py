@@ -16,12 +16,14 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from mempipe.actors.launch import RolloutActors, connected, launch_rollout_actors
+from mempipe.actors.cluster import connected
+from mempipe.actors.launch import RolloutActors, launch_rollout_actors
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
 from mempipe.data.ruler import read_depths
@@ -41,9 +43,11 @@ from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.retrieval.manifest import check_index
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
 from mempipe.stream import stream_groups
 from mempipe.tracking.tracker import Tracker, last_run_id
 from mempipe.types import Group
+from pipelines.repair import Supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,14 @@ def main(suite: EvaluationSuite) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
     for each in planned:
-        jobs = [job for job in each.jobs if not job.results.finished]
-        if jobs:
+        if not all(job.results.finished for job in each.jobs):
             say(f"{each.run.name}: starting Ray, engines and retrievers")
-            with connected(suite.ray_address, name=suite.name) as namespace:
-                evaluate_run(suite, each, jobs, namespace)
+            with (
+                StopRequest(each.config.grace_s).listening() as stop,
+                connected(suite.ray_address, name=suite.name) as namespace,
+            ):
+                stop.listen()  # Ray has put its own handler in place
+                Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, namespace))
     return report(suite, planned)
 
 
@@ -138,12 +145,13 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
     return planned
 
 
-def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, jobs: Sequence[Job], namespace: str) -> None:
+def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, namespace: str) -> None:
     """Evaluates all unfinished sets of a run on engines that are started once."""
     with launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
         say(f"{planned.run.name}: all of them are up")
-        for job in jobs:
-            evaluate_set(suite, planned, job, engines)
+        for job in planned.jobs:
+            if not job.results.finished:
+                evaluate_set(suite, planned, job, engines)
 
 
 def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: RolloutActors) -> None:

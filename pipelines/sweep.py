@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from mempipe.actors.launch import connected
+from mempipe.actors.cluster import connected
 from mempipe.actors.reservation import cluster_gpus
 from mempipe.actors.trials import TrialCommands, run_trials
 from mempipe.beacons import reached

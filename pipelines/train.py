@@ -23,7 +23,8 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from mempipe.actors.launch import Roles, RolloutActors, connected, launch, launch_rollout_actors
+from mempipe.actors.cluster import connected
+from mempipe.actors.launch import Roles, RolloutActors, launch, launch_rollout_actors
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
@@ -41,12 +42,13 @@ from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
 from mempipe.stream import Collector, StepGroups, stream_groups
 from mempipe.tracking.losses import read_losses
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
-from pipelines.repair import Checkpoints, with_restarts
+from pipelines.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
 from pipelines.tracker import TrackerFront
 from pipelines.training_rows import TrainingRows
 from pipelines.warm_start import warm_start
@@ -61,18 +63,20 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     run = Run(config, resume=resume)
     if run.rebuilt:
         say(f"{run.folder}: state.json was gone and is made anew; the run goes on with its {run.kept()}")
-    try:
-        return _run(run, config)
-    except ConfigError as error:
-        if kept := run.kept():
-            raise ConfigError(
-                f"{error}; {run.folder} keeps {kept}: continue it with --resume when this is mended, or begin another "
-                "run under another `name`"
-            ) from error
-        raise
+    with StopRequest(config.grace_s).listening() as stop:
+        try:
+            return _run(run, config, stop)
+        except ConfigError as error:
+            if kept := run.kept():
+                raise ConfigError(
+                    f"{error}; {run.folder} keeps {kept}: continue it with --resume when this is mended, or begin "
+                    "another run under another `name`"
+                ) from error
+            raise
 
 
-def _run(run: Run, config: RunConfig) -> Run:
+def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
+    supervisor = Supervisor(config.max_restarts)
     if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
         if latest(run.folder / "checkpoints") is None:
             raise ConfigError(
@@ -85,7 +89,7 @@ def _run(run: Run, config: RunConfig) -> Run:
         with run.preparation():
             reached("prepare")
             say("reading the inputs" if config.world is None else "making the world, its index and its model")
-            config = prepare(run)
+            config = supervisor.attempt(partial(prepare, run))
             check_inputs(config)
             run.check_inputs(hash_inputs(config))
             if newest := latest(run.folder / "checkpoints"):
@@ -93,22 +97,14 @@ def _run(run: Run, config: RunConfig) -> Run:
         say("connecting to Ray")
         with connected(config.ray_address, name=config.name, model=config.model) as namespace:
             reached("connected")
+            stop.listen()  # Ray has put its own handler in place
             tracker = TrackerFront(config)
             try:
-                if config.warm_start is not None:
-                    if config.evaluation.untrained:
-                        evaluate_untrained(run, config, namespace, tracker)
-                    with run.phase("warm_start"):
-                        config = warm_start(run, config)
-                with_restarts(run, partial(_train, run, config, namespace, tracker))
-                with run.phase("report"):
-                    reached("report")
-                    tracker.flush()  # the report says what is not on record
-                    for path in write_report(run.folder):
-                        tracker.log_artifact(path)
+                supervisor.attempt(partial(_phases, run, config, namespace, tracker, stop))
                 run.update(finished=True)
             finally:
-                losses = tracker.finish("FINISHED" if run.state["finished"] else "FAILED").losses
+                status = "FINISHED" if run.state["finished"] else "KILLED" if stop.requested else "FAILED"
+                losses = tracker.finish(status).losses
     try:
         read_record(run.folder / "report.json", mends="it is written anew")
     except ConfigError as error:
@@ -116,6 +112,21 @@ def _run(run: Run, config: RunConfig) -> Run:
         write_report(run.folder)
     closing_table(run, losses=losses)
     return run
+
+
+def _phases(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
+    """All phases that need actors. Each skips what it finds done, so that another attempt goes on."""
+    if config.warm_start is not None:
+        if config.evaluation.untrained:
+            evaluate_untrained(run, config, namespace, tracker)
+        with run.phase("warm_start"):
+            config = warm_start(run, config, stop)
+    _train(run, config, namespace, tracker, stop)
+    with run.phase("report"):
+        reached("report")
+        tracker.flush()  # the report says what is not on record
+        for path in write_report(run.folder):
+            tracker.log_artifact(path)
 
 
 def held_out_questions(config: RunConfig) -> list[Question]:
@@ -135,7 +146,7 @@ def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: Tra
             evaluate(run, actors, questions, label="untrained", step=0, tracker=tracker)
 
 
-def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
+def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
     questions = QuestionTable(iter_questions(config.data.train))
     validation = held_out_questions(config)
     started = time.perf_counter()
@@ -145,17 +156,18 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -
         say(f"all roles are up after {time.perf_counter() - started:.0f} s ({roles.plan})")
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
-        position = roles.learners.restore(run.folder / "checkpoints") or Position()
+        newest = newest_usable(run)
+        position = roles.learners.load(newest) if newest is not None else Position()
         if taken_back := run.restart_at(position.step):
             say(taken_back)
         tracker.restart_at(position.step)
         roles.sync(position.step)
         reached("restored", step=position.step)
-        if position.step:
+        if position.step or position.num_updates:
             before = _evaluated_before(run, validation)
         else:
             before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
-        learn(run, roles, questions, validation, position, tracker)
+        learn(run, roles, questions, validation, position, tracker, stop)
         after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
         _exports(run, roles).validated(after, step=run.state["num_steps"])
         write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
@@ -246,6 +258,7 @@ def learn(
     validation: Sequence[Question],
     position: Position,
     tracker: TrackerFront,
+    stop: StopRequest | None = None,
 ) -> None:
     """Runs the training loop. Each step takes exactly `groups_per_step` groups; a checkpoint holds the groups of every
     step.
@@ -262,34 +275,41 @@ def learn(
             answers = evaluate(run, roles, validation, label=f"step-{step:08d}", step=step, tracker=tracker)
             exports.validated(answers, step=step)
 
-    if position.step:  # the run may have ended between the checkpoint and what is due after it
+    if position.step and not position.num_updates:  # the run may have ended before what is due after a checkpoint
         do_what_is_due(position.step)
-    admission_name, admission = roles.new_admission(policy_version=position.step)
+    kept = KeptGroups.of(run).read(position)
+    admission_name, admission = roles.new_admission(
+        policy_version=position.step, adopted={group.id: group.started_at for group in kept}
+    )
     spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
-    consumed = {*chain.from_iterable(position.trained), *position.dropped}
+    consumed = {*chain.from_iterable(position.trained), *position.dropped, *(group.id for group in kept)}
+    num_groups = (config.num_steps - position.step) * config.algorithm.groups_per_step - len(kept)
     groups = stream_groups(
         spec,
-        TrainingRows(questions, config, skip=consumed, num_steps=config.num_steps - position.step),
+        TrainingRows(questions, config, skip=consumed, num_groups=num_groups),
         references=roles.references,
     )
-    collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm)
+    collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm, adopted=kept)
+    checkpoints = Checkpoints(run, roles, tracker, position=position, stop=stop, waiting=lambda: collector.waiting)
     training, other_phases = time.perf_counter(), sum(run.seconds.values())
     with (
         closing(groups),
-        Checkpoints(run, roles, tracker, position=position).kept() as checkpoints,
+        checkpoints.kept(),
         Progress("train", total=config.num_steps, done=position.step) as progress,
     ):
         for step in range(position.step, config.num_steps):
             started = time.perf_counter()
             reached("collect", step=step)
-            batch = collector.next_step(policy_version=step)
+            goes_on = step == position.step and bool(position.under_way)
+            batch = collector.take(position.under_way) if goes_on else collector.next_step(policy_version=step)
             if batch is None:
                 progress.note(
                     f"the questions are used up after step {step}: data.num_epochs is {config.data.num_epochs}"
                 )
                 break
             checkpoints.begin(batch)
-            metrics = train_step(roles, batch, step=step)
+            first = position.num_updates if goes_on else 0
+            metrics = train_step(roles, batch, step=step, first=first, stop=stop)
             reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
@@ -303,11 +323,15 @@ def learn(
     run.add_seconds("train", time.perf_counter() - training + other_phases)
 
 
-def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float]:
+def train_step(
+    roles: Roles, batch: StepGroups, *, step: int, first: int = 0, stop: StopRequest | None = None
+) -> dict[str, float]:
     """Makes one learner step, brings the new weights to every engine, and returns the metrics of both.
 
-    The metrics of the learner are means over the tokens that it trained.
+    The metrics of the learner are means over the tokens that it trained. A step that was interrupted goes on with its
+    update number `first`. When `stop` was requested the step is learnt as far as time allows, and Interrupted raised.
     """
+    stop = stop or StopRequest(roles.config.grace_s)
     config = roles.config
     samples = [
         [sample for trajectory in group.trajectories for sample in to_samples(trajectory)] for group in batch.groups
@@ -340,7 +364,8 @@ def train_step(roles: Roles, batch: StepGroups, *, step: int) -> dict[str, float
             rollout_metrics, batch.groups, policy_version=step, growing=config.agent_spec.grows
         )
         reached("learn", step=step)
-        reports = roles.learn(updates)
+        with stop.held_back():
+            reports = roles.learn(updates, first=first, stop=stop)
     with Timer() as syncing:
         synced = roles.sync(step + 1)
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one

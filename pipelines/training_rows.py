@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class TrainingRows:
     """(group id, question) in training order: every epoch shuffled by its own seed, without what was consumed already.
 
-    Ends after the groups of `num_steps` steps. Where groups may be filtered, their number is unknown, so there it ends
-    with the last epoch.
+    Ends after `num_groups` groups. Where groups may be filtered, their number is unknown, so there it ends with the
+    last epoch.
     """
 
-    def __init__(self, questions: QuestionTable, config: RunConfig, *, skip: set[str], num_steps: int) -> None:
+    def __init__(self, questions: QuestionTable, config: RunConfig, *, skip: set[str], num_groups: int) -> None:
         self._questions, self._skip = questions, skip
         self._seed, self._num_epochs, self._shuffle = config.seed, config.data.num_epochs, config.data.shuffle
-        self._limit = None if config.algorithm.filter_zero_variance else num_steps * config.algorithm.groups_per_step
+        self._limit = None if config.algorithm.filter_zero_variance else max(num_groups, 0)
 
     def __iter__(self) -> Iterator[tuple[str, Question]]:
         return islice(self._all(), self._limit)

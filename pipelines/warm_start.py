@@ -25,6 +25,7 @@ from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
 from mempipe.types import Group, TrainingSample
 from pipelines.demonstrations import Demonstrations, demonstrations
 
@@ -34,8 +35,11 @@ MIN_ROW = 1024  # tokens that a micro-batch may always hold
 PARTS = ("clean", "noisy", "held_out")
 
 
-def warm_start(run: Run, config: RunConfig) -> RunConfig:
-    """The config with the warm-started model in `model.path`; a model that is there already is kept."""
+def warm_start(run: Run, config: RunConfig, stop: StopRequest | None = None) -> RunConfig:
+    """The config with the warm-started model in `model.path`; a model that is there already is kept. When `stop` was
+    requested, what was learnt is saved and Interrupted raised.
+    """
+    stop = stop or StopRequest(config.grace_s)
     folder = run.folder / "warm_start"
     if not folder.exists():
         wanted = config.warm_start
@@ -49,7 +53,7 @@ def warm_start(run: Run, config: RunConfig) -> RunConfig:
         )
         say("starting the learner")
         with launch_learners(config, settings) as learners:
-            _train(run, learners, config, updates, held_out=_samples_of(shown.held_out))
+            _train(run, learners, config, updates, held_out=_samples_of(shown.held_out), stop=stop)
             reached("warm_start.export")
             learners.export(folder, source=config.model.path)
         shutil.rmtree(_checkpoints(run), ignore_errors=True)
@@ -63,6 +67,7 @@ def _train(
     updates: Sequence[Sequence[TrainingSample]],
     *,
     held_out: Sequence[TrainingSample],
+    stop: StopRequest,
 ) -> None:
     """Trains from the newest checkpoint on. Losses go to warm_start.json: one per update, and the held-out ones."""
     wanted, file = config.warm_start, run.folder / "warm_start.json"
@@ -81,19 +86,20 @@ def _train(
         while len(losses) < len(updates):
             done, started = len(losses), time.monotonic()
             reached("warm_start", updates=done)
-            stop = min(done + at_once, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
-            reports = learners.step(
-                [_packed(batch, config, num_ranks=len(learners.ranks)) for batch in updates[done:stop]]
-            )
-            at_once = max(1, int(len(reports) * CALL_S / (time.monotonic() - started)))
-            losses += [report["loss"] for report in reports]
-            numbers = {"loss": sum(losses[done:]) / len(reports)}
-            if len(losses) % wanted.checkpoint_every == 0 or len(losses) == len(updates):
-                if held_out:
+            end = min(done + at_once, (done // wanted.checkpoint_every + 1) * wanted.checkpoint_every)
+            packed = [_packed(batch, config, num_ranks=len(learners.ranks)) for batch in updates[done:end]]
+            with stop.held_back():
+                reports = learners.step(packed, stop=stop)
+                at_once = max(1, int(len(reports) * CALL_S / (time.monotonic() - started)))
+                losses += [report["loss"] for report in reports]
+                numbers = {"loss": sum(losses[done:]) / len(reports)}
+                is_due = len(losses) % wanted.checkpoint_every == 0 or len(losses) == len(updates)
+                if is_due and held_out and not stop.requested:
                     judged.append({"updates": len(losses), "loss": _loss(learners, held_out)})
                     numbers["held_out_loss"] = judged[-1]["loss"]
-                write_record(file, {"losses": losses, "held_out": judged})
-                learners.save(_checkpoints(run), Position(step=len(losses)), keep=1)
+                if is_due or stop.requested:
+                    write_record(file, {"losses": losses, "held_out": judged})
+                    learners.save(_checkpoints(run), Position(step=len(losses)), keep=1)
             progress.advance(len(reports), **numbers)
 
 

@@ -10,7 +10,7 @@ groups that it would leave out could not all be trained in time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mempipe.beacons import reached
 
@@ -20,13 +20,23 @@ class Admission:
     again.
     """
 
-    def __init__(self, *, groups_per_step: int, max_off_policy_steps: int, policy_version: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_off_policy_steps: int,
+        policy_version: int = 0,
+        adopted: Mapping[str, int] | None = None,
+    ) -> None:
+        """`adopted` are groups that an interrupted run finished before this stream began, and the versions at their
+        starts; they take the first places."""
         self._groups_per_step = groups_per_step
         self._window = groups_per_step * (max_off_policy_steps + 1)
         self._max_off_policy_steps = max_off_policy_steps
         self._version = policy_version
         self._consumed: dict[str, int] = {}  # key -> version at its start
-        self._outstanding: dict[str, int] = {}  # the same, of those that are not consumed yet
+        self._outstanding = dict(adopted or {})  # the same, of those that are not consumed yet
+        self._num_adopted = len(self._outstanding)
         self._changed = asyncio.Event()
 
     async def ticket(self, key: str, position: int) -> int:
@@ -36,7 +46,7 @@ class Admission:
         if key in self._consumed:  # a driver that starts again plays it for nobody
             return self._consumed[key]
         while key not in self._outstanding:
-            if position < len(self._consumed) + self._window:
+            if self._num_adopted + position < len(self._consumed) + self._window:
                 self._outstanding[key] = self._version
                 break
             await self._changed.wait()

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from mempipe.actors.lost import GroupFailed
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.config import RunConfig
@@ -31,10 +32,6 @@ from mempipe.rollout import (
     run_group,
 )
 from mempipe.types import Group, Question, Trajectory
-
-
-class GroupFailed(RuntimeError):
-    """A group could not be finished after all its attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)

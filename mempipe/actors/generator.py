@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,10 +23,11 @@ from mempipe.placement import Transfer
 from mempipe.types import Completion
 
 Work = Literal["generate", "score"]
+WATCH_EVERY_S = 1.0
 
 
 class GeneratorActor:
-    """One vLLM engine. When the engine's process dies the actor exits, so that Ray starts both anew."""
+    """One vLLM engine. When the engine dies the actor exits with an error, so that Ray starts both anew."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class GeneratorActor:
         self._desk = BatchedServer(self._answer)
         self._started = asyncio.Lock()
         self._ready = False
+        self._ending = False
 
     async def ready(self) -> int:
         """Loads the engine and, after a restart, the newest weights. Returns the policy version."""
@@ -63,14 +67,26 @@ class GeneratorActor:
                     (reference,), policy_version = newest
                     await self._engine.load_weights(await reference, policy_version=policy_version)
                 self._ready = True
+                self._watch = asyncio.create_task(self._exit_with_the_engine())
         return self._engine.policy_version
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
         """Takes what `mempipe.actors.pools.GeneratorPool` asks, and gives completions and scores."""
-        answers = await self._desk.exchange(caller, requests)
-        if any(isinstance(answer, EngineDead) for _, answer in answers):
-            ray.actor.exit_actor()
-        return answers
+        return await self._desk.exchange(caller, requests)
+
+    async def _exit_with_the_engine(self) -> None:
+        """Ends this process soon after the engine died. Ray starts only actors again that ended with an error:
+        `ray.actor.exit_actor` would be taken as intended.
+        """
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                self._engine.check_alive()
+            except EngineDead as error:
+                if self._ending:
+                    return
+                print(f"generator: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
 
     async def _awake(self) -> None:
         """Loads the engine, if Ray has just started the actor again; until then nobody has asked for that."""
@@ -98,6 +114,7 @@ class GeneratorActor:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes; the actor itself is killed afterwards."""
+        self._ending = True
         await self._engine.shutdown()
 
     async def sleep(self) -> None:

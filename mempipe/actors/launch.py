@@ -1,90 +1,56 @@
-"""From a config to running roles: connects to Ray, makes every actor once, waits until each answers, owns all handles,
-and cleans up.
+"""From a config to running roles: makes every actor once, waits until each answers, owns all handles, and cleans up.
 
 A named Ray actor dies when its last handle is dropped, so `Roles` holds them all for as long as the run lasts.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import (
-    ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
     RayActorError,
     RayError,
     RayTaskError,
 )
 
 from mempipe.actors.admission import Admission
-from mempipe.actors.driver import DriverSpec, GroupFailed
+from mempipe.actors.driver import DriverSpec
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
-from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
+from mempipe.actors.learner_group import LearnerActor, LearnerGroup
+from mempipe.actors.lost import LaunchError, RoleLost, one_line
 from mempipe.actors.memory import memory_metrics
-from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.actors.weight_store import WeightStore
 from mempipe.beacons import reached
-from mempipe.capacity import object_store_bytes
 from mempipe.config import RunConfig
-from mempipe.engines.config import ModelConfig, SamplingConfig
+from mempipe.engines.config import SamplingConfig
 from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.proof import check_engines
-from mempipe.environment import EVERY_PROCESS
+from mempipe.faults import retry_pauses
 from mempipe.placement import Demand, Plan, needs_reference, plan
-from mempipe.progress import say
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
+from mempipe.stop import StopRequest
 
 START_TIMEOUT_S = 900.0
-KNOCK_TIMEOUT_S = 10.0
 ANSWER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once
 WEIGHT_STORE = "weights"
-NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
-"""Ray ends a node whose agents have not begun after 15 s, which no setting changes. On a busy machine it takes Python
-longer than that to load them."""
-
-
-class LaunchError(RuntimeError):
-    """A role did not start or did not stay alive, or the cluster cannot be reached."""
-
-
-class RoleLost(LaunchError):
-    """A role died or is late: another start may do better."""
-
-
-LOST = (
-    RoleLost,
-    LearnerLost,
-    GroupFailed,
-    ActorDiedError,
-    ActorUnavailableError,
-    NodeDiedError,
-    ObjectLostError,
-)
-"""What a run can meet when an actor, an engine or a node is lost."""
 
 
 @dataclass(kw_only=True)
@@ -124,8 +90,8 @@ class Roles(RolloutActors):
     """Token sequences that learner and engines score after every sync (promise 5)."""
     _num_served_bytes: int | None = None
 
-    def new_admission(self, *, policy_version: int) -> tuple[str, Handle]:
-        """A fresh gate for one stream, and its name."""
+    def new_admission(self, *, policy_version: int, adopted: Mapping[str, int]) -> tuple[str, Handle]:
+        """A fresh gate for one stream, and its name. `adopted`: `mempipe.actors.admission.Admission`."""
         name = f"admission-{uuid.uuid4().hex[:8]}"
         options = {"name": name, "num_cpus": 0, "max_concurrency": MAX_CALLS}
         algorithm = self.config.algorithm
@@ -135,15 +101,17 @@ class Roles(RolloutActors):
             groups_per_step=algorithm.groups_per_step,
             max_off_policy_steps=algorithm.max_off_policy_steps,
             policy_version=policy_version,
+            adopted=adopted,
         )
 
-    def learn(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
+    def learn(
+        self, updates: Sequence[Sequence[Sequence[MicroBatch]]], *, first: int = 0, stop: StopRequest | None = None
+    ) -> list[dict[str, float]]:
         """One learner step (`LearnerGroup.step`), for which engines that share its memory sleep until the next sync."""
         if not self.plan.sleeps:
-            return self.learners.step(updates)
-        pending = {name: actor.sleep.remote() for name, actor in self.generators.items()}
-        wait_for(pending, phase="putting engines to sleep", timeout_s=self.config.generation.timeout_s)
-        reports = self.learners.step(updates)
+            return self.learners.step(updates, first=first, stop=stop)
+        self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
+        reports = self.learners.step(updates, first=first, stop=stop)
         self.learners.release_memory()
         return reports
 
@@ -161,13 +129,9 @@ class Roles(RolloutActors):
         else:
             weights = self.learners.weights()
             ray.get(self.store.put.remote([weights], policy_version))
-            pending = {
-                name: actor.load_weights.remote(weights, policy_version) for name, actor in self.generators.items()
-            }
-            wait_for(
-                pending,
+            self._all_engines(
+                lambda engine: engine.load_weights.remote(weights, policy_version),
                 phase=f"loading weights of version {policy_version}",
-                timeout_s=self.config.generation.timeout_s,
             )
         sent = {"sync/send_seconds": time.perf_counter() - started, "sync/megabytes": self._served_bytes() / 1e6}
         return sent | self._check(policy_version)
@@ -198,13 +162,13 @@ class Roles(RolloutActors):
     def _check(self, policy_version: int) -> dict[str, float]:
         reached("sync.check", version=policy_version)
         started = time.perf_counter()
-        pending = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
-        loads = {name: actor.take_load.remote() for name, actor in self.generators.items()}
+        proving = {name: actor.prove.remote(self.canary) for name, actor in self.generators.items()}
         checksums, scores = self.learners.checksums(), self.learners.score(self.canary)
         self.weights_sha256 = checksums_sha256(checksums)
-        generation = self.config.generation
-        proofs = wait_for(
-            pending, phase=f"checking weights of version {policy_version}", timeout_s=generation.timeout_s
+        proofs = self._all_engines(
+            lambda engine: engine.prove.remote(self.canary),
+            phase=f"checking weights of version {policy_version}",
+            begun=proving,
         )
         gap = check_engines(
             proofs, checksums=checksums, scores=scores, version=policy_version, tolerance=self.config.canary_tolerance
@@ -214,8 +178,13 @@ class Roles(RolloutActors):
             "canary_max_difference": gap.maximum,
             "sync/check_seconds": time.perf_counter() - started,
         }
-        busy = wait_for(loads, phase="asking for load", timeout_s=generation.timeout_s)
+        busy = self._all_engines(lambda engine: engine.take_load.remote(), phase="asking for load")
         return checked | load_metrics(list(busy.values())) | self._memory()
+
+    def _all_engines(
+        self, submit: Callable[[Handle], Any], *, phase: str, begun: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return ask_all(self.generators, submit, phase=phase, timeout_s=self.config.generation.timeout_s, begun=begun)
 
     def _memory(self) -> dict[str, float]:
         roles = {"generator": self.generators, "retriever": self.retrievers}
@@ -224,99 +193,50 @@ class Roles(RolloutActors):
         )
 
 
+def ask_all(
+    actors: Mapping[str, Handle],
+    submit: Callable[[Handle], Any],
+    *,
+    phase: str,
+    timeout_s: float,
+    begun: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns what every actor answers to `submit`, by name; `begun` are calls that were submitted already.
+
+    An actor that Ray starts again meanwhile is asked again. Raises as `wait_for` does.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending = begun or {name: submit(actor) for name, actor in actors.items()}
+    return {
+        name: _answer(name, reference, phase=phase, deadline=deadline, again=lambda name=name: submit(actors[name]))
+        for name, reference in pending.items()
+    }
+
+
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
     """Returns what every reference holds, by name. Raises LaunchError naming the phase and who failed, RoleLost when
     it died or was late."""
     deadline = time.monotonic() + timeout_s
-    results = {}
-    for name, reference in pending.items():
+    return {name: _answer(name, reference, phase=phase, deadline=deadline) for name, reference in pending.items()}
+
+
+def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Callable[[], Any] | None = None) -> Any:
+    pauses = retry_pauses()
+    while True:
         try:
-            results[name] = ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
+            return ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
         except GetTimeoutError as error:
-            raise RoleLost(f"{phase}: {name} did not finish within {timeout_s:g} s") from error
-        except RayActorError as error:
-            raise RoleLost(f"{phase}: {name} died: {error}") from error
-        except RayTaskError as error:
-            kind = RoleLost if isinstance(error.cause, EngineDead) else LaunchError
-            raise kind(f"{phase}: {name}: {error.cause}") from error
-    return results
-
-
-@contextmanager
-def connected(address: str, *, name: str, model: ModelConfig | None = None) -> Iterator[str]:
-    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that
-    ends with the run and whose object store has room for `model`.
-    """
-    namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
-    address = address or os.environ.get("RAY_ADDRESS", "")
-    os.environ.update({name: os.environ.get(name, value) for name, value in EVERY_PROCESS.items()})
-    options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
-    if address:
-        options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
-    else:
-        options |= {
-            "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
-            "object_store_memory": _object_store(model),
-        }
-    quiet_loggers()
-    quiet_retries()
-    try:
-        if address:
-            _knock(address)
-            ray.init(**options)
-        else:
-            _start_node(options)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
-        ) from error
-    except Exception as error:
-        if not _is_late(error):
-            raise
-        raise LaunchError(f"Ray did not start: {' '.join(str(error).split())}") from error
-    try:
-        take_note_of_pool_arguments()
-        yield namespace
-    except RayActorError as error:
-        raise LaunchError(f"a role of the run died: {' '.join(str(error).split())}") from error
-    finally:
-        ray.shutdown()
-
-
-def _start_node(options: Mapping[str, Any]) -> None:
-    """Starts a cluster of this machine, a second time when the node does not come up."""
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
-    try:
-        ray.init(**options)
-        return
-    except Exception as error:
-        if not _is_late(error):
-            raise
-    for process in set(me.children(recursive=True)) - before:  # what is left of the node
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    say(NODE_IS_LATE)
-    ray.init(**options)
-
-
-def _is_late(error: Exception) -> bool:
-    """Whether `ray.init` gave up on a node of its own that did not come up, which Ray raises as a bare Exception."""
-    return type(error) is Exception
-
-
-def _object_store(model: ModelConfig | None) -> int:
-    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    memory = psutil.virtual_memory().total
-    return object_store_bytes(model or ModelConfig(), memory=memory, shared_memory=shared)
-
-
-def _knock(address: str) -> None:
-    """Raises OSError when nobody listens at host:port; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+            raise RoleLost(f"{phase}: {name} gave no answer in time") from error
+        except (RayActorError, RayTaskError) as error:
+            died = isinstance(error, RayActorError) or isinstance(error.cause, EngineDead)
+            starts_again = isinstance(error, ActorUnavailableError) or (died and not isinstance(error, RayActorError))
+            pause = next(pauses)
+            if again is not None and starts_again and time.monotonic() + pause < deadline:
+                time.sleep(pause)
+                reference = again()
+                continue
+            kind = RoleLost if died else LaunchError
+            raise kind(f"{phase}: {name}: {one_line(error)}") from error
 
 
 @contextmanager

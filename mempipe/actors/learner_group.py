@@ -16,22 +16,16 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe import environment
 from mempipe.actors.handles import Handle
+from mempipe.actors.lost import LearnerFailed, LearnerLost, one_line
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
+from mempipe.stop import StopRequest
 
 WATCH_S = 5.0
 ANSWER_S = 30.0
-
-
-class LearnerFailed(RuntimeError):
-    """A rank failed, died, or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
-
-
-class LearnerLost(LearnerFailed):
-    """A rank, or an engine that the ranks wait for, died or is late: another start may do better."""
 
 
 class LearnerActor:
@@ -52,8 +46,8 @@ class LearnerActor:
         host, port = address
         self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
 
-    def begin_step(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
-        self._learner.begin_step(updates)
+    def begin_step(self, updates: Sequence[Sequence[MicroBatch]], first: int) -> None:
+        self._learner.begin_step(updates, first=first)
 
     def update(self, index: int) -> dict[str, float]:
         reached("rank.update", rank=self._learner.rank, update=index)
@@ -154,13 +148,25 @@ class LearnerGroup:
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
-    def step(self, updates: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[dict[str, float]]:
+    def step(
+        self, updates: Sequence[Sequence[Sequence[MicroBatch]]], *, first: int = 0, stop: StopRequest | None = None
+    ) -> list[dict[str, float]]:
         """Makes one optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the
         metrics of each update.
+
+        A step that goes on begins with update `first`. It ends early, between two updates, when `stop` leaves no time
+        for the rest.
         """
-        begun = [rank.begin_step.remote([update[i] for update in updates]) for i, rank in enumerate(self.ranks)]
+        begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
         self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))  # it may score all of them
-        return [self._update(index, len(updates)) for index in range(len(updates))]
+        reports: list[dict[str, float]] = []
+        started = time.monotonic()
+        for index in range(first, len(updates)):
+            reports.append(self._update(index, len(updates)))
+            rest = (time.monotonic() - started) / len(reports) * (len(updates) - index - 1)
+            if stop is not None and rest and not stop.leaves_time_for(rest):
+                break
+        return reports
 
     def release_memory(self) -> None:
         """Gives GPU memory that no tensor uses back to those who share the GPU."""
@@ -225,7 +231,11 @@ class LearnerGroup:
     def restore(self, folder: Path) -> Position | None:
         """Continues from the newest checkpoint under `folder`; returns its position, None when there is none."""
         path = latest(folder.absolute())
-        return None if path is None else self._all("restore", lambda rank, _: rank.load.remote(path))[0]
+        return None if path is None else self.load(path)
+
+    def load(self, path: Path) -> Position:
+        """Continues from the checkpoint at `path`; returns its position."""
+        return self._all("restore", lambda rank, _: rank.load.remote(path.absolute()))[0]
 
     def export(self, folder: Path, *, source: str) -> None:
         """Writes a Hugging Face folder; tokenizer and config come from `source`."""
@@ -254,9 +264,9 @@ class LearnerGroup:
             setting = " (learner.timeout_s)" if timeout_s >= self._timeout_s else ""
             raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s{setting}") from error
         except RayActorError as error:
-            raise LearnerLost(f"{phase}: a learner rank died: {error}") from error
+            raise LearnerLost(f"{phase}: a learner rank died: {one_line(error)}") from error
         except RayTaskError as error:
-            raise LearnerFailed(f"{phase}: {error.cause}") from error
+            raise LearnerFailed(f"{phase}: {one_line(error)}") from error
 
 
 def _interface(address: str) -> str | None:
@@ -273,4 +283,4 @@ def _check_alive(engines: Sequence[Handle], phase: str) -> None:
         except GetTimeoutError:
             continue
         except RayActorError as error:
-            raise LearnerLost(f"{phase}: an engine died: {error}") from error
+            raise LearnerLost(f"{phase}: an engine died: {one_line(error)}") from error

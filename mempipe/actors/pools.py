@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from mempipe.actors.batched_calls import BatchedClient
 from mempipe.actors.handles import Handle
+from mempipe.actors.lost import RoleLost, one_line
 from mempipe.engines.config import GenerationConfig, SamplingConfig
 from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.retrieval.config import RetrievalConfig
@@ -38,12 +39,13 @@ class Pool:
         self._timeout_s = timeout_s
         self._under_way = [0] * len(self._lines)
         self._rests_until = [0.0] * len(self._lines)
+        self._gone = [False] * len(self._lines)
 
     async def call(self, *arguments: Any) -> Any:
         """Returns the answer of one replica to a request. A replica that died or failed is given time to recover; other
         errors pass through.
 
-        Raises RoleUnavailable after the deadline.
+        Raises RoleUnavailable after the deadline, and RoleLost as soon as no replica is left that could recover.
         """
         deadline = time.monotonic() + self._timeout_s
         pauses = retry_pauses()
@@ -58,18 +60,22 @@ class Pool:
             except (RayActorError, InfrastructureFault) as error:
                 self.num_retries += 1
                 self._rests_until[i] = time.monotonic() + REST_S
+                if isinstance(error, ActorDiedError):  # Ray starts it no more; one that starts again is "unavailable"
+                    self._gone[i] = True
+                    if all(self._gone):
+                        raise RoleLost(f"every {self._role} died: {one_line(error)}") from error
                 pause = next(pauses)
                 if time.monotonic() + pause > deadline:
                     raise RoleUnavailable(
-                        f"{self._role} failed and did not recover within {self._timeout_s:g} s: {error}"
+                        f"{self._role} failed and did not recover within {self._timeout_s:g} s: {one_line(error)}"
                     ) from error
             finally:
                 self._under_way[i] -= 1
             await asyncio.sleep(pause)
 
-    def _load(self, i: int) -> tuple[bool, int]:
-        """Replicas that died or failed lately come last, then those with many calls."""
-        return self._rests_until[i] > time.monotonic(), self._under_way[i]
+    def _load(self, i: int) -> tuple[bool, bool, int]:
+        """Replicas that are gone come last; before them those that failed lately; then those with many calls."""
+        return self._gone[i], self._rests_until[i] > time.monotonic(), self._under_way[i]
 
 
 class GeneratorPool(Pool):

@@ -18,6 +18,7 @@ from mempipe.files import recover_folders, sha256
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_NEWER = {"position.num_updates", "position.under_way"}  # older checkpoints lack them and are whole steps
 
 
 class CheckpointError(OSError):
@@ -34,6 +35,10 @@ class Position:
     """Ids of the groups that each step took."""
     dropped: list[str] = field(default_factory=list)
     """Ids of the groups without a learning signal, which no step took."""
+    num_updates: int = 0
+    """Optimiser updates of the next step that are done: a run that has to end saves between two updates as well."""
+    under_way: list[str] = field(default_factory=list)
+    """Ids of the groups of that step; empty when none of its updates is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +81,13 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 def step_of(path: str | Path) -> int:
     """The learner step that a checkpoint is of, without a look at its other files. Raises CheckpointError."""
+    return position_of(path).step
+
+
+def position_of(path: str | Path) -> Position:
+    """The position that a checkpoint is of, without a look at its other files. Raises CheckpointError."""
     try:
-        return _training_state(json.loads((Path(path) / STATE).read_text()), Path(path)).position.step
+        return _training_state(json.loads((Path(path) / STATE).read_text()), Path(path)).position
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {reason(error)}") from error
 
@@ -121,7 +131,7 @@ def _training_state(values: Any, path: Path) -> TrainingState:
     position = values.get("position")
     found = {*values, *(f"position.{name}" for name in (position if isinstance(position, dict) else ()))}
     expected = {own.name for own in fields(TrainingState)} | {f"position.{own.name}" for own in fields(Position)}
-    if found != expected:
+    if not expected - _NEWER <= found <= expected:
         raise CheckpointError(
             f"checkpoint {path} was written by another version of mempipe: {STATE} holds {', '.join(sorted(found))}; "
             f"this version reads {', '.join(sorted(expected))}"

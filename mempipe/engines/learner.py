@@ -113,14 +113,16 @@ class Learner:
         self.begin_step(updates)
         return [self.update(i) for i in range(len(updates))]
 
-    def begin_step(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
+    def begin_step(self, updates: Sequence[Sequence[MicroBatch]], *, first: int = 0) -> None:
         """Takes this rank's micro-batches of every optimiser update of a step.
 
-        With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here.
-        Raises ValueError when ranks were given different numbers of micro-batches.
+        With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here. A
+        step that goes on with update `first` after an interruption has that policy no more: its ratios are to the
+        sampler. Raises ValueError when ranks were given different numbers of micro-batches.
         """
         self._check_counts([len(update) for update in updates])
-        self._step = list(zip(updates, self._old_logprobs(updates), strict=True))
+        old = self._sampler_logprobs(updates) if first else self._old_logprobs(updates)
+        self._step = list(zip(updates, old, strict=True))
 
     def update(self, index: int) -> dict[str, float]:
         """The optimiser update number `index` of the step that was begun; returns its metrics, over all ranks.
@@ -325,6 +327,10 @@ class Learner:
             [self._logprobs(batch) if self._recompute_old and index else None for batch in update]
             for index, update in enumerate(updates)
         ]
+
+    def _sampler_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
+        """Returns the log-probs that the engine sampled with."""
+        return [[to_device(batch.old_logprobs, self._device) for batch in update] for update in updates]
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns what training changes, sharded as it is held: trained parameters and AdamW's state, by name."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from ray import serve
 
-from mempipe.actors.launch import connected
+from mempipe.actors.cluster import connected
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from miniature import QUICKSTART
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mempipe.actors import launch as launching
+from mempipe.actors.cluster import connected
 from mempipe.actors.generator import GeneratorActor
-from mempipe.actors.launch import Roles, connected, launch, learner_settings
+from mempipe.actors.launch import Roles, launch, learner_settings
 from mempipe.actors.learner_group import LearnerActor, LearnerFailed
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
@@ -144,7 +145,12 @@ def _with(config: RunConfig, **sections: Any) -> RunConfig:
 def _order(config: RunConfig, num_steps: int) -> list[str]:
     """Group ids in training order, as far as `num_steps` steps take them."""
     questions = read_questions(config.data.train)
-    return [group_id for group_id, _ in TrainingRows(questions, config, skip=set(), num_steps=num_steps)]
+    return [
+        group_id
+        for group_id, _ in TrainingRows(
+            questions, config, skip=set(), num_groups=num_steps * config.algorithm.groups_per_step
+        )
+    ]
 
 
 def test_a_killed_job_leaves_no_process_behind(job):

@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from mempipe.actors.launch import connected
+from mempipe.actors.cluster import connected
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import ray
 import yaml
 from miniature import locked_elsewhere
 
-from mempipe.actors.launch import LaunchError, launch
+from mempipe.actors.launch import launch
+from mempipe.actors.lost import LaunchError
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
 from mempipe.config import RunConfig
 from mempipe.settings import ConfigError

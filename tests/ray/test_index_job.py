@@ -15,8 +15,9 @@ import pytest
 import ray
 import yaml
 
+from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
-from mempipe.actors.launch import MAX_CALLS, connected
+from mempipe.actors.launch import MAX_CALLS
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.data.corpus import corpus_files

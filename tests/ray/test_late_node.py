@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from mempipe.actors.launch import NODE_IS_LATE, connected
+from mempipe.actors.cluster import NODE_IS_LATE, connected
 from tools.processes import command_line
 
 AGENT = "dashboard/agent.py"

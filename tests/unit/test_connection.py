@@ -7,7 +7,8 @@ import socket
 import pytest
 import ray
 
-from mempipe.actors.launch import LaunchError, connected
+from mempipe.actors.cluster import connected
+from mempipe.actors.lost import LaunchError
 
 
 def test_nobody_at_the_address():

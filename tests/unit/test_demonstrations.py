@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, Re
 from mempipe.retrieval.build import build_index
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.stop import Interrupted, StopRequest
 from mempipe.types import Evidence, Passage, Question
 from pipelines import warm_start
 from pipelines.demonstrations import demonstrations
@@ -119,7 +122,8 @@ def test_a_forgetful_script_leaves_its_memory_as_it_was():
 class InterruptedLearners:
     """Counts updates, keeps the newest position, and fails once before update `fails_at`."""
 
-    def __init__(self, fails_at: int) -> None:
+    def __init__(self, fails_at: int = -1, *, signal_at: int | None = None) -> None:
+        self.signal_at = signal_at
         self.fails_at, self.saved, self.trained = fails_at, Position(), 0
         self.ranks = ["the only one"]
 
@@ -127,11 +131,14 @@ class InterruptedLearners:
         self.trained = self.saved.step
         return self.saved if self.saved.step else None
 
-    def step(self, updates: list) -> list[dict[str, float]]:
+    def step(self, updates: list, *, stop: StopRequest) -> list[dict[str, float]]:
         if 0 <= self.fails_at < self.trained + len(updates):
             self.fails_at = -1
             raise RuntimeError("a rank died")
         self.trained += len(updates)
+        if self.signal_at is not None and self.trained >= self.signal_at:
+            self.signal_at = None
+            os.kill(os.getpid(), signal.SIGTERM)
         return [{"loss": float(self.trained - len(updates) + i)} for i in range(len(updates))]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -148,13 +155,24 @@ def test_an_interrupted_start_goes_on_from_its_checkpoint(config):
     updates = list(warm_start._updates(warm_start._samples(shown, order="noisy_last", seed=1), tokens_per_step=1))
     held_out = warm_start._samples_of(shown.held_out)
     with pytest.raises(RuntimeError, match="a rank died"):
-        warm_start._train(run, learners, config, updates, held_out=held_out)
+        warm_start._train(run, learners, config, updates, held_out=held_out, stop=StopRequest(30.0))
     assert learners.saved.step == 3
-    warm_start._train(run, learners, config, updates, held_out=held_out)
+    warm_start._train(run, learners, config, updates, held_out=held_out, stop=StopRequest(30.0))
     record = json.loads((run.folder / "warm_start.json").read_text())
     assert record["losses"] == [float(i) for i in range(len(updates))]
     steps = [each["updates"] for each in record["held_out"]]
     assert steps == sorted({*range(3, len(updates), 3), len(updates)}) and record["held_out"][0]["loss"] == 1.0
+
+
+def test_a_start_that_is_told_to_end_saves_every_update_that_it_made(config):
+    config = with_warm_start(config, tokens_per_step=1, checkpoint_every=1000)
+    run, learners = Run(config), InterruptedLearners(signal_at=2)
+    shown = demonstrations(config)
+    updates = list(warm_start._updates(warm_start._samples(shown, order="noisy_last", seed=1), tokens_per_step=1))
+    with pytest.raises(Interrupted), StopRequest(30.0).listening() as stop:
+        warm_start._train(run, learners, config, updates, held_out=[], stop=stop)
+    assert learners.saved.step == learners.trained >= 2
+    assert len(json.loads((run.folder / "warm_start.json").read_text())["losses"]) == learners.trained
 
 
 def test_noisy_trajectories_are_seen_last_or_among_the_clean_ones(config):

@@ -162,6 +162,7 @@ LAYERS = [
     {"evaluation", "placement"},
     {"costs"},
     {"reports", "checks", "progress"},
+    {"stop"},
     {"actors"},
     {"stream", "serve"},
     {"doctor", "template"},

@@ -11,8 +11,10 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from mempipe.actors import learner_group
-from mempipe.actors.learner_group import LearnerActor, LearnerGroup, LearnerLost
+from mempipe.actors.learner_group import LearnerActor, LearnerGroup
+from mempipe.actors.lost import LearnerLost
 from mempipe.engines import learner
+from mempipe.stop import StopRequest
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class _Method:
     seconds: float
 
     def remote(self, *arguments: Any) -> Call:
-        (argument,) = arguments
+        argument, *_ = arguments
         if self.name == "begin_step":
             return Call(0.0, None)
         assert self.name == "update"
@@ -61,6 +63,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_may_take_longer_than_the_deadline_of_its_updates(clock):
     group = LearnerGroup([Rank(20.0), Rank(25.0)], timeout_s=30.0)
     assert group.step([[[], []]] * 16) == [{"update": float(index)} for index in range(16)]
+
+
+class LittleTime(StopRequest):
+    """Leaves time for so many more updates."""
+
+    def __init__(self, updates: int) -> None:
+        super().__init__(30.0)
+        self._updates = updates
+
+    def leaves_time_for(self, seconds: float) -> bool:
+        self._updates -= 1
+        return self._updates > 0
+
+
+def test_a_step_ends_between_two_updates_when_the_time_does_not_suffice(clock):
+    group = LearnerGroup([Rank(20.0)], timeout_s=30.0)
+    reports = group.step([[[]]] * 8, first=2, stop=LittleTime(3))
+    assert [report["update"] for report in reports] == [2.0, 3.0, 4.0]
 
 
 def test_an_update_that_is_late_is_named(clock):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, UserCodeException
 
 from mempipe.actors import launch
-from mempipe.actors.launch import LaunchError, RoleLost, wait_for
-from mempipe.actors.learner_group import LearnerFailed, LearnerLost
+from mempipe.actors.launch import ask_all, wait_for
+from mempipe.actors.lost import ClusterLost, LaunchError, LearnerFailed, LearnerLost, RoleLost, is_lost, one_line
 from mempipe.engines.checkpoint import CheckpointError, Position
 from mempipe.engines.generator import EngineDead, EngineFault
 from mempipe.loader import parse_config
+from mempipe.settings import ConfigError
+from mempipe.stop import Interrupted
 from mempipe.stream import StepGroups
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
 from pipelines import repair
-from pipelines.repair import Checkpoints, with_restarts
+from pipelines.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
 
 UPDATES_PER_STEP = 2
 
@@ -244,30 +248,44 @@ def test_a_learner_that_is_gone_does_not_hide_why_the_run_failed(checkpoints, le
     assert "step 1 could not be saved: a rank died" in capsys.readouterr().out
 
 
-def attempts(failures: list[Exception], *, max_restarts: int) -> int:
+def attempts(failures: list[Exception], *, max_restarts: int, seconds_between: float = 1.0) -> int:
     """How many attempts were made; each of the first ones fails."""
-    run: Any = SimpleNamespace(config=parse_config({"max_restarts": max_restarts}))
     made = 0
 
-    def attempt() -> None:
+    def attempt() -> int:
         nonlocal made
         made += 1
         if made <= len(failures):
             raise failures[made - 1]
+        return made
 
-    with_restarts(run, attempt)
-    return made
+    return Supervisor(max_restarts, clock=lambda: made * seconds_between).attempt(attempt)
 
 
 def test_a_lost_role_costs_a_restart(capsys):
     assert attempts([RoleLost("generator-0 died"), LearnerLost("a rank died")], max_restarts=2) == 3
-    said = capsys.readouterr().out.splitlines()
-    assert said == ["restart 1 of max_restarts 2: generator-0 died", "restart 2 of max_restarts 2: a rank died"]
+    said = [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "restart 1 of max_restarts 2 an hour: generator-0 died",
+        "restart 2 of max_restarts 2 an hour: a rank died",
+    ]
 
 
-def test_restarts_are_counted():
-    with pytest.raises(RoleLost, match="second"):
-        attempts([RoleLost("first"), RoleLost("second")], max_restarts=1)
+def test_restarts_are_counted_within_an_hour():
+    with pytest.raises(LaunchError, match=r"third; max_restarts is 2 an hour\..* --resume goes on"):
+        attempts([RoleLost("first"), RoleLost("second"), RoleLost("third")], max_restarts=2)
+    assert attempts([RoleLost("one an hour")] * 9, max_restarts=2, seconds_between=1900.0) == 10
+
+
+def test_settings_that_were_right_before_a_restart_are_waited_for(monkeypatch, capsys):
+    pauses: list[float] = []
+    monkeypatch.setattr(repair.time, "sleep", pauses.append)
+    away = ConfigError("data.train: /mnt/train.parquet does not exist")
+    assert attempts([RoleLost("a rank died"), away, away], max_restarts=3) == 4
+    assert pauses == [5.0, 10.0]
+    assert "restart 2 of max_restarts 3 an hour: data.train: /mnt/train.parquet" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="does not exist"):  # at first it is the user's mistake
+        attempts([away], max_restarts=3)
 
 
 @pytest.mark.parametrize("error", [LaunchError("wrong file"), LearnerFailed("full disk"), ValueError("a bug")])
@@ -285,3 +303,101 @@ def test_an_engine_that_died_in_a_call_is_a_role_that_is_lost(monkeypatch, cause
     with pytest.raises(LaunchError, match="checking weights: generator-0: ") as caught:
         wait_for({"generator-0": None}, phase="checking weights", timeout_s=1.0)
     assert type(caught.value) is kind
+
+
+def test_a_step_that_there_is_no_time_for_is_saved_between_its_updates(checkpoints, learners, tmp_path, capsys):
+    with pytest.raises(Interrupted), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+        train(checkpoints, learners, 1, updates=1)
+        raise Interrupted(15)
+    assert learners.saved == [Position(step=1, trained=[["g0"]], dropped=["d0", "d1"], num_updates=1, under_way=["g1"])]
+    assert "saved step 1 and 1 updates of the next one" in capsys.readouterr().out
+    kept = KeptGroups(tmp_path / "kept_groups").read(learners.saved[0])
+    assert [each.id for each in kept] == ["g1"] and kept[0].started_at == 0
+
+
+def test_groups_that_no_step_took_are_kept_for_the_run_that_goes_on(checkpoints, learners, tmp_path):
+    checkpoints._waiting = lambda: [group("w0"), group("w1")]
+    with pytest.raises(RoleLost), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+        raise RoleLost("an engine died")
+    kept = KeptGroups(tmp_path / "kept_groups")
+    assert [each.id for each in kept.read(learners.saved[-1])] == ["w0", "w1"]
+    assert kept.read(Position()) == []
+
+
+def test_kept_groups_that_cannot_be_read_are_played_again(tmp_path, capsys):
+    kept = KeptGroups(tmp_path)
+    kept.write(Position(step=3), [group("w0")])
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+    assert kept.read(Position(step=3)) == []
+    assert f"{file} cannot be read" in capsys.readouterr().out
+
+
+def test_a_checkpoint_within_a_step_needs_the_groups_of_that_step(tmp_path, capsys):
+    run: Any = SimpleNamespace(folder=tmp_path)
+    whole = Position(step=1, trained=[["g0"]])
+    within = Position(step=1, trained=[["g0"]], num_updates=1, under_way=["g1"])
+    for updates, position in ((2, whole), (3, within)):
+        folder = tmp_path / "checkpoints" / f"step-{updates:08d}"
+        folder.mkdir(parents=True)
+        state = {"num_updates_done": updates, "ranks": "1 cpu", "position": asdict(position)}
+        (folder / "state.json").write_text(json.dumps(state))
+    assert newest_usable(run) == tmp_path / "checkpoints" / "step-00000002"
+    assert "whose groups are gone" in capsys.readouterr().out
+    KeptGroups.of(run).write(within, [group("g1")])
+    assert newest_usable(run) == tmp_path / "checkpoints" / "step-00000003"
+
+
+def test_what_ray_data_wraps_around_a_lost_actor_is_a_lost_role():
+    text = (
+        'ray::MapBatches(GroupStage)()\n  File "stream.py", line 90\n'
+        "    await self._admission.ticket.remote(group_id, position)\n"
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n\tclass_name: X"
+    )
+    error = RayTaskError("MapBatches", text, UserCodeException("UDF failed"))
+    assert is_lost(error)
+    assert one_line(error) == "ActorDiedError: The actor died unexpectedly before finishing this task."
+    assert not is_lost(RayTaskError("MapBatches", "KeyError: 'ActorDiedError'", KeyError("x")))
+    assert not is_lost(ClusterLost("the head is gone"))
+
+
+class Engine:
+    """Answers the calls one after another: with a value, or by raising."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    def call(self) -> Any:
+        return self.answers.pop(0)
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(answer: Any, *, timeout: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(launch.ray, "get", get)
+    monkeypatch.setattr(launch.time, "sleep", lambda _: None)
+
+
+def ask(*answers: Any) -> dict[str, Any]:
+    return ask_all({"generator-0": Engine(*answers)}, Engine.call, phase="loading weights", timeout_s=5.0)
+
+
+@pytest.mark.usefixtures("answered")
+def test_an_engine_that_starts_again_is_asked_again():
+    starting = ActorUnavailableError("it restarts", None)
+    died = RayTaskError("load_weights", "", EngineDead("its process ended"))
+    assert ask(died, starting, starting, 7) == {"generator-0": 7}
+
+
+@pytest.mark.usefixtures("answered")
+def test_an_engine_that_starts_no_more_is_a_role_that_is_lost():
+    with pytest.raises(RoleLost, match="loading weights: generator-0: The actor died"):
+        ask(ActorDiedError())

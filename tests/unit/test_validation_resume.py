@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from result_builders import answered
 
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
-from mempipe.engines.checkpoint import Position
+from mempipe.engines.checkpoint import Position, position_of
 from mempipe.loader import parse_config
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
 from mempipe.types import EndReason, Group, Question, Trajectory
 from pipelines import train
 
@@ -179,9 +181,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     evaluated: list[tuple[str, int]] = []
 
     class Learners:
-        def restore(self, folder: Path) -> Position | None:
-            steps = sorted(int(path.name[-8:]) for path in folder.glob("step-*"))
-            return Position(step=steps[-1]) if steps else None
+        def load(self, path: Path) -> Position:
+            return position_of(path)
 
         def export(self, folder: Path, *, source: str) -> None:
             folder.mkdir(exist_ok=True)
@@ -210,20 +211,23 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def restored_at(run: Run, step: int) -> None:
-    (run.folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    folder = run.folder / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    state = {"num_updates_done": step, "ranks": "1 cpu", "position": asdict(Position(step=step))}
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def test_nothing_is_evaluated_as_before_training_under_later_weights(tmp_path, trained, capsys):
     run = Run(config(tmp_path))
     restored_at(run, 50)
-    train._train(run, run.config, "ns", Tracker())  # pyrefly: ignore
+    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
     assert trained == [("after", 50)]
     assert "were not asked before the first step" in capsys.readouterr().out
 
 
 def test_a_run_from_its_beginning_is_evaluated_before_and_after(tmp_path, trained):
     run = Run(config(tmp_path))
-    train._train(run, run.config, "ns", Tracker())  # pyrefly: ignore
+    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
     assert trained == [("before", 0), ("after", 0)]
 
 
@@ -233,7 +237,7 @@ def test_the_validations_of_a_policy_that_was_lost_are_gone_from_the_run(tmp_pat
     for step in (5, 10):
         write_trajectories(run.folder / "evaluation" / f"step-{step:08d}.parquet", answered([True]))
     run.update(num_steps=12, best={"step": 10, "metric": "em", "value": 1.0})
-    train._train(run, run.config, "ns", Tracker())  # pyrefly: ignore
+    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
     assert [file.name for file in sorted(run.folder.glob("evaluation/*"))] == ["step-00000005.parquet"]
     assert run.state["best"] is None
     assert (

@@ -1,0 +1,234 @@
+"""The connection to Ray: to a cluster that is there, or to one of this machine that ends with the run.
+
+A driver whose raylet was killed waits for ever, and Ray ends one whose head is gone after a minute, without a word of
+what can be done. A watch says it within seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError
+
+from mempipe.actors.lost import ClusterLost, LaunchError, one_line
+from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
+from mempipe.capacity import object_store_bytes
+from mempipe.engines.config import ModelConfig
+from mempipe.environment import EVERY_PROCESS
+from mempipe.progress import say
+
+KNOCK_TIMEOUT_S = 10.0
+WATCH_EVERY_S = 2.0
+SILENT_CHECKS = 3
+"""Checks in a row at which the head must be away: one refused connection may be a full queue."""
+UNWIND_S = 10.0
+"""Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
+SHUTDOWN_S = 5.0
+NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
+"""Ray ends a node whose agents have not begun after 15 s, which no setting changes. On a busy machine it takes Python
+longer than that to load them."""
+_WAKE = signal.SIGUSR1
+
+
+@contextmanager
+def connected(address: str, *, name: str, model: ModelConfig | None = None) -> Iterator[str]:
+    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that
+    ends with the run and whose object store has room for `model`.
+
+    Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.
+    """
+    namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    os.environ.update({name: os.environ.get(name, value) for name, value in EVERY_PROCESS.items()})
+    options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
+    if address:
+        options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
+    else:
+        options |= {
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+            "object_store_memory": _object_store(model),
+        }
+    quiet_loggers()
+    quiet_retries()
+    try:
+        if address:
+            _knock(address)
+            ray.init(**options)
+        else:
+            _start_node(options)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
+        ) from error
+    except Exception as error:
+        if not _is_late(error):
+            raise
+        raise LaunchError(f"Ray did not start: {one_line(error)}") from error
+    watch = ClusterWatch(own=not address)
+    try:
+        with watch:
+            take_note_of_pool_arguments()
+            yield namespace
+    except BaseException as error:
+        if watch.lost:
+            raise ClusterLost(watch.lost) from error
+        if isinstance(error, RayActorError):
+            raise LaunchError(f"a role of the run died: {one_line(error)}") from error
+        raise
+    finally:
+        _disconnect(lost=bool(watch.lost))
+
+
+class ClusterWatch:
+    """Looks every few seconds whether the cluster's head and this node's raylet are there.
+
+    When one is gone, the main thread is interrupted and ClusterLost raised by `connected`. A thread that waits inside
+    Ray cannot be interrupted: then the sentence is printed and the process ended.
+    """
+
+    def __init__(self, *, own: bool) -> None:
+        """`own`: the cluster was started by this process, whose children it is."""
+        self.lost = ""
+        self._own = own
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
+        self._before: Any = None
+
+    def __enter__(self) -> ClusterWatch:
+        self._checks = self._make_checks()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(_WAKE, self._interrupt)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._before is not None:
+            signal.signal(_WAKE, self._before)
+
+    def _make_checks(self) -> list[tuple[str, Callable[[], bool], int]]:
+        """Returns what is looked at: its name, whether it is there, and how often in a row it must be away."""
+        checks: list[tuple[str, Callable[[], bool], int]] = []
+        head = ray.get_runtime_context().gcs_address
+        if head:
+            checks.append(
+                (f"the head of the Ray cluster at {head} does not answer", lambda: _answers(head), SILENT_CHECKS)
+            )
+        raylet = _raylet_of_this_node()
+        if raylet is not None:
+            checks.append(("Ray's raylet on this node ended", lambda: _runs(raylet), 1))
+        return checks
+
+    def _watch(self) -> None:
+        missed = dict.fromkeys((reason for reason, *_ in self._checks), 0)
+        while not self._over.wait(WATCH_EVERY_S):
+            for reason, is_there, limit in self._checks:
+                missed[reason] = 0 if is_there() else missed[reason] + 1
+                if missed[reason] >= limit:
+                    return self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        again = "What was saved is kept; the same command goes on (train: with --resume)"
+        self.lost = f"the Ray cluster was lost: {reason}. {again}"
+        if self._before is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+        if self._over.wait(UNWIND_S):
+            return
+        print(f"error: {self.lost}", flush=True)
+        if self._own:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        os._exit(1)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.lost:
+            raise ClusterLost(self.lost)
+
+
+def _raylet_of_this_node() -> psutil.Process | None:
+    """Returns the raylet's process when it is of this machine and user and can be seen."""
+    node = ray._private.worker._global_node
+    socket_name = getattr(node, "raylet_socket_name", None)
+    if not socket_name:
+        return None
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "raylet" and any(socket_name in word for word in process.info["cmdline"] or ()):
+            return process
+    return None
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _answers(address: str) -> bool:
+    """Tells whether somebody takes connections there; a process that stands still does so too."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=WATCH_EVERY_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _disconnect(*, lost: bool) -> None:
+    """Leaves the cluster; one that is gone may keep Ray waiting, which nobody waits for."""
+    if not lost:
+        ray.shutdown()
+        return
+    thread = threading.Thread(target=ray.shutdown, daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_S)
+
+
+def _start_node(options: Mapping[str, Any]) -> None:
+    """Starts a cluster of this machine, a second time when the node does not come up."""
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    try:
+        ray.init(**options)
+        return
+    except Exception as error:
+        if not _is_late(error):
+            raise
+    for process in set(me.children(recursive=True)) - before:  # what is left of the node
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    say(NODE_IS_LATE)
+    ray.init(**options)
+
+
+def _is_late(error: Exception) -> bool:
+    """Whether `ray.init` gave up on a node of its own that did not come up, which Ray raises as a bare Exception."""
+    return type(error) is Exception
+
+
+def _object_store(model: ModelConfig | None) -> int:
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    memory = psutil.virtual_memory().total
+    return object_store_bytes(model or ModelConfig(), memory=memory, shared_memory=shared)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError when nobody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()

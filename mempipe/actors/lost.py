@@ -1,0 +1,101 @@
+"""Which errors say that a part of the machinery was lost, so that another start may do better, and how a person is told
+of them in one line.
+
+Ray raises one kind for every way in which an actor, a worker, a node or an object can go; Ray Data wraps them once or
+twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in code of the user's own) would
+come again after a restart, and is none of these.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    RpcError,
+    TaskCancelledError,
+    TaskUnschedulableError,
+    UserCodeException,
+    WorkerCrashedError,
+)
+
+LONGEST_LINE = 300
+
+
+class LaunchError(RuntimeError):
+    """A role did not start or did not stay alive, or the cluster cannot be reached."""
+
+
+class RoleLost(LaunchError):
+    """A role died or is late: another start may do better."""
+
+
+class ClusterLost(LaunchError):
+    """The Ray cluster itself is gone; only a new process can go on."""
+
+
+class GroupFailed(RoleLost):
+    """A group could not be finished after all its attempts."""
+
+
+class LearnerFailed(RuntimeError):
+    """A rank failed or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
+
+
+class LearnerLost(LearnerFailed):
+    """A rank, or an engine that the ranks wait for, died or is late: another start may do better."""
+
+
+LOST_IN_RAY = (
+    RayActorError,  # died and unavailable ones
+    WorkerCrashedError,
+    NodeDiedError,
+    ObjectLostError,  # its owner's death as well
+    OutOfMemoryError,
+    LocalRayletDiedError,
+    ActorUnschedulableError,
+    TaskUnschedulableError,
+    TaskCancelledError,
+    GetTimeoutError,
+    RpcError,
+)
+_NAMES = "|".join(kind.__name__ for kind in (ActorDiedError, ActorUnavailableError, *LOST_IN_RAY))
+_RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b", re.MULTILINE)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Tells whether the run may go on after another start of its roles."""
+    if isinstance(error, ClusterLost):
+        return False
+    if isinstance(error, RoleLost | LearnerLost):
+        return True
+    if isinstance(error, RayTaskError):  # what a task raised, which may itself have waited for an actor
+        cause = error.cause
+        inner = isinstance(cause, BaseException) and is_lost(cause)
+        return inner or bool(_RAISED.search(str(error)))  # Ray Data leaves only the text
+    return isinstance(error, LOST_IN_RAY)
+
+
+def one_line(error: BaseException) -> str:
+    """Says what an error says, on one line, without what Ray adds about addresses and ids."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, BaseException) and not isinstance(cause, UserCodeException):
+            return one_line(cause)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = next((line for line in lines if _RAISED.match(line)), lines[-1] if lines else "")
+    elif isinstance(error, RayActorError):  # then come its class, its ids and its node
+        text = str(error).strip().split("\n")[0]
+    else:
+        text = " ".join(str(error).split())
+    text = text.removeprefix("ray.exceptions.") or type(error).__name__
+    return text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE - 1]}…"

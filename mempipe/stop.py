@@ -1,0 +1,100 @@
+"""A request to end, by SIGTERM or SIGINT, and the time that the process has left to save its work.
+
+Kubernetes, Slurm and Ray send SIGTERM and kill the process some 30 seconds later. The first signal ends the run at the
+next place where nothing is lost; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mempipe.progress import say
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVING_SHARE = 0.4
+"""Share of the time left that saving and the end of all roles may need: no work is begun that would take it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The process was told to end. `exit_code` is what a shell reports for the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} was received")
+        self.exit_code = 128 + number
+
+
+class StopRequest:
+    """Takes the signals of one run and says how much time is left."""
+
+    def __init__(self, grace_s: float) -> None:
+        """`grace_s` is the time in seconds between the first signal and the kill that follows it."""
+        self._grace_s = grace_s
+        self._number = 0
+        self._deadline = float("inf")
+        self._held_back = 0
+
+    @property
+    def requested(self) -> bool:
+        return bool(self._number)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the process has to be gone; infinite while nobody asked."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def leaves_time_for(self, seconds: float) -> bool:
+        """Tells whether work of so many seconds may begin, so that what it made can still be saved."""
+        return seconds <= (1 - SAVING_SHARE) * self.seconds_left
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Takes the signals inside the block; whatever they end there is raised as Interrupted.
+
+        Python gives signals to the main thread alone: in another thread the block runs without.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
+        try:
+            yield self
+        except BaseException as error:
+            if self._number and not isinstance(error, Interrupted):  # Ray raises its own KeyboardInterrupt
+                raise Interrupted(self._number) from error
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """Takes the signals (again: Ray puts its own handler in place when it connects)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._take)
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """The first signal does not interrupt the block, which looks at `leaves_time_for`; it is raised at its end."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+        if self._number and not self._held_back:
+            raise Interrupted(self._number)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested
+        if not again:
+            self._number = number
+            self._deadline = time.monotonic() + self._grace_s
+            name = signal.Signals(number).name
+            say(f"{name}: the run saves its work and ends within {self._grace_s:g} s (grace_s); once more ends it now")
+        if again or not self._held_back:
+            raise Interrupted(number)

@@ -1,0 +1,72 @@
+"""SIGTERM and SIGINT: one request to end, and the time that it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from mempipe.stop import Interrupted, StopRequest
+
+
+def test_a_signal_ends_the_block_and_tells_what_a_shell_reports():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as caught, StopRequest(30.0).listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_work_that_is_held_back_ends_first(capsys):
+    done = []
+    with pytest.raises(Interrupted), StopRequest(30.0).listening() as stop:
+        with stop.held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(stop.requested)
+        done.append("never")
+    assert done == [True]
+    assert "SIGINT: the run saves its work and ends within 30 s (grace_s)" in capsys.readouterr().out
+
+
+def test_a_second_signal_does_not_wait():
+    done = []
+    with pytest.raises(Interrupted), StopRequest(30.0).listening() as stop, stop.held_back():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("never")
+    assert not done
+
+
+def test_time_is_left_for_saving():
+    stop = StopRequest(10.0)
+    assert stop.leaves_time_for(1e9)
+    with pytest.raises(Interrupted), stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.leaves_time_for(5.0) and not stop.leaves_time_for(7.0)
+
+
+def test_what_a_signal_ended_is_an_interruption_whatever_was_raised():
+    """Ray turns every exception of a handler into a KeyboardInterrupt of its own."""
+    with pytest.raises(Interrupted) as caught, StopRequest(30.0).listening() as stop:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Interrupted:
+            raise KeyboardInterrupt from None
+        assert stop.requested
+    assert caught.value.exit_code == 143
+
+
+def test_a_run_in_another_thread_leaves_the_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def run() -> None:
+        with StopRequest(30.0).listening():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]
