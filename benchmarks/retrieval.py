@@ -33,7 +33,7 @@ from mempipe.actors.launch import MAX_CALLS
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.data.corpus import CorpusPosition, corpus_files
-from mempipe.retrieval.build import IndexBuild, encode_segment, encoded_file, passages_to_batch
+from mempipe.retrieval.build import IndexBuild, encode_segment, passages_to_batch, write_vectors
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import HashingEncoder, make_encoder
 from mempipe.retrieval.manifest import read_manifest
@@ -120,7 +120,7 @@ def synthetic_index(folder: Path, count: int) -> Path:
         ]
         build.write_segment(number, passages_to_batch(passages), CorpusPosition())
         vectors = rng.standard_normal((len(rows), DIMENSION), dtype=np.float32)
-        encoded_file(build.folder, number).write_bytes((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).data)
+        write_vectors(build.folder, number, vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
     build.finish(encoder)
     return folder
 

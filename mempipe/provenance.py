@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mempipe.checksums import record_of
 from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
 from mempipe.files import sha256, write_text
-from mempipe.retrieval.manifest import read_manifest, record_of
+from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
 from mempipe.types import Question, to_row
 

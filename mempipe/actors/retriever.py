@@ -12,7 +12,7 @@ from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import Handle
 from mempipe.beacons import reached
 from mempipe.retrieval.config import RetrievalConfig
-from mempipe.retrieval.manifest import read_manifest, vector_files
+from mempipe.retrieval.manifest import open_manifest, vector_files
 from mempipe.types import SearchResult
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class ShardActor:
     def __init__(self, config: RetrievalConfig, number: int) -> None:
         from mempipe.retrieval.vectors import open_shards, search_thread
 
-        manifest, _ = read_manifest(Path(config.index))
+        manifest, _ = open_manifest(Path(config.index))
         files = vector_files(manifest, Path(config.index), part=number, num_parts=config.shard_actors)
         self._vectors = open_shards(files, search=manifest.vectors.search if manifest.vectors else "")
         self._thread = search_thread(config.num_threads)

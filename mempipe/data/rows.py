@@ -20,6 +20,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mempipe.files import sha256
 from mempipe.settings import ConfigError
 
 JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
@@ -100,6 +101,15 @@ class InputFile:
     @property
     def is_parquet(self) -> bool:
         return self.name.endswith(PARQUET)
+
+    def fingerprint(self) -> str:
+        """Returns what changes with the content: the sha256 of a local file, which is read through; of another one what
+        its file system says without sending it (an ETag, when it was changed). Raises OSError.
+        """
+        if not _is_url(self.url):
+            return sha256(Path(self.url))
+        filesystem, path = fsspec.url_to_fs(self.url)
+        return str(filesystem.ukey(path))
 
     def open(self) -> BinaryIO:
         """Opens the file's bytes as they are stored. Raises OSError."""

@@ -5,22 +5,25 @@ it stopped.
         passages/00000000.arrow     a segment: `segment_passages` passages, in the order of the corpus
         vectors/00000.faiss         a shard: the vectors of some segments
         lexical/                    a BM25 index
-        unfinished/                 settings, how far reading came, vectors that are in no shard yet
+        unfinished/                 settings, how far reading came, checksums, vectors that are in no shard yet
+    .NAME.finished/                 unfinished/ during the last steps, and what a kill leaves of it
 
 Every file appears by a rename when it is whole and depends on corpus and settings alone, so an interrupted build ends
-with the same bytes as an undisturbed one. Memory does not grow with the corpus, except for 16 bytes per passage (ids
-seen), one shard of vectors, and the BM25 index. This module needs no Ray: `mempipe.actors.indexing` runs `read` and
-`encode_segment` as a stream.
+with the same bytes as an undisturbed one. Its checksum is taken before the rename and compared before it is used by a
+later step and at the end, so that a byte which changes meanwhile is noticed. Memory does not grow with the corpus,
+except for 16 bytes per passage (ids seen), one shard of vectors, and the BM25 index. This module needs no Ray:
+`mempipe.actors.indexing` runs `read` and `encode_segment` as a stream.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,10 +33,13 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import ValidationError
 
 from mempipe.beacons import reached
+from mempipe.checksums import NUM_THREADS, FileRecord, record_of
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
-from mempipe.files import sync, whole_file, whole_folder, write_text
+from mempipe.files import sync, whole_file, whole_folder
+from mempipe.json_files import read_object, write_object
 from mempipe.retrieval.bm25 import LexicalIndex
 from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.config import FaissConfig, IndexConfig
@@ -45,7 +51,6 @@ from mempipe.retrieval.manifest import (
     PassageFiles,
     VectorFiles,
     read_manifest,
-    record_of,
     write_manifest,
 )
 from mempipe.retrieval.passages import line_offsets, read_batches
@@ -66,6 +71,7 @@ PASSAGES, VECTORS, LEXICAL, UNFINISHED = "passages", "vectors", "lexical", "unfi
 EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?")
 NUM_RECALL_QUERIES = 256
 RECALL_AT = 10
+TRAINED = f"{UNFINISHED}/trained.faiss"
 BLOCK = 65_536  # vectors handled at once
 NOT_OF_THE_OUTPUT = {"output", "num_encoders", "ray_address"}
 
@@ -81,6 +87,7 @@ class Segment:
     partitions: list[tuple[str, int]]
     position: CorpusPosition
     """Where reading goes on after it."""
+    file: FileRecord
 
 
 class IndexBuild:
@@ -88,7 +95,7 @@ class IndexBuild:
 
     def __init__(self, config: IndexConfig, files: Sequence[CorpusFile], *, lock: bool = True) -> None:
         """Continues the unfinished build of the same settings and corpus, or begins one. The process in charge takes
-        the `lock`.
+        the `lock` and compares settings and corpus, which it reads through; others work for it.
 
         Raises ConfigError when the output holds something, when an unfinished build has other settings or another
         corpus or is under way, and when faiss does not know the factory.
@@ -97,17 +104,25 @@ class IndexBuild:
         self._files = list(files)
         self._output = Path(config.output)
         self.folder = self._output.with_name(f".{self._output.name}.building")
+        self._finished = self._output.with_name(f".{self._output.name}.finished")
+        if not self.folder.exists() and self._finished.exists():  # left by a kill after the index got its name
+            shutil.rmtree(self._finished)
         if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
             raise ConfigError(f"output is {config.output!r}, which exists; remove it or choose another")
-        self._unfinished = self.folder / UNFINISHED
+        # In the last steps the rest of the build lies beside the index already.
+        self._unfinished = self._finished if self._finished.exists() else self.folder / UNFINISHED
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output is {config.output!r}: cannot make {self.folder}: {error.strerror}") from error
-        self._lock = _lock(self.folder, config.output) if lock else None
-        self._check_settings()
-        for name in (PASSAGES, VECTORS, f"{UNFINISHED}/segments", f"{UNFINISHED}/encoded"):
+        if lock:
+            self._lock = _lock(self._unfinished, config.output)
+            self._check_settings()
+            self._check_corpus()
+        for name in (PASSAGES, VECTORS):
             (self.folder / name).mkdir(exist_ok=True)
+        for name in ("segments", "encoded"):
+            (self._unfinished / name).mkdir(exist_ok=True)
 
     def read(self) -> Iterator[Segment]:
         """Yields all segments: first those that were read before, then the rest of the corpus.
@@ -119,6 +134,7 @@ class IndexBuild:
         number = 0
         factory = self._config.faiss.factory if self._config.encoder is not None else "Flat"
         for segment in self.segments():
+            self._check(segment_name(segment.number), segment.file)
             for batch in read_batches(segment_file(self.folder, segment.number)):
                 seen.add(batch.column("id"))
             known.extend(segment)
@@ -152,28 +168,37 @@ class IndexBuild:
             file = self._segment_record(number)
             if not file.exists():
                 return
-            values = json.loads(file.read_text())
-            position = CorpusPosition(**values.pop("position"))
-            yield Segment(**values | {"partitions": [tuple(run) for run in values["partitions"]], "position": position})
+            values = read_object(file, advice=self._advice)
+            try:
+                runs = [(str(name), int(count)) for name, count in values["partitions"]]
+                segment = Segment(
+                    number=number,
+                    count=int(values["count"]),
+                    partitions=runs,
+                    position=CorpusPosition(**values["position"]),
+                    file=FileRecord.model_validate(values["file"]),
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{file} is damaged: it does not describe a segment; {self._advice}") from error
+            yield segment
 
     def write_segment(self, number: int, batch: pa.RecordBatch, position: CorpusPosition) -> Segment:
         runs = [(name, sum(1 for _ in run)) for name, run in itertools.groupby(batch.column("partition").to_pylist())]
-        segment = Segment(number=number, count=len(batch), partitions=runs, position=position)
-        with (
-            whole_file(segment_file(self.folder, number)) as partial,
-            pa.ipc.new_file(str(partial), PASSAGE_COLUMNS) as writer,
-        ):
-            writer.write_batch(batch)
+        with whole_file(segment_file(self.folder, number)) as partial:
+            with pa.ipc.new_file(str(partial), PASSAGE_COLUMNS) as writer:
+                writer.write_batch(batch)
+            record = record_of(partial)
         reached("index.read", segment=number)
-        write_text(self._segment_record(number), json.dumps(asdict(segment)))
+        segment = Segment(number=number, count=len(batch), partitions=runs, position=position, file=record)
+        write_object(self._segment_record(number), asdict(segment) | {"file": record.model_dump()})
         return segment
 
     def needs_vectors(self, segment: Segment) -> bool:
         """Tells whether the segment is still to be encoded."""
         if self._config.encoder is None or (self.folder / MANIFEST).exists():
             return False
-        shard = self._shard_file(segment.number // self._shard_segments)
-        return not encoded_file(self.folder, segment.number).exists() and not shard.exists()
+        shard = shard_name(segment.number // self._shard_segments)
+        return not encoded_file(self.folder, segment.number).exists() and not self._has(shard)
 
     def finish(self, encoder: Encoder | None, note: Callable[[str], None] = lambda _: None) -> Manifest:
         """Assembles what was read and encoded, writes the manifest and moves the index to its place; tells `note` each
@@ -186,30 +211,42 @@ class IndexBuild:
             vectors = self._assemble(segments, encoder, note) if encoder else None
             lexical = self._build_lexical(segments, note) if self._config.lexical else None
             note("checksums")
-            write_manifest(self.folder, self._manifest(segments, vectors, lexical))
-        reached("index.assembled")
-        shutil.rmtree(self._unfinished)
-        reached("index.move")
+            reached("index.assembled")
+            manifest = self._manifest(segments, vectors, lexical)
+            self._check_corpus()  # once more: it may have been edited while it was read
+            write_manifest(self.folder, manifest)
         for partial in self.folder.rglob(".*.partial"):  # of processes that were killed
             partial.unlink()
+        # Settings and corpus can be compared until the index has its name, whenever a kill comes.
+        if self._unfinished != self._finished:
+            self._unfinished.rename(self._finished)
+            self._unfinished = self._finished
+        reached("index.move")
         self.folder.replace(self._output)
         sync(self._output.parent)
+        shutil.rmtree(self._finished)
         return read_manifest(self._output)[0]
 
     def discard(self) -> None:
         """Deletes the unfinished build."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._finished, ignore_errors=True)
+
+    @property
+    def _advice(self) -> str:
+        return f"remove {self.folder}, and build the index again"
 
     def _check_settings(self) -> None:
-        settings = self._config.model_dump(exclude=NOT_OF_THE_OUTPUT) | {
-            "files": [[file.url, file.size] for file in self._files]
-        }
-        file = self._unfinished / "settings.json"
+        """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
+        file, settings = self._unfinished / "settings.json", self._config.model_dump(exclude=NOT_OF_THE_OUTPUT)
         if not file.exists():
-            if (self.folder / MANIFEST).exists():  # killed within the last steps
-                return
-            write_text(file, json.dumps(settings))
-        found = json.loads(file.read_text())
+            if any((self.folder / name).exists() for name in (MANIFEST, PASSAGES)):
+                raise ConfigError(
+                    f"{self.folder} is an unfinished build that lacks {file}, so nobody can tell what it is of; "
+                    f"{self._advice}"
+                )
+            write_object(file, settings)
+        found = read_object(file, advice=self._advice)
         for name in sorted(settings.keys() | found.keys()):
             if found.get(name) != settings.get(name):
                 raise ConfigError(
@@ -218,31 +255,85 @@ class IndexBuild:
                     "remove that folder, or go on with its settings"
                 )
 
+    def _check_corpus(self) -> None:
+        """Keeps the fingerprints of the corpus in the folder. Raises ConfigError when they were others before."""
+        file = self._unfinished / "corpus.json"
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            prints = list(threads.map(lambda file: file.fingerprint(), self._files))
+        files = [[each.url, each.size, found] for each, found in zip(self._files, prints, strict=True)]
+        if not file.exists():
+            if any((self._unfinished / "segments").glob("*")):
+                raise ConfigError(f"{file} is missing, so nobody can tell of which corpus the build is; {self._advice}")
+            write_object(file, {"files": files})
+        known = read_object(file, advice=self._advice).get("files")
+        if known != files:
+            listed = known if isinstance(known, list) else []
+            changed = next((each[0] for each in files if each not in listed), "a file that is not listed any more")
+            raise ConfigError(
+                f"{self.folder} is an unfinished build of another corpus ({changed} has changed); {self._advice}, or "
+                "bring the corpus back"
+            )
+
     @property
     def _shard_segments(self) -> int:
         """Returns the number of segments in one shard."""
         return max(self._config.faiss.shard_passages // self._config.segment_passages, 1)
 
+    @contextmanager
+    def _file(self, name: str) -> Iterator[Path]:
+        """Yields the path to write a file of the build to, as `whole_file` does, and keeps its checksum."""
+        with whole_file(self.folder / name) as partial:
+            yield partial
+            self._note(name, partial)
+
+    def _note(self, name: str, file: Path) -> None:
+        """Keeps the checksum of a file that will be called `name`."""
+        write_object(self._record(name), record_of(file).model_dump())
+
+    def _has(self, name: str) -> bool:
+        """Tells whether the file was written whole."""
+        return (self.folder / name).exists() and self._record(name).exists()
+
+    def _kept(self, name: str) -> FileRecord:
+        """Returns the checksum that was kept. Raises ConfigError when it is damaged."""
+        try:
+            return FileRecord.model_validate(read_object(self._record(name), advice=self._advice))
+        except ValidationError as error:
+            raise ConfigError(f"{self._record(name)} is damaged: it is no checksum; {self._advice}") from error
+
+    def _check(self, name: str, kept: FileRecord) -> FileRecord:
+        """Returns what was kept of a file. Raises ConfigError unless the file is still that."""
+        try:
+            found = record_of(self.folder / name)
+        except OSError as error:
+            raise ConfigError(f"{self.folder / name} cannot be read: {error.strerror}; {self._advice}") from error
+        if found != kept:
+            raise ConfigError(f"{self.folder / name} was changed since the build wrote it; {self._advice}")
+        return kept
+
+    def _record(self, name: str) -> Path:
+        return self._unfinished / "checksums" / f"{name.replace('/', '-')}.json"
+
     def _segment_record(self, number: int) -> Path:
         return self._unfinished / "segments" / f"{number:08d}.json"
 
-    def _shard_file(self, number: int) -> Path:
-        return self.folder / VECTORS / f"{number:05d}.faiss"
-
     def _assemble(self, segments: Sequence[Segment], encoder: Encoder, note: Callable[[str], None]) -> VectorFiles:
         config = self._config.faiss
+        for segment in segments:
+            if encoded_file(self.folder, segment.number).exists():
+                self._check_encoded(segment)
         template = self._template(segments, encoder.dimension, note)
         exhaustive = isinstance(template, faiss.IndexFlatCodes)
         shards = [segments[i : i + self._shard_segments] for i in range(0, len(segments), self._shard_segments)]
         for number, members in enumerate(shards):
-            if not self._shard_file(number).exists():
+            if not self._has(shard_name(number)):
                 note(f"shard {number + 1} of {len(shards)}")
                 index = faiss.clone_index(template)
                 with _faiss_faults(config), _threads(config.factory, config.graph_threads):
                     for segment in members:
                         for block in _blocks(self._encoded(segment)):
                             index.add(block)
-                with whole_file(self._shard_file(number)) as partial:
+                with self._file(shard_name(number)) as partial:
                     write_faiss(index, partial)
             if exhaustive:  # nothing needs them any more
                 for segment in members:
@@ -253,14 +344,15 @@ class IndexBuild:
             dimension=encoder.dimension,
             factory=config.factory,
             search=config.search,
-            files=[f"{VECTORS}/{number:05d}.faiss" for number in range(len(shards))],
+            files=[shard_name(number) for number in range(len(shards))],
             **recall,
         )
 
     def _template(self, segments: Sequence[Segment], dimension: int, note: Callable[[str], None]) -> Any:
         """Returns an empty index, trained if its kind needs that. Every shard begins as a copy of it."""
-        file = self._unfinished / "trained.faiss"
-        if file.exists():
+        file = self.folder / TRAINED
+        if self._has(TRAINED):
+            self._check(TRAINED, self._kept(TRAINED))
             return faiss.read_index(str(file))
         index = make_index(self._config.faiss, dimension)
         if not index.is_trained:
@@ -271,7 +363,7 @@ class IndexBuild:
                 _threads(self._config.faiss.factory, self._config.faiss.graph_threads),
             ):
                 _train(index, sample)
-        with whole_file(file) as partial:
+        with self._file(TRAINED) as partial:
             write_faiss(index, partial)
         return faiss.read_index(str(file))
 
@@ -296,8 +388,8 @@ class IndexBuild:
                 hits += len(set(wanted) & set(answered.tolist()))
                 total += len(wanted)
             values = {"recall_at_10": round(hits / max(total, 1), 4), "num_recall_queries": len(rows)}
-            write_text(file, json.dumps(values))
-        return json.loads(file.read_text())
+            write_object(file, values)
+        return read_object(file, advice="remove it, and the same command measures again")
 
     def _rows(self, segments: Sequence[Segment], count: int) -> npt.NDArray[np.int64]:
         """Draws distinct rows with the seed and returns them in ascending order."""
@@ -318,9 +410,15 @@ class IndexBuild:
         return np.concatenate(parts)
 
     def _encoded(self, segment: Segment) -> Vectors:
-        return np.memmap(encoded_file(self.folder, segment.number), dtype=np.float32, mode="r").reshape(
-            segment.count, -1
-        )
+        return _read_vectors(encoded_file(self.folder, segment.number)).reshape(segment.count, -1)
+
+    def _check_encoded(self, segment: Segment) -> None:
+        """Raises ConfigError unless the vectors of the segment are those that were written."""
+        file = encoded_file(self.folder, segment.number)
+        if not file.stat().st_size or not _is_as_written(file):
+            raise ConfigError(
+                f"{file} was changed since the build wrote it; remove it, and the same command makes it again"
+            )
 
     def _build_lexical(self, segments: Sequence[Segment], note: Callable[[str], None]) -> LexicalFiles:
         folder = self.folder / LEXICAL
@@ -331,6 +429,10 @@ class IndexBuild:
             )
             with whole_folder(folder) as partial:
                 build_lexical(batches, partial)
+                for file in partial.iterdir():
+                    self._note(f"{LEXICAL}/{file.name}", file)
+        for file in folder.iterdir():
+            self._check(f"{LEXICAL}/{file.name}", self._kept(f"{LEXICAL}/{file.name}"))
         return LexicalFiles(spec=LexicalIndex.open(folder).spec(), folder=LEXICAL)
 
     def _manifest(
@@ -339,20 +441,20 @@ class IndexBuild:
         partitions = _Partitions()
         for segment in segments:
             partitions.extend(segment)
-        arrow = [f"{PASSAGES}/{segment.number:08d}.arrow" for segment in segments]
+        arrow = {segment_name(segment.number): segment.file for segment in segments}
         words = sorted(f"{LEXICAL}/{file.name}" for file in (self.folder / LEXICAL).iterdir()) if lexical else []
-        names = [*arrow, *(vectors.files if vectors else []), *words]
+        kept = arrow | {name: self._kept(name) for name in [*(vectors.files if vectors else []), *words]}
         return Manifest(
             passages=PassageFiles(
                 kind="arrow",
-                files=arrow,
+                files=list(arrow),
                 count=sum(segment.count for segment in segments),
                 partitions=partitions.rows,
                 skipped=segments[-1].position.counts,
             ),
             vectors=vectors,
             lexical=lexical,
-            files={name: record_of(self.folder / name) for name in names},
+            files={name: self._check(name, record) for name, record in kept.items()},
         )
 
 
@@ -368,6 +470,7 @@ def build_index(
     """
     encoder = encoder or HashingEncoder()
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
+    IndexBuild(config, []).discard()  # what a kill left: nobody can tell of which passages it was
     build = IndexBuild(config, [])
     try:
         known, remaining = _Partitions(), iter(passages)
@@ -396,9 +499,26 @@ def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
     assert vectors.shape == (len(passages), encoder.dimension), (
         f"{encoder.name} encoder made vectors of shape {vectors.shape}"
     )
+    write_vectors(folder, number, vectors)
+
+
+def write_vectors(folder: Path, number: int, vectors: Vectors) -> None:
+    """Keeps the vectors of a segment until they are in a shard."""
     data = np.ascontiguousarray(vectors, dtype=np.float32)
-    with whole_file(encoded_file(folder, number)) as partial:
-        partial.write_bytes(data.data)
+    with whole_file(encoded_file(folder, number)) as partial, partial.open("wb") as opened:
+        opened.write(data.data)
+        opened.write(hashlib.sha256(data.data).digest())
+
+
+def _read_vectors(file: Path) -> npt.NDArray[np.float32]:
+    """Returns the numbers of a file of `write_vectors`, memory-mapped."""
+    return np.memmap(file, dtype=np.uint8, mode="r")[: -hashlib.sha256().digest_size].view(np.float32)
+
+
+def _is_as_written(file: Path) -> bool:
+    content = np.memmap(file, dtype=np.uint8, mode="r")
+    size = len(content) - hashlib.sha256().digest_size
+    return size >= 0 and hashlib.sha256(content[:size].data).digest() == content[size:].tobytes()
 
 
 def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
@@ -462,8 +582,17 @@ def make_index(config: FaissConfig, dimension: int) -> Any:
     return index
 
 
+def segment_name(number: int) -> str:
+    """Returns a segment's file in the folder of the index."""
+    return f"{PASSAGES}/{number:08d}.arrow"
+
+
 def segment_file(folder: Path, number: int) -> Path:
-    return folder / PASSAGES / f"{number:08d}.arrow"
+    return folder / segment_name(number)
+
+
+def shard_name(number: int) -> str:
+    return f"{VECTORS}/{number:05d}.faiss"
 
 
 def encoded_file(folder: Path, number: int) -> Path:
@@ -499,9 +628,9 @@ class _Partitions:
             self._next_row += count
 
 
-def _lock(folder: Path, output: str) -> IO[bytes]:
+def _lock(unfinished: Path, output: str) -> IO[bytes]:
     """Locks the build for as long as the returned file is open; the system ends the lock when the process dies."""
-    file = (folder / UNFINISHED / "lock").open("wb")
+    file = (unfinished / "lock").open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

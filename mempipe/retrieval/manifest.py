@@ -12,33 +12,21 @@ absolute path. The hash of the manifest is the snapshot that every search result
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mempipe.files import sha256, write_text
+from mempipe.checksums import FileRecord, changed_files, verify_once
+from mempipe.json_files import parse_object, without_checksum, write_object
 from mempipe.settings import ConfigError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-SAMPLED_BLOCKS, BLOCK_BYTES = 256, 2**16
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FileRecord(_Part):
-    """One file's size and sha256.
-
-    A `sampled` hash is of the size and of 256 blocks spread over the file: an adopted file is not read through.
-    """
-
-    bytes: int
-    sha256: str
-    sampled: bool = False
 
 
 class PassageFiles(_Part):
@@ -81,28 +69,41 @@ class Manifest(_Part):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_text(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+    write_object(folder / MANIFEST, manifest.model_dump())
+
+
+def open_manifest(folder: Path) -> tuple[Manifest, str]:
+    """Does what `read_manifest` does, and compares the files with the manifest's checksums unless that was done since
+    they last changed (`mempipe.checksums`).
+
+    Raises ConfigError for a file that was changed, so that no byte of another one becomes an answer.
+    """
+    manifest, snapshot = read_manifest(folder)
+    verify_once(folder, manifest.files, refuse=lambda name: _changed(folder, name))
+    return manifest, snapshot
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
     """Returns the manifest and its hash. Raises ConfigError unless all files are there and as long as it says."""
     try:
         text = (folder / MANIFEST).read_bytes()
-        values = json.loads(text)
+        values = parse_object(text)
     except OSError as error:
         raise ConfigError(f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"index {folder}: {MANIFEST} is truncated or changed: {error}; build it again") from error
-    found = values.get("format") if isinstance(values, dict) else None
+    found = values.get("format")
     if found != FORMAT:
         raise ConfigError(f"index {folder} has format {found!r}, this version reads {FORMAT}; build it again")
     try:
-        manifest = Manifest.model_validate(values)
+        manifest = Manifest.model_validate(without_checksum(values))
     except ValidationError as error:
         problems = ", ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(
             f"index {folder}: {MANIFEST} is not what this version writes ({problems}); build it again"
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"index {folder}: {MANIFEST} is damaged: {error}; build it again") from error
     if manifest.vectors is None and manifest.lexical is None:
         raise ConfigError(f"index {folder}: {MANIFEST} names neither vectors nor a lexical index; build it again")
     for name, record in manifest.files.items():
@@ -116,12 +117,13 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0, num_gpus: int = 0) -> None:
-    """Raises ConfigError unless the files of an index are there, as long as its manifest says, and can be searched so.
+    """Raises ConfigError unless the files of an index are what its manifest says, and can be searched so.
 
-    `num_gpus` are those of every actor that holds vectors. Reads the manifest only.
+    `num_gpus` are those of every actor that holds vectors. It reads the manifest only, and all files once after they
+    changed (`open_manifest`).
     """
     folder = Path(folder)
-    manifest, _ = read_manifest(folder)
+    manifest, _ = open_manifest(folder)
     search_mode(mode, manifest, folder)
     files = vector_files(manifest, folder, part=0, num_parts=max(shard_actors, 1))
     if num_gpus > max(len(files), 1):
@@ -160,21 +162,14 @@ def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int)
 
 
 def verify(folder: str | Path) -> None:
-    """Compares the files with the manifest's checksums. Raises ConfigError for a file that was changed."""
+    """Compares the files with the manifest's checksums, whatever a stamp says. Raises ConfigError for a file that was
+    changed.
+    """
     folder = Path(folder)
     manifest, _ = read_manifest(folder)
-    for name, record in manifest.files.items():
-        if record_of(folder / name, sampled=record.sampled) != record:
-            raise ConfigError(f"index {folder}: {name} was changed since it was built; build it again")
+    if changed := changed_files(folder, manifest.files):
+        raise _changed(folder, changed[0])
 
 
-def record_of(file: Path, *, sampled: bool = False) -> FileRecord:
-    size = file.stat().st_size
-    if not sampled:
-        return FileRecord(bytes=size, sha256=sha256(file))
-    with file.open("rb") as opened:
-        digest = hashlib.sha256(str(size).encode())
-        for i in range(SAMPLED_BLOCKS):
-            opened.seek(max(size - BLOCK_BYTES, 0) * i // (SAMPLED_BLOCKS - 1))
-            digest.update(opened.read(BLOCK_BYTES))
-        return FileRecord(bytes=size, sha256=digest.hexdigest(), sampled=True)
+def _changed(folder: Path, name: str) -> ConfigError:
+    return ConfigError(f"index {folder}: {name} was changed since it was built; build it again")

@@ -59,10 +59,16 @@ class JsonlPassages:
     """A plain jsonl file of passages and the place of every line in it (`line_offsets`)."""
 
     def __init__(self, file: Path, offsets: Path) -> None:
+        """Raises ConfigError when the offsets are damaged or are not those of the file."""
         self._file = file
-        self._offsets: npt.NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        self._offsets = _read_offsets(offsets)
         with file.open("rb") as opened:
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._offsets[-1] > len(self._bytes):
+            raise ConfigError(
+                f"{file} has {len(self._bytes)} bytes, but by {offsets} its last line ends at byte "
+                f"{self._offsets[-1]}; adopt the index again"
+            )
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -76,6 +82,17 @@ class JsonlPassages:
             return parse_passage(json.loads(self._bytes[self._offsets[row] : self._offsets[row + 1]].decode()))
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{place}: not a passage: {error}") from error
+
+
+def _read_offsets(file: Path) -> npt.NDArray[np.int64]:
+    try:
+        offsets = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError) as error:  # NumPy evaluates the header as a literal
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{file} is missing or damaged: {reason}; adopt the index again") from error
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 2:
+        raise ConfigError(f"{file} does not hold the places of lines; adopt the index again")
+    return offsets
 
 
 def read_batches(file: Path) -> list[pa.RecordBatch]:

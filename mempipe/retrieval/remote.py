@@ -20,8 +20,9 @@ from anyio.from_thread import start_blocking_portal
 from mempipe.data.corpus import split_contents
 from mempipe.faults import ServiceFault, ServiceTimeout
 from mempipe.http_client import HttpClient, RetryPolicy
+from mempipe.retrieval.cache import SizedCache, result_bytes
 from mempipe.retrieval.config import RetrievalConfig
-from mempipe.retrieval.retriever import CACHED_RESULTS, MAX_BATCH, Query, ResultCache
+from mempipe.retrieval.retriever import CACHED_RESULT_BYTES, MAX_BATCH, Query
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage, SearchResult
@@ -53,7 +54,7 @@ class RemoteRetriever:
         self._portal = self._closing.enter_context(start_blocking_portal(name="retrieval-client"))
         self._closing.callback(self._portal.call, self._http.close)
         self._under_way: concurrent.futures.Future[list[SearchResult]] | None = None
-        self._cache = ResultCache(CACHED_RESULTS)
+        self._cache = SizedCache[Query, SearchResult](CACHED_RESULT_BYTES, size_of=result_bytes)
         self._partitions: frozenset[str] | None = None  # None: the server knows no partitions
         self._limits: dict[str, int] = {}
         self._warned = False
@@ -182,7 +183,7 @@ class RemoteRetriever:
             )
             self._warned = True
         self.snapshot = snapshot
-        self._cache = ResultCache(CACHED_RESULTS)
+        self._cache = SizedCache[Query, SearchResult](CACHED_RESULT_BYTES, size_of=result_bytes)
 
 
 def _passages(items: Any, count: int) -> list[Passage]:

@@ -7,9 +7,6 @@ answer does not depend on the searches that share its batch.
 from __future__ import annotations
 
 import asyncio
-import functools
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +16,18 @@ import numpy as np
 
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.bm25 import LexicalIndex
+from mempipe.retrieval.cache import SizedCache, passage_bytes, result_bytes
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.encoders import Encoder, check_same_encoder, make_encoder
 from mempipe.retrieval.fusion import reciprocal_rank_fusion
-from mempipe.retrieval.manifest import MANIFEST, Manifest, VectorFiles, read_manifest, search_mode, verify
+from mempipe.retrieval.manifest import MANIFEST, Manifest, VectorFiles, open_manifest, search_mode, verify
 from mempipe.retrieval.passages import ArrowPassages, JsonlPassages, Passages
 from mempipe.retrieval.vectors import Scored, VectorIndex, open_shards, search_thread
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, SearchResult
 
-CACHED_RESULTS = 10_000
-CACHED_PASSAGES = 65_536
+CACHED_PASSAGE_BYTES = 2**26
+CACHED_RESULT_BYTES = 2**26
 MAX_BATCH = 256  # searches
 FUSION_DEPTH = 100
 """Passages of each ranking that fusion looks at, at least."""
@@ -68,12 +66,12 @@ class Retriever:
         """Opens the index. `mode` is "dense", "lexical", "fusion", or "auto": all that the index has.
 
         `encoder` replaces loading the one that the manifest names; `encoder_path` is where that one lies now. `vectors`
-        are the index's own, opened elsewhere. `checksums` reads every byte. Raises ConfigError when a file is missing,
-        truncated, or not what the manifest says, when the encoder is another, and when the index lacks what the mode
-        needs.
+        are the index's own, opened elsewhere. Every byte is read when the files changed since that was last done, and
+        with `checksums` in any case. Raises ConfigError when a file is missing, truncated, or not what the manifest
+        says, when the encoder is another, and when the index lacks what the mode needs.
         """
         folder = Path(folder)
-        manifest, self.snapshot = read_manifest(folder)
+        manifest, self.snapshot = open_manifest(folder)
         if checksums:
             verify(folder)
         self.mode = search_mode(mode, manifest, folder)
@@ -96,8 +94,8 @@ class Retriever:
             self._check_vectors(folder, manifest.vectors)
         if manifest.lexical is not None and self.mode != "dense":
             self._lexical = LexicalIndex.open(folder / manifest.lexical.folder)
-        self._passage = functools.lru_cache(maxsize=CACHED_PASSAGES)(self._passages.__getitem__)
-        self._cache = ResultCache(CACHED_RESULTS)
+        self._known_passages = SizedCache[int, Passage](CACHED_PASSAGE_BYTES, size_of=passage_bytes)
+        self._cache = SizedCache[Query, SearchResult](CACHED_RESULT_BYTES, size_of=result_bytes)
 
     @property
     def partitions(self) -> list[str]:
@@ -142,6 +140,13 @@ class Retriever:
                 results[query] = SearchResult(passages=passages, snapshot=self.snapshot)
                 self._cache.put(query, results[query])
         return [results[query] for query in queries]
+
+    def _passage(self, row: int) -> Passage:
+        if (known := self._known_passages.get(row)) is not None:
+            return known
+        passage = self._passages[row]
+        self._known_passages.put(row, passage)
+        return passage
 
     def _ranked(self, queries: Sequence[Query]) -> list[Scored]:
         """Returns a ranking for every query.
@@ -273,25 +278,3 @@ def _batch_failed(num_searches: int, cause: Exception) -> RetrievalError:
     error = RetrievalError(f"a batch of {num_searches} searches failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-class ResultCache:
-    """Keeps the results used last; for any number of threads."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._results: OrderedDict[Query, SearchResult] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, query: Query) -> SearchResult | None:
-        with self._lock:
-            result = self._results.get(query)
-            if result is not None:
-                self._results.move_to_end(query)
-            return result
-
-    def put(self, query: Query, result: SearchResult) -> None:
-        with self._lock:
-            self._results[query] = result
-            if len(self._results) > self._size:
-                self._results.popitem(last=False)

@@ -29,7 +29,8 @@ Rows = tuple[int, int]
 """The rows from the first up to, not including, the second."""
 
 SCAN_LIMIT = 2**14
-"""Numbers (rows x non-zero columns) up to which a query is scored against every row; beyond, faiss proposes candidates.
+"""Numbers (of all rows together) that are read at most to score a query against every row; where there are more, faiss
+proposes candidates.
 """
 SCAN_BLOCK = 2**20  # numbers at once, when all rows must be scored after all
 NUM_SPARE = 16
@@ -98,7 +99,9 @@ class Shard:
             return self._as_faiss_says(vectors, count, (first, last))
         best: list[Scored | None] = [None] * len(vectors)
         for i, vector in enumerate(vectors):
-            if (last - first) * np.count_nonzero(vector) <= SCAN_LIMIT:
+            if not vector.any():  # a query of stop words: every score is 0, and the first rows are due
+                best[i] = np.arange(first, first + count), np.zeros(count, np.float32)
+            elif (last - first) * self._read_columns(vector) <= SCAN_LIMIT:
                 best[i] = self._scan(vector, count, (first, last))
         rest = [i for i, found in enumerate(best) if found is None]
         if rest:
@@ -138,9 +141,15 @@ class Shard:
 
     def _scan(self, vector: Vectors, count: int, rows: Rows) -> Scored:
         """Returns the best rows by scoring every one, block by block."""
-        size = max(SCAN_BLOCK // max(np.count_nonzero(vector), 1), 1)
+        size = max(SCAN_BLOCK // self._read_columns(vector), 1)
         blocks = [np.arange(first, min(first + size, rows[1])) for first in range(*rows, size)]
         return merge([_rank(block, self._stored(block), vector, count=count) for block in blocks], count)
+
+    def _read_columns(self, vector: Vectors) -> int:
+        """Returns how many numbers of a row are read to score a query that is not all zeros: those where it is not 0,
+        but all where a row must be decoded.
+        """
+        return self.dimension if self._plain is None else int(np.count_nonzero(vector))
 
     def _stored(self, rows: npt.NDArray[np.int64]) -> Vectors:
         """Returns the stored vectors of ascending `rows`, decoded if the index compresses."""

@@ -6,47 +6,21 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dying_process import killed_at
 
 from mempipe import files
 from mempipe.files import in_turn, recover_folder, recover_folders, remove_folder, whole_file, whole_folder, write_text
-
-CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir")
-"""The functions of `os` that change a folder's entries."""
 
 
 @pytest.fixture(autouse=True)
 def no_flush(monkeypatch) -> None:
     """A kill, unlike a power cut, loses nothing that was written."""
     monkeypatch.setattr(files, "sync", lambda path: None)
-
-
-def killed_at(work: Callable[[], None], number: int) -> bool:
-    """Does the work in a process of its own that dies right before change `number`; whether it came to that."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    done = itertools.count()
-
-    def dying(change: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            if next(done) == number:
-                os._exit(9)
-            return change(*args, **kwargs)
-
-        return changed
-
-    for name in CHANGES:
-        setattr(os, name, dying(getattr(os, name)))
-    try:
-        work()
-    finally:
-        os._exit(0)
 
 
 def fill(folder: Path, value: str) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 import pytest
+from dying_process import killed_at
 from killed_build import build, run_and_die
 
+from mempipe.checksums import STAMP
 from mempipe.data.corpus import corpus_files
 from mempipe.loader import load_index_config
-from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, make_index
+from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.retrieval.manifest import read_manifest, verify
@@ -41,7 +45,9 @@ def config_of(corpus: Path, output: Path, **settings: Any) -> IndexConfig:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    """The files of an index, without the stamp that whoever opened it left."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != STAMP]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -52,9 +58,7 @@ def test_a_build_killed_again_and_again_ends_with_the_bytes_of_an_undisturbed_on
     build(config_of(corpus, tmp_path / "undisturbed", **settings))
     rng = random.Random(seed)
     kills = [run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])) for _ in range(10)]
-    assert all(
-        kills
-    )  # 24 files get their names: settings, 3 a segment, training, 3 shards, recall, words, manifest, the folder itself
+    assert all(kills)  # more than 30 files get their names, some of them again after a kill
     for _ in range(30):
         if not run_and_die(config_of(corpus, tmp_path / "i", **settings), rng.choice([1, 2, 3])):
             break
@@ -72,10 +76,106 @@ def test_a_build_with_other_settings_or_another_corpus_does_not_go_on(tmp_path):
     ):
         build(config_of(corpus, tmp_path / "i", segment_passages=50))
     write_corpus(corpus, 501)
-    with pytest.raises(ConfigError, match="unfinished build with files"):
+    with pytest.raises(ConfigError, match=r"unfinished build of another corpus \(.*c.jsonl has changed\)"):
         build(config_of(corpus, tmp_path / "i"))
     write_corpus(corpus, 500)
     assert build(config_of(corpus, tmp_path / "i", num_encoders=3)).passages.count == 500
+
+
+SMALL: dict[str, Any] = {"lexical": True, "segment_passages": 20}
+
+
+class Stop(BaseException):
+    """Ends a build in this process where a test wants it, past every `except`."""
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise Stop
+
+
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, until: str, factory: str = "Flat") -> IndexConfig:
+    """Builds a small index until the build calls its method `until`; returns its settings."""
+    config = config_of(write_corpus(tmp_path / "c.jsonl", 60), tmp_path / "i", **SMALL, faiss={"factory": factory})
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(f"mempipe.retrieval.build.{until}", stop)
+        build(config)
+    return config
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_change_of_the_last_steps_changes_nothing_of_what_is_built(tmp_path, monkeypatch):
+    for module in ("files", "retrieval.build"):
+        monkeypatch.setattr(f"mempipe.{module}.sync", lambda path: None)  # a kill, unlike a power cut, loses nothing
+    config = begun(tmp_path, monkeypatch, until="write_manifest")
+    build(config_of(tmp_path / "c.jsonl", tmp_path / "undisturbed", **SMALL))
+    for number in itertools.count():
+        here = tmp_path / str(number)
+        shutil.copytree(tmp_path / ".i.building", here / ".i.building")
+        own = config.model_copy(update={"output": str(here / "i")})
+        killed = killed_at(lambda own=own: build(own), number)
+        if not (here / "i").exists():
+            for changed in ({"encoder": {**ENCODER, "dimension": 64}}, {"lexical": False}):
+                with pytest.raises(ConfigError, match=f"unfinished build with {next(iter(changed))}"):
+                    build(own.model_copy(update=changed))
+            other = tmp_path / "c.jsonl"
+            kept = other.read_bytes()
+            other.write_bytes(kept.replace(b"word1", b"w0rd1"))
+            with pytest.raises(ConfigError, match=r"another corpus \(.*c.jsonl has changed\)"):
+                build(own)
+            other.write_bytes(kept)
+            build(own)
+        assert contents(here / "i") == contents(tmp_path / "undisturbed")
+        if list(here.glob(".*")):  # what a kill left does not stand in the way of the next build, and goes with it
+            (here / "i").rename(here / "elsewhere")
+            build(own)
+            assert contents(here / "i") == contents(tmp_path / "undisturbed") and not list(here.glob(".*"))
+        if not killed:
+            break
+    assert number > 8  # before and after both renames, and while the rest of the build is removed
+
+
+def test_a_corpus_edited_in_place_is_noticed_though_its_size_is_the_same(tmp_path, monkeypatch):
+    config = begun(tmp_path, monkeypatch, until="make_index")
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_bytes(corpus.read_bytes().replace(b"word1", b"w0rd1"))
+    with pytest.raises(ConfigError, match=r"unfinished build of another corpus \(.*c.jsonl has changed\); remove"):
+        build(config)
+
+
+def test_a_corpus_edited_while_it_is_read_gives_no_index(tmp_path, monkeypatch):
+    config = config_of(write_corpus(tmp_path / "c.jsonl", 60), tmp_path / "i", **SMALL)
+    job = IndexBuild(config, corpus_files(config.corpus))
+    for segment in job.read():
+        encode_segment(job.folder, segment.number, HashingEncoder(dimension=32))
+        (tmp_path / "c.jsonl").write_bytes((tmp_path / "c.jsonl").read_bytes().replace(b"word1", b"w0rd1"))
+    with pytest.raises(ConfigError, match=r"another corpus \(.*c.jsonl has changed\)"):
+        job.finish(HashingEncoder(dimension=32))
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "until"),
+    [
+        ("unfinished/settings.json", "make_index"),
+        ("unfinished/corpus.json", "make_index"),
+        ("unfinished/segments/00000001.json", "make_index"),
+        ("passages/00000001.arrow", "make_index"),
+        ("unfinished/encoded/00000001.f32", "make_index"),
+        ("unfinished/trained.faiss", "faiss.clone_index"),
+        ("vectors/00000.faiss", "build_lexical"),
+        ("lexical/weights.npy", "write_manifest"),
+    ],
+)
+def test_a_byte_that_changes_in_an_unfinished_build_is_refused_by_name(tmp_path, monkeypatch, file, until):
+    config = begun(tmp_path, monkeypatch, until=until)
+    damaged = tmp_path / ".i.building" / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 4
+    for damage in (bytes(content), content[:-3], b"", b"[]"):
+        damaged.write_bytes(damage)
+        with pytest.raises(ConfigError, match=rf"{damaged.name}.*(remove|delete)") as refused:
+            build(config)
+        assert "\n" not in str(refused.value)
 
 
 def test_two_builds_of_one_output_do_not_meet(tmp_path):

@@ -83,6 +83,32 @@ def test_compressed_vectors_are_ranked_by_what_is_stored(tmp_path, factory):
     assert as_lists(shard.search(QUERIES, 10)) == [by_numpy(query, 10, stored=stored) for query in QUERIES]
 
 
+def test_a_scan_of_a_compressed_index_decodes_a_bounded_number_of_values_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SCAN_BLOCK", 10 * D)
+    shard = Shard(index_file(tmp_path / "i", np.repeat(VECTORS[:1], N, axis=0), "SQfp16"))
+    decoded: list[int] = []
+    decode = shard._stored
+
+    def counting(rows: np.ndarray) -> np.ndarray:
+        decoded.append(len(rows))
+        return decode(rows)
+
+    monkeypatch.setattr(shard, "_stored", counting)
+    one_column = np.eye(1, D, dtype=np.float32)  # all rows tie, so that all are read
+    found, _ = shard.search(one_column, 5)[0]
+    assert found.tolist() == [0, 1, 2, 3, 4] and sum(decoded) >= N
+    assert max(decoded) <= 5 + module.NUM_SPARE
+
+
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("factory", ["Flat", "SQfp16"])
+def test_a_query_without_a_word_that_counts_returns_the_first_rows(tmp_path, factory):
+    shard = Shard(index_file(tmp_path / "i", VECTORS, factory))
+    nothing = np.zeros((1, D), np.float32)
+    assert as_lists(shard.search(nothing, 3)) == [([0, 1, 2], [0.0, 0.0, 0.0])]
+    assert as_lists(shard.search(nothing, 9, rows=(5, 7))) == [([5, 6], [0.0, 0.0])]
+
+
 def test_other_kinds_answer_as_faiss_does_and_never_with_rows_that_are_not_there(tmp_path):
     shard = Shard(index_file(tmp_path / "i", VECTORS, "IVF16,Flat"), search="nprobe=1")
     found = shard.search(QUERIES, N)
