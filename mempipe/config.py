@@ -196,15 +196,15 @@ class RunConfig(Section):
     @classmethod
     def _published_reward(cls, values: Any) -> Any:
         """Fills in the reward that the agent was published with, where the config says nothing."""
-        if not isinstance(values, dict) or not isinstance(values.get("reward", {}), dict):
+        if not isinstance(values, dict) or not isinstance(values.get("reward") or {}, dict):
             return values
-        agent = values.get("agent", {})
+        agent = values.get("agent") or {}
         name = agent.get("name", DEFAULT_AGENT) if isinstance(agent, dict) else getattr(agent, "name", DEFAULT_AGENT)
         try:
             published = agent_spec(name).reward
         except (ConfigError, TypeError):  # said where the name itself is checked
             return values
-        return {**values, "reward": {**published, **values.get("reward", {})}}
+        return {**values, "reward": {**published, **(values.get("reward") or {})}}
 
     @field_validator("agent", mode="wrap")
     @classmethod

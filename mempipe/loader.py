@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -80,10 +80,20 @@ def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> Serv
     known = [each for each in applications if each.get("import_path") == SERVICE_APP]
     if len(known) != 1:
         raise ConfigError(f"{path} has {len(known)} applications with import_path {SERVICE_APP}; expected one")
-    args = known[0].get("args") or {}
+    args = section_values(known[0], "args")
     for override in overrides:
         _apply(args, override)
     return parse_section(args, ServiceConfig)
+
+
+def section_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the settings of a section in values that are not checked yet; none for a section that is missing or null.
+    Raises ConfigError for what is no section.
+    """
+    section = values.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"{name} is {_shown(section)}; it is a section of settings")
+    return dict(section or {})
 
 
 def kind_of(values: dict[str, Any]) -> Kind | None:
@@ -108,9 +118,10 @@ def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind |
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}") from error
     try:
-        values = yaml.load(text, _Loader) or {}
+        values = _parsed(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, expected a mapping of settings")
     for override in overrides:
@@ -128,6 +139,8 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 def parse_section(values: dict[str, Any], kind: type[C]) -> C:
     """Returns the section of type `kind` that nested dicts describe. Raises ConfigError, one line per wrong setting."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected settings by name, got {_shown(values)}")
     moved = [f"{old} has moved to {new}" for old, new in kind.MOVED.items() if old in values]
     if moved:
         raise ConfigError("; ".join(moved))
@@ -163,31 +176,67 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML and refuses a key that stands twice, where YAML itself takes the last one without a word."""
+    """Reads YAML and refuses a key that stands twice, where YAML itself takes the last one without a word, and what
+    holds itself.
+    """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.YAMLError(
-                    f"the key {key.value!r} stands twice, the second time in line {key.start_mark.line + 1}"
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._own_keys_differ: set[int] = set()
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        if node is not None and node.end_mark is None:  # an alias of what is still being read
+            raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what `<<` names among the keys of a mapping; one that is merged into several is flattened again."""
+        if id(node) not in self._own_keys_differ:
+            self._own_keys_differ.add(id(node))
+            _check_keys(node)
+        super().flatten_mapping(node)
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    """Raises YAMLError for keys that are no words, and for one that stands twice in the mapping itself: what `<<` names
+    may have it too.
+    """
+    seen: set[str] = set()
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.YAMLError(f"the key in line {line} is a list or a mapping; a key is a word")
+        if key.value in seen:
+            raise yaml.YAMLError(f"the key {key.value!r} stands twice, the second time in line {line}")
+        seen.add(key.value)
+
+
+def _parsed(text: str) -> Any:
+    """Returns what a YAML text holds. Raises YAMLError for every text that is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML's own, for a date that is none, a tag whose value has another form, and lists in lists without end
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
+    """Sets one setting. Sections on the way are made where they are missing or null, and are copies: two that YAML made
+    one by an alias stay apart.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not of the form key=value, e.g. algorithm.group_size=8")
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = values.setdefault(parent, {})
-        if not isinstance(child, dict):
+        child = values.get(parent)
+        if child is not None and not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-        values = child
+        values[parent] = dict(child or {})
+        values = values[parent]
     try:
-        values[leaf] = yaml.safe_load(text)
+        values[leaf] = _parsed(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML") from error
 
@@ -203,15 +252,27 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
         )  # most name their setting themselves
     if error["type"] == "missing":
         return f"{where} is missing"
-    return f"{where} is {error['input']!r}: {error['msg'].replace('Input should be', 'should be')}"
+    if error["type"] == "model_type":
+        return f"{where} is {_shown(error['input'])}; it is a section of settings"
+    if error["type"] == "invalid_key":
+        return f"the key {where} is no word; put it into quotes if it is meant as one"
+    return f"{where} is {_shown(error['input'])}: {error['msg'].replace('Input should be', 'should be')}"
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as YAML writes it where Python writes it otherwise."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
     """Says of a key that is no setting whose it is, or which setting is nearest."""
     if issubclass(kind, RunConfig):
         section, _, rest = where.partition(".")
-        agent = values.get("agent", {})
-        name = agent.get("name", "memsearcher") if isinstance(agent, dict) else ""
+        agent = values.get("agent")
+        name = agent.get("name", "memsearcher") if isinstance(agent, dict) else "memsearcher"
+        name = name if isinstance(name, str) else ""
         owners = [
             other for other in BUILT_IN if section in ("agent", "budget") and rest in _names_of_agent(other, section)
         ]

@@ -4,9 +4,10 @@ run together.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -18,10 +19,46 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """Settings that belong together. Unknown keys are refused; the text under a field is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     MOVED: ClassVar[dict[str, str]] = {}
     """Keys of earlier versions and where each is now; the loader refuses the old key and names the new one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_have_their_defaults(cls, values: Any) -> Any:
+        """A section of a file under which nothing is written is null there, and is as one that is missing."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None or not cls._is_section(name)}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses true where a number belongs, which Python would take for 1."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if kinds & {int, float} and not kinds & {bool, Any} and _holds_boolean(value):
+            raise PydanticCustomError("number", "Input should be a number, not true or false")
+        return value
+
+    @classmethod
+    def _is_section(cls, name: str) -> bool:
+        """Tells whether a setting is a section that is always there."""
+        field = cls.model_fields.get(name)
+        kinds = _kinds(field.annotation) if field is not None else set()
+        return type(None) not in kinds and any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Returns the types that an annotation is made of."""
+    parts = get_args(annotation)
+    return set().union(*map(_kinds, parts)) if parts else {annotation}
+
+
+def _holds_boolean(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_boolean, value.values()))
+    return any(map(_holds_boolean, value)) if isinstance(value, list | tuple) else isinstance(value, bool)
 
 
 def _folder_name(name: str) -> str:

@@ -66,7 +66,7 @@ class AgentSpec:
 @functools.cache
 def agent_spec(name: str) -> AgentSpec:
     """Returns the agent of that name. Raises ConfigError when there is none, or when its module cannot be imported."""
-    if name not in BUILT_IN and "." not in name:
+    if not isinstance(name, str) or (name not in BUILT_IN and "." not in name):
         known = ", ".join(map(repr, BUILT_IN))
         raise ConfigError(
             f"agent.name is {name!r}; it is {known}, or the module of an agent of your own, e.g. my_package.my_agent"

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
-from mempipe.loader import load_values, parse_section
+from mempipe.loader import load_values, parse_section, section_values
 from mempipe.rollout import Control
 from mempipe.runs import unfinished
 from mempipe.settings import ConfigError, FolderName, Section
@@ -177,13 +177,12 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     values = merged(run_values(run), run.settings)
     for name in _NOT_EVALUATED:
         values.pop(name, None)
-    if "budget" in values:  # only training draws a limit
-        values["budget"] = {name: given for name, given in values["budget"].items() if name != "memory_choices"}
-    model = run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint)
-    if model:
-        values["model"] = {**values.get("model", {}), "path": model, "source": ""}
-    if "model" in values:  # weights that nobody trains are whole: the engine needs no room for an adapter
-        values["model"] = {**values["model"], "lora_rank": 0, "lora_merge": False}
+    budget, model = section_values(values, "budget"), section_values(values, "model")
+    budget.pop("memory_choices", None)  # only training draws a limit
+    if path := run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint):
+        model |= {"path": path, "source": ""}
+    # Weights that nobody trains are whole: the engine needs no room for an adapter.
+    values |= {"budget": budget, "model": {**model, "lora_rank": 0, "lora_merge": False}}
     config = parse_section({**values, **changes}, RunConfig)
     if not config.model.path:
         raise ConfigError("no model is named; set checkpoint, endpoint or model.path")
@@ -202,9 +201,9 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
         raise ConfigError(f"{source} is {problem}")
     values = load_values(folder / "config.yaml", kind="run")
     if values.get("world") is not None or values.get("cloze") is not None:
-        values["retrieval"] = {**values.get("retrieval", {}), "index": str(folder / "index")}
+        values["retrieval"] = {**section_values(values, "retrieval"), "index": str(folder / "index")}
     if not run.checkpoint and _is_run(source):
-        values["model"] = {**values.get("model", {}), "path": _weights(source), "source": ""}
+        values["model"] = {**section_values(values, "model"), "path": _weights(source), "source": ""}
     return values
 
 

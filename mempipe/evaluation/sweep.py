@@ -21,7 +21,7 @@ from mempipe.evaluation.budgets import BudgetStudy, measured_runs, study_runs
 from mempipe.evaluation.results import SETTINGS, read_result_state
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
 from mempipe.files import write_text
-from mempipe.loader import load_values, parse_section
+from mempipe.loader import load_values, parse_section, section_values
 from mempipe.provenance import differences, model_sha256
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
@@ -218,7 +218,7 @@ def _training(
 ) -> tuple[RunConfig, bool]:
     """Returns the training of the trial of that name, and whether it is one for several budgets."""
     values = merged(load_values(run.config, kind="run"), run.settings)
-    is_mixed = bool(values.get("budget", {}).get("memory_choices"))
+    is_mixed = bool(section_values(values, "budget").get("memory_choices"))
     own = {"name": f"{run.name}-mixed-seed-{seed}"} if is_mixed else merged({"name": name}, changes)
     own |= {"output": str(sweep.folder / "runs"), "seed": seed, "ray_address": sweep.ray_address}
     try:
@@ -240,5 +240,5 @@ def _checked(trial: Trial) -> Trial:
 def _has_memory_budget(run: EvaluatedRun) -> bool:
     if run.control is not None:
         return False
-    agent = merged(run_values(run), run.settings).get("agent", {})
+    agent = section_values(merged(run_values(run), run.settings), "agent")
     return "memory_tokens" in agent_spec(agent.get("name", DEFAULT_AGENT)).budget.model_fields

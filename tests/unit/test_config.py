@@ -9,8 +9,10 @@ import yaml
 from mempipe.agents.memsearcher import MemSearcherCompat
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.loader import load_config, load_index_config, parse_config
+from mempipe.loader import load_config, load_index_config, load_values, parse_config
+from mempipe.masking.cloze import ClozeConfig
 from mempipe.settings import ConfigError
+from mempipe.template import config_lines
 
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
 KEYS = {path: yaml.safe_load(path.read_text()).keys() for path in CONFIGS}
@@ -65,6 +67,17 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),
         ({"generation": {"updates_in_flight": True}, "algorithm": {"max_off_policy_steps": 0}}, ["updates_in_flight"]),
         ({"model": {"lora_rank": 8, "lora_merge": True}}, ["model.lora_merge is true", "model.dtype bfloat16"]),
+        ({"num_steps": True}, ["num_steps is true", "a number, not true or false"]),
+        ({"optimizer": {"betas": [0.9, False]}}, ["optimizer.betas is [0.9, False]", "a number, not true or false"]),
+        ({"budget": {"memory_choices": [1, True]}}, ["budget.memory_choices", "a number, not true or false"]),
+        ({"optimizer": {"lr": float("inf")}}, ["optimizer.lr is inf", "a finite number"]),
+        ({"warm_start": {"min_score": float("nan")}}, ["warm_start.min_score is nan", "a finite number"]),
+        ({"num_steps": None}, ["num_steps is null", "integer"]),
+        ({"learner": [1]}, ["learner is [1]", "a section of settings"]),
+        ({"agent": {"name": [1]}}, ["agent.name is [1]"]),
+        ({"agent": {"name": [1]}, "sede": 1}, ["sede is not a setting; did you mean seed?"]),
+        ({1: 2}, ["the key 1 is no word"]),
+        ([1], ["expected settings by name, got [1]"]),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(values, words):
@@ -75,7 +88,14 @@ def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(va
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("seed", "key=value"), ("=1", "key=value"), ("seed.x=1", "not a section"), ("seed=[", "not YAML")],
+    [
+        ("seed", "key=value"),
+        ("=1", "key=value"),
+        ("seed.x=1", "not a section"),
+        ("seed=[", "not YAML"),
+        ("seed=2024-99-99", "not YAML"),
+        ("seed={a: 1, a: 2}", "not YAML"),
+    ],
 )
 def test_a_malformed_override_is_refused(tmp_path, override, words):
     file = tmp_path / "c.yaml"
@@ -85,7 +105,18 @@ def test_a_malformed_override_is_refused(tmp_path, override, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(None, "cannot read"), ("a: [", "not YAML"), ("- 1", "expected a mapping")]
+    ("text", "words"),
+    [
+        (None, "cannot read"),
+        ("a: [", "not YAML"),
+        ("- 1", "expected a mapping"),
+        ("[]", "expected a mapping"),
+        ("? [a]\n: 1", "not YAML: the key in line 1 is a list or a mapping"),
+        ("a: 1\nb: &x {c: *x}", "not YAML: what begins in line 2 holds itself"),
+        ("a: 2024-99-99", r"not YAML: ValueError: month must be in 1\.\.12"),
+        ("a: !!int ''", "not YAML"),
+        ("[" * 5000, "not YAML: RecursionError"),
+    ],
 )
 def test_an_unreadable_file_is_refused(tmp_path, text, words):
     file = tmp_path / "c.yaml"
@@ -93,6 +124,37 @@ def test_an_unreadable_file_is_refused(tmp_path, text, words):
         file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(file)
+
+
+def test_a_section_that_a_file_leaves_empty_has_its_defaults_and_takes_overrides(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("agent:\nreward:\nbudget:\nlearner:\ncloze: null\nworld: null\n")
+    assert load_config(file) == RunConfig() and load_config(file).cloze is None
+    config = load_config(file, ["cloze.two_passages=0.5", "learner.num_ranks=2"])
+    assert config.cloze is not None and config.cloze.two_passages == 0.5 and config.learner.num_ranks == 2
+
+
+@pytest.mark.parametrize("agent", BUILT_IN)
+def test_what_config_writes_takes_overrides_of_sections_that_are_not_set(tmp_path, agent):
+    file = tmp_path / "c.yaml"
+    file.write_text("\n".join(config_lines(agent)))
+    assert load_config(file, ["cloze.two_passages=0.5"]).cloze == ClozeConfig(two_passages=0.5)
+
+
+def test_a_section_may_merge_another_and_an_override_of_one_leaves_the_other_alone(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: &m {path: x}\nb: &b\n  <<: *m\n  path: y\nc: {<<: *b, d: 1}\ne: *b\n")
+    assert load_values(file) == {
+        "model": {"path": "x"},
+        "b": {"path": "y"},
+        "c": {"path": "y", "d": 1},
+        "e": {"path": "y"},
+    }
+    changed = load_values(file, ["e.path=z"])
+    assert changed["e"] == {"path": "z"} and changed["b"] == {"path": "y"}
+    file.write_text("model: &m {path: x}\nb:\n  <<: *m\n  path: y\n  path: z\n")
+    with pytest.raises(ConfigError, match=r"the key 'path' stands twice, the second time in line 5"):
+        load_values(file)
 
 
 SMALL = {

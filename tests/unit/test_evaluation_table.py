@@ -171,6 +171,27 @@ def test_a_run_without_a_model_or_with_a_wrong_setting_is_refused_by_name(tmp_pa
             resolve_run(whole, whole.runs[0])
 
 
+@pytest.mark.parametrize("section", ["agent", "budget", "model", "retrieval", "reward"])
+def test_a_run_whose_section_is_null_has_its_defaults_and_one_that_is_no_section_is_refused(tmp_path, section):
+    run = {"name": "a", "checkpoint": "trained"}
+    whole = suite(tmp_path, runs=[run, {**run, "name": "b", "settings": {section: None}}])
+    plain, null = (resolve_run(whole, each).model_dump(exclude={"name"}) for each in whole.runs)
+    assert plain == null
+    for wrong in ([1], "x"):
+        whole = suite(tmp_path, runs=[{**run, "settings": {section: wrong}}])
+        with pytest.raises(ConfigError, match=rf"^runs: a: {section} is {re.escape(repr(wrong))}; it is a section"):
+            resolve_run(whole, whole.runs[0])
+
+
+def test_a_trained_run_whose_retrieval_is_null_has_its_own_index(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    (folder / "config.yaml").write_text("world: {}\nretrieval: null\nmodel: null\n")
+    whole = suite(tmp_path, runs=[{"name": "a", "config": str(folder)}])
+    assert resolve_run(whole, whole.runs[0]).retrieval.index == str(folder / "index")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("evaluate_*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_evaluation_is_valid(path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parents[1])
