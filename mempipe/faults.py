@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from mempipe.credentials import without_passwords
+
 _JITTER = random.Random()  # of its own: retries must not move the draws of anything that was seeded
 
 
 class InfrastructureFault(RuntimeError):
-    """An engine, a retriever or a node failed; the question and the policy had nothing to do with it."""
+    """An engine, a retriever or a node failed; the question and the policy had nothing to do with it. The message shows
+    no password of an address.
+    """
+
+    def __str__(self) -> str:
+        return without_passwords(super().__str__())
 
 
 class ServiceFault(InfrastructureFault):

@@ -9,11 +9,16 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from mempipe.credentials import without_passwords
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the setting, its value and what would be right; commands exit with
-    code 2.
+    code 2. It shows no password of an address.
     """
+
+    def __str__(self) -> str:
+        return without_passwords(super().__str__())
 
 
 class Section(BaseModel):

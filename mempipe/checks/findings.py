@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mempipe.credentials import without_passwords
 from mempipe.settings import ConfigError
 
 Level = Literal["ok", "note", "fatal"]
@@ -23,7 +24,7 @@ class Finding:
         return self.level == "fatal"
 
     def __str__(self) -> str:
-        return f"{self.level:5}  {self.text}"
+        return f"{self.level:5}  {without_passwords(self.text)}"
 
 
 def ok(text: str) -> Finding:

@@ -17,6 +17,7 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
+from mempipe.credentials import without_passwords
 from mempipe.data.corpus import split_contents
 from mempipe.faults import ServiceFault, ServiceTimeout
 from mempipe.http_client import HttpClient, RetryPolicy
@@ -45,7 +46,7 @@ class RemoteRetriever:
         run's.
         """
         policy = RetryPolicy(timeout_s=config.timeout_s, setting="retrieval.timeout_s")
-        self.url = url.rstrip("/")
+        self.url = without_passwords(url.rstrip("/"))  # for messages
         self.snapshot = UNKNOWN
         self._timeout_s = config.timeout_s
         self._http = HttpClient(url, policy, max_answer_bytes=MAX_ANSWER_BYTES)

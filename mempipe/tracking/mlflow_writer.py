@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mempipe.credentials import without_passwords
 from mempipe.files import write_text
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database
@@ -97,7 +97,7 @@ class MlflowWriter:
     def losses(self) -> list[str]:
         """Returns a sentence for each kind of entry that MLflow lacks now."""
         with self._changed:
-            uri, num_values, num_calls = _public(self._store.uri), len(self._metrics), len(self._calls)
+            uri, num_values, num_calls = without_passwords(self._store.uri), len(self._metrics), len(self._calls)
             losses = []
             if self._refused:
                 losses.append(f"MLflow at {uri} refused {self._refused} entries; the first: {self._first_refusal}")
@@ -135,8 +135,8 @@ class MlflowWriter:
         if unwritten or self._refused:
             reason = f" ({self._last_failure})" if unwritten and self._last_failure else ""
             self._tell(
-                f"MLflow at {_public(self._store.uri)} is incomplete: {unwritten} entries not written{reason}, "
-                f"{self._refused} refused, {self._failed} calls failed{elsewhere}"
+                f"MLflow at {without_passwords(self._store.uri)} is incomplete: {unwritten} entries not "
+                f"written{reason}, {self._refused} refused, {self._failed} calls failed{elsewhere}"
             )
         return summary
 
@@ -183,7 +183,7 @@ class MlflowWriter:
                 raise
             if not self._refused:
                 self._first_refusal = _one_line(error)
-                self._tell(f"MLflow at {_public(self._store.uri)} refuses an entry: {self._first_refusal}")
+                self._tell(f"MLflow at {without_passwords(self._store.uri)} refuses an entry: {self._first_refusal}")
             self._refused += num_entries
         with self._changed:
             for _ in range(num_entries):
@@ -200,8 +200,8 @@ class MlflowWriter:
         if is_outage and not self._outage_was_told and not self._gave_up:
             self._outage_was_told = True
             self._tell(
-                f"MLflow at {_public(self._store.uri)} does not take entries; they are tried again while the work goes "
-                f"on: {self._last_failure}"
+                f"MLflow at {without_passwords(self._store.uri)} does not take entries; they are tried again while the "
+                f"work goes on: {self._last_failure}"
             )
 
     def _note_success(self) -> None:
@@ -209,7 +209,7 @@ class MlflowWriter:
             self._failing = 0
         if self._outage_was_told:
             self._outage_was_told = False
-            self._tell(f"MLflow at {_public(self._store.uri)} takes entries again")
+            self._tell(f"MLflow at {without_passwords(self._store.uri)} takes entries again")
 
     def _pause(self, seconds: float) -> None:
         """Waits, until `finish` is called at most; after that, half a second at most."""
@@ -331,7 +331,7 @@ class MlflowRun:
             if error.get_http_status_code() not in (400, 404):  # malformed or unknown id
                 raise
             text = "MLflow run %s is not in %s; starting a new one, with the metrics that the run's folder has"
-            _logger.warning(text, self._resume_run_id, _public(self.uri))
+            _logger.warning(text, self._resume_run_id, without_passwords(self.uri))
             return None
         return self._resume_run_id
 
@@ -386,7 +386,7 @@ def without_credentials(value: Any) -> Any:
         return {name: without_credentials(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_credentials(item) for item in value]
-    return _public(value) if isinstance(value, str) else value
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _local_uri(folder: str | Path) -> str:
@@ -426,12 +426,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _public(uri: str) -> str:
-    """Returns a text without the users and passwords of its URIs."""
-    return re.sub(r"://[^/@\s]+@", "://***@", uri)
-
-
 def _one_line(error: Exception) -> str:
     """Returns kind and message of an error, without the statement that a database adds to it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return _public(text.partition(" [SQL:")[0])[:300]
+    return without_passwords(text.partition(" [SQL:")[0])[:300]
