@@ -1,0 +1,187 @@
+"""Every role in every phase, with every exception that its loss raises there: what follows, and what never does.
+
+The roles are stand-ins (`stand_in_run`); command, loop, checkpoints, collector, admission and record are real.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OwnerDiedError,
+    RaySystemError,
+    RayTaskError,
+    UserCodeException,
+    WorkerCrashedError,
+)
+from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, stand_in_run
+
+from mempipe.actors.lost import LearnerFailed, LearnerLost, RoleLost
+
+WITH_RANKS = ("learn", "sync", "checkpoint", "export")
+STREAMS = ("evaluate untrained", "evaluate before", "collect", "evaluate step", "evaluate after")
+ANY = ("launch", "warm start", *STREAMS, "choose", "consume", *WITH_RANKS)
+PASSED = {"learn": 3, "sync": 2, "checkpoint": 1, "collect": 5, "choose": 4, "consume": 1}
+"""How often a place is passed before the strike, so that there is a checkpoint that could be lost."""
+
+
+def in_a_task(cause: Exception, text: str = "") -> RayTaskError:
+    """What a task or an actor raised, as Ray hands it on."""
+    return RayTaskError("function", f'Traceback (most recent call last):\n  File "a.py"\n{text or cause}', cause)
+
+
+LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
+    "an engine died": (lambda: RoleLost("loading weights: generator-0 died"), ("launch", *STREAMS, "sync")),
+    "a rank died": (lambda: LearnerLost("optimiser update 1 of 2: a learner rank died"), ("warm start", *WITH_RANKS)),
+    "an actor died": (ActorDiedError, ANY),
+    "an actor is away": (lambda: ActorUnavailableError("it does not answer", None), ANY),
+    "an actor died in a task": (lambda: in_a_task(ActorDiedError()), ANY),
+    "a stream's worker lost an actor": (
+        lambda: in_a_task(UserCodeException("x"), "ray.exceptions.ActorDiedError: the actor died unexpectedly"),
+        STREAMS,
+    ),
+    "a stream's worker died": (WorkerCrashedError, STREAMS),
+    "a node died": (lambda: NodeDiedError("the node is gone"), ANY),
+    "the raylet died": (LocalRayletDiedError, ("launch", "collect", "learn", "sync", "export")),
+    "an object was lost": (lambda: ObjectLostError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
+    "an object's owner died": (lambda: OwnerDiedError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
+    "nothing came in time": (lambda: GetTimeoutError("120 s"), ("learn", "sync", "choose", "consume", *STREAMS)),
+}
+"""By what was lost: the exception, and the places where it is raised. The run goes on by itself after each."""
+
+ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
+    "Ray's head is gone": (lambda: RaySystemError(ConnectionError("GCS")), ("launch", "collect", "learn"), 1),
+    "no connection": (lambda: ConnectionError("connection refused"), ("connected", "launch", "learn"), 1),
+    "the disk is full": (
+        lambda: OSError(errno.ENOSPC, "No space left on device", "/data/x"),
+        ("prepare", "checkpoint", "export", "report", "evaluate step"),
+        1,
+    ),
+    "a rank's disk is full": (
+        lambda: LearnerFailed("checkpoint: cannot write checkpoint x: No space left on device"),
+        ("checkpoint", "export"),
+        1,
+    ),
+    "Ctrl-C": (KeyboardInterrupt, ("prepare", "connected", *ANY, "report"), 130),
+    "SIGTERM of a library": (lambda: SystemExit(143), ("prepare", "connected", *ANY, "report"), 143),
+}
+"""By what happened: the exception, where, and the exit code. The run ends, and --resume goes on."""
+
+
+def of(table: dict[str, tuple]) -> list[tuple[str, str]]:
+    return [(name, place) for name, (_, places, *_) in table.items() for place in places]
+
+
+def struck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Callable[[], BaseException]
+) -> StandInRun:
+    return stand_in_run(tmp_path, monkeypatch, Strike(place=place, error=error, after=PASSED.get(place, 0)))
+
+
+def check_finished(run: StandInRun) -> None:
+    """The run trained each step and each group once, and its checkpoints are there."""
+    assert run.recorded_steps() == [*range(1, NUM_STEPS + 1)]
+    groups = run.trained_groups()
+    assert len(groups) == len(set(groups)) == NUM_STEPS * GROUPS_PER_STEP
+    assert len(run.checkpoints()) >= NUM_STEPS  # and those that were saved between two updates
+
+
+def check_words(captured: str) -> None:
+    """Nothing of what was printed is a traceback or a page of Ray's."""
+    assert "Traceback" not in captured and 'File "' not in captured, captured
+    assert max(map(len, captured.splitlines()), default=0) <= 400, captured
+
+
+@pytest.mark.parametrize(("lost", "place"), of(LOSSES))
+def test_a_run_goes_on_when_a_role_is_lost(tmp_path, monkeypatch, capsys, lost, place):
+    run = struck(tmp_path, monkeypatch, place, LOSSES[lost][0])
+    code = run.command()
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert run.strike.has_hit
+    assert code == 0, said
+    check_words(said)
+    check_finished(run)
+    assert len(re.findall(r"^.*restart \d", captured.out, re.MULTILINE)) == 1, "one line for one restart"
+
+
+@pytest.mark.parametrize(("what", "place"), of(ENDS))
+def test_a_run_that_ends_says_why_once_keeps_all_and_goes_on_with_resume(tmp_path, monkeypatch, capsys, what, place):
+    run = struck(tmp_path, monkeypatch, place, ENDS[what][0])
+    code = run.command()
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert run.strike.has_hit
+    assert code == ENDS[what][2], said
+    check_words(said)
+    if code == 1:
+        assert len(re.findall(r"^error: ", captured.err, re.MULTILINE)) == 1, said
+    kept = run.checkpoints()
+    assert run.run_folder.is_dir()
+    if place in ("learn", "sync", "export", "report"):
+        assert kept, "a step was saved before"
+    assert run.command("--resume") == 0
+    assert [name for name in kept if name not in run.checkpoints()] == []
+    check_finished(run)
+    check_words("".join(capsys.readouterr()))
+
+
+def test_a_role_that_is_lost_while_the_run_starts_again_costs_one_more_restart(tmp_path, monkeypatch, capsys):
+    class Twice(Strike):
+        def at(self, place: str) -> None:
+            super().at(place)
+            if self.has_hit and place == "restore" and self.place != place:
+                self.place, self.has_hit, self.after = place, False, 0
+                super().at(place)
+
+    run = stand_in_run(tmp_path, monkeypatch, Twice(place="learn", error=lambda: LearnerLost("a rank died"), after=5))
+    assert run.command() == 0
+    assert len(re.findall(r"restart \d", capsys.readouterr().out)) == 2
+    check_finished(run)
+
+
+@pytest.mark.parametrize("place", ["learn", "sync", "checkpoint", "evaluate after"])
+def test_a_lost_role_while_the_questions_are_away_costs_nothing_that_was_saved(tmp_path, monkeypatch, capsys, place):
+    """A mount that goes away together with a node: the run waits for it or ends, and keeps its checkpoints."""
+    away = tmp_path / "away.parquet"
+    monkeypatch.setattr("time.sleep", lambda _: away.exists() and away.rename(tmp_path / TRAIN))
+
+    def lost_with_the_mount() -> BaseException:
+        (tmp_path / TRAIN).rename(away)
+        return LearnerLost("a learner rank died")
+
+    run = struck(tmp_path, monkeypatch, place, lost_with_the_mount)
+    code = run.command()
+    kept = run.checkpoints()
+    assert kept and run.run_folder.is_dir()
+    if code != 0:
+        (tmp_path / "away.parquet").rename(tmp_path / TRAIN)
+        assert run.command("--resume") == 0
+    check_finished(run)
+    check_words("".join(capsys.readouterr()))
+
+
+def test_a_role_that_is_lost_again_and_again_ends_the_run_with_all_that_was_saved(tmp_path, monkeypatch, capsys):
+    class Again(Strike):
+        def at(self, place: str) -> None:
+            if place == self.place and self.after <= 0:
+                raise self.error()
+            self.after -= place == self.place
+
+    strike = Again(place="learn", error=lambda: LearnerLost("a learner rank died"), after=4)
+    run = stand_in_run(tmp_path, monkeypatch, strike)
+    assert run.command() == 1
+    said = capsys.readouterr()
+    assert len(re.findall(r"restart \d", said.out)) == 3
+    assert len(re.findall(r"^error: ", said.err, re.MULTILINE)) == 1 and "a learner rank died" in said.err
+    assert run.checkpoints() and run.run_folder.is_dir()
