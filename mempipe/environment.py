@@ -36,6 +36,7 @@ EVERY_PROCESS = {
     **SMALL_KERNEL_CACHES,
     **NO_TELEMETRY,
     **LOCAL_CLUSTER,
+    "JOBLIB_MULTIPROCESSING": "0",  # nobody here uses its workers, and its semaphores outlive a process that is killed
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others
@@ -50,6 +51,9 @@ GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Where ranks talk about what is not on a GPU. Gloo would take the address of the host's name, often 127.0.1.1, which
 ranks of other nodes cannot reach."""
+
+SHARED_TEMP = "MEMPIPE_SHARED_TEMP"
+"""Holds the temporary folder of the machine, where its runs wait for each other, while TMPDIR is that of the run."""
 
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mempipe.environment import SHARED_TEMP
 from mempipe.settings import ConfigError
 
 LOCK_FILE = ".lock"
@@ -162,11 +163,31 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def in_turn(name: str) -> Iterator[None]:
-    """Lets one process of this machine and user at a time into the block; the others wait for it."""
-    file = Path(tempfile.gettempdir()) / f"mempipe-{os.getuid()}-{name}.lock"
-    with open(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    """Lets one process of this machine and user at a time into the block; the others wait for it. The last one leaves
+    nothing behind.
+    """
+    file = Path(os.environ.get(SHARED_TEMP) or tempfile.gettempdir()) / f"mempipe-{os.getuid()}-{name}.lock"
+    held = _locked(file)
+    try:
         yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _locked(file: Path) -> int:
+    """Returns the descriptor of the file that has this name, locked for this process."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(file.stat(), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # who held it has removed it
 
 
 def lock(folder: Path) -> None:

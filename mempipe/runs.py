@@ -2,7 +2,9 @@
 
 config.yaml            the whole config as it was resolved
 state.json             phase seconds, steps done, MLflow run id, whether it finished
-metrics.jsonl          one row of metrics per learner step
+metrics.jsonl          one row of metrics per learner step; rows of steps that are made again: metrics.replaced.jsonl
+lost_records.json      what of the record was lost, in sentences
+ray_logs/              the ends of the logs of Ray, where the run has failed
 world/ index/ model/   made by the run itself when its config has a `world`
 checkpoints/           model, optimiser, scheduler, RNG and data position
 inputs.json            hashes of the questions, prompts, index and model that the run was begun with

@@ -85,7 +85,7 @@ def main(suite: EvaluationSuite) -> list[Path]:
             say(f"{each.run.name}: starting Ray, engines and retrievers")
             with (
                 StopRequest(each.config.grace_s).listening() as stop,
-                connected(suite.ray_address, name=suite.name) as namespace,
+                connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
             ):
                 stop.listen()  # Ray has put its own handler in place
                 Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, namespace))

@@ -95,7 +95,9 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             if newest := latest(run.folder / "checkpoints"):
                 read_state(newest)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
-        with connected(config.ray_address, name=config.name, model=config.model) as namespace:
+        with connected(
+            config.ray_address, name=config.name, model=config.model, logs=run.folder / "ray_logs"
+        ) as namespace:
             reached("connected")
             stop.listen()  # Ray has put its own handler in place
             tracker = TrackerFront(config)

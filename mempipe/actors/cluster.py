@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ from mempipe.capacity import object_store_bytes
 from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS
 from mempipe.progress import say
+from mempipe.scratch import scratch_folder
 
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
@@ -43,12 +45,22 @@ _WAKE = signal.SIGUSR1
 
 
 @contextmanager
-def connected(address: str, *, name: str, model: ModelConfig | None = None) -> Iterator[str]:
+def connected(address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None) -> Iterator[str]:
     """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that
     ends with the run and whose object store has room for `model`.
 
-    Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.
+    What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
+    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.
     """
+    with (
+        scratch_folder(logs=logs) as temporary,
+        _connection(address, name=name, model=model, temporary=temporary) as namespace,
+    ):
+        yield namespace
+
+
+@contextmanager
+def _connection(address: str, *, name: str, model: ModelConfig | None, temporary: Path) -> Iterator[str]:
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
     os.environ.update({name: os.environ.get(name, value) for name, value in EVERY_PROCESS.items()})
@@ -59,6 +71,7 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None) -> I
         options |= {
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
+            "_temp_dir": str(temporary),
             "object_store_memory": _object_store(model),
         }
     quiet_loggers()

@@ -152,7 +152,7 @@ def test_ray_appears_only_in_the_files_that_are_for_it(path):
 
 LAYERS = [
     {"types", "settings", "faults", "text", "files", "json_files", "checksums"}
-    | {"user_code", "http_client", "environment", "beacons", "credentials"},
+    | {"user_code", "http_client", "environment", "beacons", "credentials", "scratch"},
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},

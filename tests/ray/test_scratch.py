@@ -1,0 +1,48 @@
+"""A local cluster and its actors leave nothing in the temporary folder, whether a run ends, fails or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RUN = """
+import os, sys, tempfile
+from pathlib import Path
+from mempipe.actors.handles import start_actor
+from mempipe.actors.cluster import connected
+import ray
+
+class Leaver:
+    def leave(self):
+        return tempfile.mkstemp()[1]
+
+with connected("", name="leaver", logs=Path(sys.argv[1])):
+    left = ray.get(start_actor(Leaver, {}).leave.remote())
+    assert os.path.dirname(left) == tempfile.gettempdir() != os.environ["SHARED"], left
+    assert not Path("/tmp/ray").exists() or not any("_%d" % os.getpid() in f.name for f in Path("/tmp/ray").iterdir())
+    if sys.argv[2] == "fails":
+        raise RuntimeError("a role died")
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), 9)
+"""
+
+
+def run(shared: str, logs: Path, end: str) -> int:
+    names = ("RAY_ADDRESS", "RAY_TMPDIR", "MEMPIPE_SHARED_TEMP", "MEMPIPE_DEBUG")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"TMPDIR": shared, "SHARED": shared}
+    return subprocess.run([sys.executable, "-c", RUN, str(logs), end], env=environment, timeout=300).returncode
+
+
+def test_a_cluster_leaves_nothing_in_the_temporary_folder(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="mp-") as shared:
+        assert run(shared, tmp_path / "logs", "killed") == -signal.SIGKILL
+        assert run(shared, tmp_path / "logs", "ends") == 0
+        assert os.listdir(shared) == [] and not (tmp_path / "logs").exists()
+        assert run(shared, tmp_path / "logs", "fails") == 1
+        assert os.listdir(shared) == []
+    assert any(file.name.startswith("worker-") for file in (tmp_path / "logs").iterdir())
