@@ -37,6 +37,7 @@ class MetricsFile:
         """Says why rows are waiting; None when none is."""
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
+        self._write()  # a folder that cannot be written is known at once
 
     @property
     def num_waiting(self) -> int:
