@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miniature import QUICKSTART
-from watched import Missed, Watched
+from watched import Missed, Watched, at
 
 from mempipe.files import lock
 from tools.processes import ROOT
@@ -60,7 +60,7 @@ def starting_point() -> Path:
             watched.start(
                 ["train", str(QUICKSTART), *WORLD, *TRAINING, *MAKING, "num_steps=1", f"output={watched.output}"]
             )
-            with watched.held("launch", seconds=MAKING_S):  # all that is wanted is there
+            with watched.held(at("launch"), seconds=MAKING_S):  # all that is wanted is there
                 made = watched.output / "run"
                 if not all((made / part).is_dir() for part in PARTS):
                     raise Missed(f"no starting point was made: {watched.last_words()}")
