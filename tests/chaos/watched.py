@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from machine import Patience
@@ -119,7 +119,7 @@ class Watched:
         self._next: Place | None = None
         self._passed: list[Passed] = []
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|md|jsonl))`|\]\(([\w./-]+
 NOT_FILES = {"NAME.py", "NAME.yaml", "test_NAME.py"}
 
 
-@pytest.mark.parametrize("document", ["architecture.md", "extending.md", "memtrain.md", "methods.md", "serving.md"])
+@pytest.mark.parametrize("document", ["architecture.md", "extending.md", "memtrain.md", "methods.md", "reliability.md", "serving.md"])
 def test_every_file_that_a_document_names_is_there(document):
     named = {a or b for a, b in FILE.findall((ROOT / "docs" / document).read_text())}
     assert named
