@@ -10,10 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLACES = (ROOT, ROOT / "mempipe", ROOT / "docs", ROOT / "examples" / "notebook_agent")
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|md|jsonl))`|\]\(([\w./-]+\.md)\)")
-NOT_FILES = {"NAME.py", "NAME.yaml", "test_NAME.py"}
+NOT_FILES = {"NAME.py", "NAME.yaml", "test_NAME.py", "metrics.jsonl"}
 
 
-@pytest.mark.parametrize("document", ["architecture.md", "extending.md", "memtrain.md", "methods.md", "reliability.md", "serving.md"])
+@pytest.mark.parametrize(
+    "document", ["architecture.md", "extending.md", "memtrain.md", "methods.md", "reliability.md", "serving.md"]
+)
 def test_every_file_that_a_document_names_is_there(document):
     named = {a or b for a, b in FILE.findall((ROOT / "docs" / document).read_text())}
     assert named
