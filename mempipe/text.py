@@ -1,5 +1,5 @@
 """Small things about text that every room needs: characters that UTF-8 cannot hold, tags in untrusted text, the forms
-of an entity, and chunks that are cut between words.
+of an entity, sentences, and chunks that are cut between words.
 """
 
 from __future__ import annotations
@@ -16,6 +16,39 @@ BOX = "\\boxed"
 TARGET = "[TARGET]"
 """Stands for the entity that a recall of MemTrain asks for; the document's own gap is [MASK]."""
 _LONGEST_WORD = 64
+_ABBREVIATIONS = frozenset(
+    [
+        "mr",
+        "mrs",
+        "ms",
+        "dr",
+        "st",
+        "jr",
+        "sr",
+        "prof",
+        "gen",
+        "col",
+        "lt",
+        "sgt",
+        "rev",
+        "hon",
+        "no",
+        "vs",
+        "ca",
+        "c",
+        "b",
+        "d",
+        "inc",
+        "ltd",
+        "co",
+        "corp",
+        "u.s",
+        "u.k",
+        "e.g",
+        "i.e",
+    ]
+)
+_SENTENCE_END = re.compile(r"[.!?][\"”’')\]]*\s+(?=[\"“‘'(\[]?[A-Z0-9])")
 
 
 class CountTokens(Protocol):
@@ -106,3 +139,23 @@ def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[
             f"mask is {mask!r}, which the tokenizer reads as {found!r} (in {sentence!r}); choose another mask for "
             "documents and agent, such as [MASK] or ____"
         )
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """Start and end of every sentence, without the space around it. A line break ends one too."""
+    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _is_abbreviation(text, match.start())}
+    ends |= {match.end() for match in re.finditer(r"\n+", text)}
+    found, start = [], 0
+    for end in [*sorted(ends), len(text)]:
+        part = text[start:end]
+        if part.strip():
+            left = start + len(part) - len(part.lstrip())
+            found.append((left, left + len(part.strip())))
+        start = end
+    return found
+
+
+def _is_abbreviation(text: str, stop: int) -> bool:
+    """Tells whether the full stop at `stop` belongs to an abbreviation or an initial."""
+    word = re.split(r"[\s(\"“‘]", text[max(0, stop - 16) : stop])[-1].lower()
+    return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha())

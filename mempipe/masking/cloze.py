@@ -11,6 +11,7 @@ second, from the passage that bears its name, has the gap.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 import polars as pl
 from pydantic import Field, model_validator
 
-from mempipe.masking.entities import Finder, Kind, can_be_read, forms_pattern, sentences
+from mempipe.masking.entities import Finder, Kind, can_be_read, forms_pattern
 from mempipe.masking.rules import WORDS, answer_key, around, common_answers, guessable_answers, trivial_rule
 from mempipe.settings import ConfigError, Section
+from mempipe.text import sentences
 from mempipe.types import Evidence, Passage, Question
 
 GAP, LINK = "____", "[X]"
@@ -163,9 +165,10 @@ def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeCo
     rows = []
     for passage, entities in zip(passages, finder.find([passage.text for passage in passages]), strict=True):
         spans, split = sentences(passage.text), split_of(passage.title, passage.partition, config)
+        starts = [start for start, _ in spans]
         for entity in entities:
-            start, end = next(((s, e) for s, e in spans if s <= entity.start and entity.end <= e), (0, 0))
-            if not end:  # it crosses the end of a sentence
+            start, end = spans[max(0, bisect.bisect_right(starts, entity.start) - 1)]
+            if not start <= entity.start < entity.end <= end:  # it crosses the end of a sentence
                 continue
             sentence, place = passage.text[start:end], entity.start - start
             rows.append(

@@ -10,6 +10,7 @@ numbers in a script without them.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol
 
 from mempipe.settings import ConfigError
+from mempipe.text import sentences
 
 Kind = Literal["name", "title", "date", "number"]
 KINDS: tuple[Kind, ...] = ("name", "title", "date", "number")
@@ -207,60 +209,14 @@ _NO_NAMES = frozenset(
     ]
 )
 """Words that begin a sentence with a capital and are no names."""
-_ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "st",
-        "jr",
-        "sr",
-        "prof",
-        "gen",
-        "col",
-        "lt",
-        "sgt",
-        "rev",
-        "hon",
-        "no",
-        "vs",
-        "ca",
-        "c",
-        "b",
-        "d",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "u.s",
-        "u.k",
-        "e.g",
-        "i.e",
-    ]
-)
+_NO_FIRST = _NO_NAMES | _PARTICLES
+_LETTERS = re.compile(r"\w+")
+_WORD_BOUNDARY = re.compile(r"\b")
+_BEFORE_NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789,;")
+"""What stands, with a space, before a name inside a sentence."""
+_LONGEST_NAME = 64
+"""A longer word is no name elsewhere."""
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
-_SENTENCE_END = re.compile(r"[.!?][\"”’')\]]*\s+(?=[\"“‘'(\[]?[A-Z0-9])")
-
-
-def sentences(text: str) -> list[tuple[int, int]]:
-    """Start and end of every sentence, without the space around it. A line break ends one too."""
-    ends = [match.end() for match in _SENTENCE_END.finditer(text) if not _is_abbreviation(text[: match.start()])]
-    ends += [match.end() for match in re.finditer(r"\n+", text)]
-    found, start = [], 0
-    for end in [*sorted(set(ends)), len(text)]:
-        part = text[start:end]
-        if part.strip():
-            left = start + len(part) - len(part.lstrip())
-            found.append((left, left + len(part.strip())))
-        start = end
-    return found
-
-
-def _is_abbreviation(before: str) -> bool:
-    """Tells whether the full stop after `before` belongs to an abbreviation or an initial."""
-    word = re.split(r"[\s(\"“‘]", before[-16:])[-1].lower()
-    return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha())
 
 
 class RuleFinder:
@@ -394,8 +350,24 @@ def _looks_like_title(text: str) -> bool:
     return 1 <= len(words) <= 10 and sum(word[0].isupper() or word[0].isdigit() for word in words) * 2 >= len(words)
 
 
+_Token = tuple[str, int, int]
+"""A word, its start and its end in the text."""
+
+
 def _names(text: str) -> Iterator[Entity]:
     starts = {start for start, _ in sentences(text)}
+    runs = [run for run in map(_without_opening_words, _capitalised_runs(text)) if run]
+    unsure = {run[0][0] for run in runs if len(run) == 1 and run[0][1] in starts}
+    known = _names_elsewhere(text, unsure)
+    for run in runs:
+        (word, start, _), end = run[0], run[-1][2]
+        if len(run) > 1 or start not in starts or word in known:
+            name = re.sub(r"['’]s?$", "", text[start:end])
+            yield Entity(name, "name", start, start + len(name))
+
+
+def _capitalised_runs(text: str) -> Iterator[list[_Token]]:
+    """Yields words with a capital that follow one another, one space apart, with light words between them."""
     tokens = [
         (match.group(), match.start(), match.end()) for match in _TOKEN.finditer(text) if not match.group().isspace()
     ]
@@ -413,30 +385,39 @@ def _names(text: str) -> Iterator[Entity]:
             elif word not in _LIGHT:
                 break
             following += 1
-        yield from _name(text, tokens[index : last + 1], starts)
+        yield tokens[index : last + 1]
         index = last + 1
 
 
-def _name(text: str, tokens: Sequence[tuple[str, int, int]], sentence_starts: set[int]) -> Iterator[Entity]:
-    """The name in a run of capitalised words, without words that begin a sentence only."""
-    first = 0
-    while first < len(tokens) and tokens[first][0].lower() in (_NO_NAMES | _PARTICLES):
-        first += 1
-    if first == len(tokens):
-        return
-    word, start, _ = tokens[first]
-    at_start = start in sentence_starts and first == len(tokens) - 1
-    if at_start and not _is_name_elsewhere(text, word, start):
-        return
-    end = tokens[-1][2]
-    name = re.sub(r"['’]s?$", "", text[start:end])
-    yield Entity(name, "name", start, start + len(name))
+def _without_opening_words(run: list[_Token]) -> list[_Token]:
+    """Returns the run from its first word on that can begin a name."""
+    return list(itertools.dropwhile(lambda token: token[0].lower() in _NO_FIRST, run))
 
 
-def _is_name_elsewhere(text: str, word: str, start: int) -> bool:
-    """Tells whether a word that begins a sentence is capitalised inside another one, and never written small."""
-    inside = re.search(rf"[a-z0-9,;] {re.escape(word)}\b", text[:start] + " " * len(word) + text[start + len(word) :])
-    return bool(inside) and not re.search(rf"\b{re.escape(word.lower())}\b", text)
+def _names_elsewhere(text: str, words: set[str]) -> set[str]:
+    """Returns the words that are capitalised inside a sentence as well, and never written small.
+
+    The text is read once, however many words there are.
+    """
+    words = {word for word in words if len(word) <= _LONGEST_NAME}
+    if not words:
+        return set()
+    small, longest = {word.lower() for word in words}, max(map(len, words))
+    heads = {match[0] for word in words | small if (match := _LETTERS.match(word))}
+    inside, written_small = set(), set()
+    for letters in _LETTERS.finditer(text):
+        if letters[0] not in heads:
+            continue
+        start = letters.start()
+        follows = start > 1 and text[start - 1] == " " and text[start - 2] in _BEFORE_NAME
+        # A word may go on behind an apostrophe, a hyphen or a full stop.
+        for end in _WORD_BOUNDARY.finditer(text, letters.end(), start + longest + 1):
+            part = text[start : end.start()]
+            if part in small:
+                written_small.add(part)
+            if follows and part in words:
+                inside.add(part)
+    return {word for word in inside if word.lower() not in written_small}
 
 
 def _is_capitalised(word: str) -> bool:
@@ -445,8 +426,11 @@ def _is_capitalised(word: str) -> bool:
 
 def _without_overlaps(entities: Iterable[Entity]) -> list[Entity]:
     """In order; of those that overlap the longest, of equally long ones the first kind of `KINDS`."""
+    found = [entity for entity in entities if entity.text.strip()]
+    taken = bytearray(max((entity.end for entity in found), default=0))
     chosen: list[Entity] = []
-    for entity in sorted(entities, key=lambda e: (e.start - e.end, KINDS.index(e.kind), e.start)):
-        if entity.text.strip() and all(entity.end <= other.start or entity.start >= other.end for other in chosen):
+    for entity in sorted(found, key=lambda e: (e.start - e.end, KINDS.index(e.kind), e.start)):
+        if taken.find(1, entity.start, entity.end) < 0:
+            taken[entity.start : entity.end] = b"\1" * (entity.end - entity.start)
             chosen.append(entity)
     return sorted(chosen, key=lambda e: e.start)

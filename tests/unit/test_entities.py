@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import time
 from itertools import pairwise
 
 import pytest
 
-from mempipe.masking.entities import RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder, sentences
+from mempipe.masking.entities import RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder
 from mempipe.settings import ConfigError
+from mempipe.text import sentences
 
 
 def found(text: str) -> list[tuple[str, str]]:
@@ -46,6 +50,41 @@ def test_the_rules_find(text, entities):
 def test_a_capital_at_the_start_of_a_sentence_makes_a_name_only_if_it_is_one_elsewhere():
     assert found("Bridges were built here. They were long.") == []
     assert found("Kuno stayed. Later, Kuno left.") == [("Kuno", "name"), ("Kuno", "name")]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("Kuno stayed. We saw Kuno-Nord there.", 1),
+        ("Kuno stayed. We saw Kunos there.", 0),
+        ("Kuno stayed. We saw Kuno there, and one kuno.", 0),
+        ("Kuno stayed. We saw Kuno there, and two kunos.", 1),
+        ("Kuno stayed. Kuno left.", 0),
+        ("Kuno stayed.\n\nHe was met by,  Kuno again.", 0),
+        ("Kuno stayed. In 1994 Kuno left.", 1),
+    ],
+)
+def test_elsewhere_means_inside_a_sentence_and_never_written_small(text, names):
+    assert sum(entity.start == 0 for entity in RuleFinder().find([text])[0]) == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Kuno {i} walked 12 miles from Bergen to the old harbour of Oslo. Anna{i} went home, and Anna{i} slept. "
+        * 6000,
+        "A." * 200_000,
+        "Bergen " + "of the " * 50_000,
+        "Wort. " * 50_000,
+    ],
+    ids=["sentences", "initials", "light words", "openings"],
+)
+def test_the_rules_take_time_in_proportion_to_the_text(text):
+    numbers = itertools.count()
+    text = re.sub(r"\{i\}", lambda _: str(next(numbers)), text)
+    started = time.process_time()
+    RuleFinder().find([text])
+    assert time.process_time() - started < 4  # measured: under 1 s; a quadratic one needs minutes
 
 
 def test_entities_do_not_overlap_and_come_in_order():
