@@ -1,44 +1,60 @@
 """Makes passages of plain text: of a .txt or .md file, a folder of them, or the reference text that Python carries.
 
-A passage joins paragraphs until it has about `PASSAGE_WORDS` words. A heading (`#` in markdown, an underlined line
-elsewhere) begins a new passage; the passage's title is the name of the file and this heading.
+A passage joins paragraphs until it has about `PASSAGE_WORDS` words; a longer paragraph is cut at the ends of sentences,
+whether or not lines end there. A heading (`#` in markdown, an underlined line elsewhere) begins a new passage. The
+title of a passage is the name of the file, the heading, and from the second part of a long section on its number: the
+titles are what questions are split by into training and test.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.data.corpus import PASSAGE_COLUMNS
+from mempipe.data.rows import JSONL, PARQUET
 from mempipe.files import whole_file
 from mempipe.settings import ConfigError
-from mempipe.text import replace_surrogates
+from mempipe.text import replace_surrogates, sentences
 from mempipe.types import Passage
 
 SUFFIXES = (".txt", ".md")
 PYTHON_REFERENCE = "python-reference"
 """Names the language reference in `pydoc_data.topics`: about 700 kB of English on every machine that has Python."""
 PASSAGE_WORDS = 100
+PART_PASSAGES = 10
+"""Passages of a section that share a title."""
+HEADING_WORDS = 20
+"""A longer line is no heading, whatever stands before or under it."""
+_LETTERS_A_WORD, _LONGEST_WORD = 6, 30
 _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
+_CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")
+_WORD = re.compile(r"\S+\s*")
 
 
 def is_plain_text(source: str | Path) -> bool:
-    """Tells whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere."""
+    """Tells whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere and no
+    file of a corpus.
+    """
     path = Path(source)
-    if str(source) == PYTHON_REFERENCE or path.suffix in SUFFIXES:
+    if str(source) == PYTHON_REFERENCE or path.suffix.lower() in SUFFIXES:
         return True
-    return path.is_dir() and any(file.suffix in SUFFIXES for file in path.rglob("*"))
+    if not path.is_dir() or any(file.name.endswith((*JSONL, *PARQUET)) for file in path.iterdir()):
+        return False
+    return bool(next(_files_of(path), None))
 
 
 def read_plain_text(source: str | Path) -> Iterator[Passage]:
     """Yields the passages in the order of file names and of the text.
 
-    Raises ConfigError for what does not exist, is not UTF-8 or has no text.
+    Raises ConfigError for what does not exist, cannot be read, is binary, is not UTF-8 or has no text.
     """
     found = False
     for name, text in _texts(source):
@@ -59,6 +75,7 @@ def write_corpus(source: str | Path, file: Path) -> Path:
 
 
 def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of every file. No two names are the same."""
     if str(source) == PYTHON_REFERENCE:
         from pydoc_data.topics import topics
 
@@ -70,45 +87,111 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
             f"{source} does not exist; expected a corpus (.jsonl, .parquet), a text file or a folder of .txt or "
             ".md files"
         )
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
-        yield str(file.relative_to(path).with_suffix("") if path.is_dir() else file.stem), replace_surrogates(text)
+    if not path.is_dir():
+        yield path.stem, _read(path)
+        return
+    files = sorted(_files_of(path))
+    whole = [str(file.relative_to(path)) for file in files]
+    short = [str(file.relative_to(path).with_suffix("")) for file in files]
+    seen = Counter([*whole, *short])  # beside notes.md a notes.txt has its whole name
+    for file, name, brief in zip(files, whole, short, strict=True):
+        yield brief if seen[brief] == 1 else name, _read(file)
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    if "\0" in text:
+        raise ConfigError(f"{file} is binary: character {text.index(chr(0))} is NUL; expected words in UTF-8")
+    return replace_surrogates(text)
 
 
 def _passages(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Yields title and text of each passage."""
-    title, parts = name, list[str]()
-    for heading, paragraph in _paragraphs(text.splitlines()):
-        full = sum(len(part.split()) for part in parts) + len(paragraph.split()) > PASSAGE_WORDS
-        if parts and (heading or full):
-            yield title, " ".join(parts)
-            parts = []
+    for section, paragraphs in _sections(name, _paragraphs(text.splitlines())):
+        parts = (part for paragraph in paragraphs for part in _parts(paragraph + " ", _CUTS))
+        for number, passage in enumerate(_joined(parts)):
+            part = number // PART_PASSAGES + 1
+            yield section if part == 1 else f"{section} ({part})", passage
+
+
+def _sections(name: str, blocks: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the title and the paragraphs of every section."""
+    title, paragraphs = name, list[str]()
+    for heading, paragraph in blocks:
         if heading:
-            title = f"{name}: {heading}" if heading.lower() != name.lower() else name
+            yield title, paragraphs
+            title, paragraphs = f"{name}: {heading}" if heading.lower() != name.lower() else name, []
         if paragraph:
-            parts.append(paragraph)
-    if parts:
-        yield title, " ".join(parts)
+            paragraphs.append(paragraph)
+    yield title, paragraphs
+
+
+def _joined(parts: Iterable[str]) -> Iterator[str]:
+    """Joins parts, the space after each included, as long as they have no more than PASSAGE_WORDS together."""
+    passage = ""
+    for part in parts:
+        if passage and _num_words(passage + part) > PASSAGE_WORDS:
+            yield passage.rstrip()
+            passage = ""
+        passage += part
+    if passage:
+        yield passage.rstrip()
+
+
+def _parts(text: str, cuts: Sequence[Callable[[str], Iterable[int]]]) -> Iterator[str]:
+    """Yields the text where it fits a passage, else what the first of `cuts` makes of it, and so on. The parts joined
+    are the text.
+    """
+    if not cuts or _num_words(text) <= PASSAGE_WORDS:
+        yield text
+        return
+    for start, end in pairwise([*cuts[0](text), len(text)]):
+        yield from _parts(text[start:end], cuts[1:])
+
+
+_CUTS = (
+    lambda text: [start for start, _ in sentences(text)],
+    lambda text: [0, *(match.end() for match in _CLAUSE_END.finditer(text, 0, len(text.rstrip())))],
+    lambda text: [match.start() for match in _WORD.finditer(text)],
+    lambda text: range(0, len(text), PASSAGE_WORDS * _LETTERS_A_WORD),
+)
+"""Where a text may be cut: sentences, clauses, words, and runs of letters that no word would be."""
+
+
+def _num_words(text: str) -> int:
+    """Counts words. A run of letters that no word would be (a script without spaces) counts as several."""
+    return sum(1 if len(word) <= _LONGEST_WORD else -(-len(word) // _LETTERS_A_WORD) for word in text.split())
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yields (heading, "") or ("", paragraph) in the order of the text."""
     block: list[str] = []
     for line in [*lines, ""]:
-        underlined = len(block) == 1 and _UNDERLINE.match(line)
-        heading = re.match(r"#{1,6}\s+(.*)", line)
+        underlined = len(block) == 1 and _UNDERLINE.match(line) and _is_short(block[0])
+        marked = re.match(r"#{1,6}\s+(.*)", line) if _is_short(line) else None
         if underlined:
             yield block[0].strip(), ""
             block = []
-        elif heading or not line.strip():
+        elif marked or not line.strip():
             if block:
                 yield "", " ".join(" ".join(block).split())
             block = []
-            if heading:
-                yield heading[1].strip(" #"), ""
+            if marked:
+                yield marked[1].strip(" #"), ""
         else:
             block.append(line)
+
+
+def _is_short(line: str) -> bool:
+    return len(line.split()) <= HEADING_WORDS

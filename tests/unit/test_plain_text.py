@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import re
+from pathlib import Path
+
 import pytest
 
-from mempipe.data.plain_text import PASSAGE_WORDS, PYTHON_REFERENCE, is_plain_text, read_plain_text
+from mempipe.data.corpus import read_corpus
+from mempipe.data.plain_text import PASSAGE_WORDS, PYTHON_REFERENCE, is_plain_text, read_plain_text, write_corpus
+from mempipe.masking.cloze import ClozeConfig, choose_questions, find_candidates
+from mempipe.masking.entities import RuleFinder
 from mempipe.settings import ConfigError
+from mempipe.types import Passage
 
 
 def test_paragraphs_are_joined_up_to_a_passage_and_headings_are_titles(tmp_path):
@@ -35,6 +43,98 @@ def test_a_folder_is_read_by_names(tmp_path):
     assert is_plain_text(tmp_path) and not is_plain_text(tmp_path / "c.pdf")
 
 
+def read(tmp_path: Path, text: str | bytes, name: str = "book.txt") -> list[Passage]:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return list(read_plain_text(tmp_path / name))
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+LINE = "Paragraph {} tells of Alice and the harbour of Bergen in many words that go on and on{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_passages", "unit"),
+    [
+        ("\n".join(LINE.format(i, ".") for i in range(500)), 100, r"Paragraph \d+ .* on\."),
+        (" ".join(LINE.format(i, ".") for i in range(500)), 100, r"Paragraph \d+ .* on\."),
+        ("\n".join(LINE.format(i, "") for i in range(500)), 90, r"\w+ .* \w+"),
+        ("\r\n".join(LINE.format(i, ".") for i in range(500)), 100, r"Paragraph \d+ .* on\."),
+        ("Он шёл домой. Было поздно и темно. " * 500, 36, r"(Он|Было) .*\."),
+        ("彼は東京で生まれた。" * 3000, 50, r"彼.*。"),
+        ("彼は東京で生まれ" * 3000, 40, r"彼\w+"),
+        ("word " * 60_000, 600, r"word( word)*"),
+        ("see https://example.org/" + "abc/" * 60 + " here " * 100, 2, r"(see https://example.org/(abc/)+)?.*here"),
+    ],
+    ids=["lines", "one line", "no stops", "windows", "cyrillic", "chinese", "no spaces", "300 kB", "a long word"],
+)
+def test_text_without_blank_lines_is_cut_at_sentences_and_never_inside_a_word(tmp_path, text, num_passages, unit):
+    passages = read(tmp_path, text)
+    assert len(passages) == num_passages
+    assert all(re.fullmatch(unit, passage.text) for passage in passages)
+    assert all(len(passage.text.split()) <= PASSAGE_WORDS and len(passage.text) < 1200 for passage in passages)
+    assert squeezed("".join(passage.text for passage in passages)) == squeezed(text)
+
+
+def test_a_paragraph_that_fits_is_kept_whole_and_a_sentence_that_fits_too(tmp_path):
+    words = " ".join(["word"] * 59)
+    passages = read(tmp_path, f"One {words}. Two {words}.\n\nThree {words}.\n\nFour e.g. {words}.")
+    assert [passage.text.split()[0] for passage in passages] == ["One", "Two", "Three", "Four"]
+
+
+def test_a_long_section_has_titles_by_which_its_questions_can_be_split(tmp_path):
+    passages = read(
+        tmp_path, "\n\n".join([" ".join(["word"] * PASSAGE_WORDS)] * 25) + "\n\nEnd\n===\n\nlast", "notes.txt"
+    )
+    parts = ["notes"] * 10 + ["notes (2)"] * 10 + ["notes (3)"] * 5 + ["notes: End"]
+    assert [passage.title for passage in passages] == parts
+
+
+def test_a_text_of_many_sentences_gives_many_questions_of_every_split(tmp_path):
+    names = ["Alice", "Bergen", "Oslo", "Marlowe", "Tannen", "Edwina", "Corso", "Fabian", "Oduya", "Velmora", "Helgate"]
+    rng = random.Random(0)
+    text = "\n".join(
+        f"On {rng.randrange(1, 28)} May {1500 + i % 400} the {rng.choice(names)} people walked {i} miles from "
+        f"{rng.choice(names)}{i} to the old harbour with friends."
+        for i in range(800)
+    )
+    passages, config = read(tmp_path, text, "notes.txt"), ClozeConfig(entities="rules", two_passages=0)
+    made = choose_questions(find_candidates(passages, RuleFinder(), config).lazy(), len(passages), config)
+    counts = {split: len(questions) for split, questions in made.questions.items()}
+    assert sum(counts.values()) == len(passages) > 150 and all(counts.values())
+    assert counts["train"] > len(passages) / 2
+
+
+def test_byte_order_marks_page_breaks_and_windows_line_ends_are_no_text(tmp_path):
+    (passage,) = read(tmp_path, "\ufeff# Guide\r\n\r\nfirst\r\npage\f\r\nsecond page".encode(), "guide.md")
+    assert (passage.title, passage.text) == ("guide", "first page second page")
+
+
+def test_a_long_line_is_no_heading(tmp_path):
+    sentence = "It goes on and on and on and on and on and on and on and on and on and on and on."
+    assert [p.title for p in read(tmp_path, f"{sentence}\n---\n# {sentence}\n\nend")] == ["book"]
+
+
+def test_files_of_one_name_have_ids_of_their_own(tmp_path):
+    for name in ("notes.md", "notes.txt", "notes.md.txt", "b.TXT"):
+        (tmp_path / name).write_text(f"text of {name}")
+    (tmp_path / "folder.txt").mkdir()
+    passages = list(read_plain_text(tmp_path))
+    assert sorted(passage.id for passage in passages) == ["b-0", "notes.md-0", "notes.md.txt-0", "notes.txt-0"]
+    assert sorted(p.id for p in read_corpus(write_corpus(tmp_path, tmp_path / "made.parquet"))) == sorted(
+        passage.id for passage in passages
+    )
+
+
+def test_a_readme_beside_a_corpus_does_not_make_it_plain_text(tmp_path):
+    (tmp_path / "README.md").write_text("about the corpus")
+    assert is_plain_text(tmp_path)
+    (tmp_path / "wiki.jsonl").write_text('{"id": "1", "contents": "a\\nb"}\n')
+    assert not is_plain_text(tmp_path)
+
+
 def test_python_carries_its_reference_everywhere():
     passages = list(read_plain_text(PYTHON_REFERENCE))
     assert len(passages) > 500 and len({passage.id for passage in passages}) == len(passages)
@@ -44,8 +144,12 @@ def test_python_carries_its_reference_everywhere():
 def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "sixteen.txt").write_text("hello", encoding="utf-16")
+    (tmp_path / "zeros.txt").write_bytes(b"ab\0c")
     for name, words in (
         ("latin.txt", "not UTF-8: byte 1"),
+        ("sixteen.txt", "not UTF-8: byte 0 is 0xff; save it as UTF-8"),
+        ("zeros.txt", "is binary: character 2 is NUL"),
         ("empty.txt", "holds no text"),
         ("no.txt", "does not exist"),
     ):
