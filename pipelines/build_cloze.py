@@ -10,7 +10,6 @@ were made of it (corpus.parquet), which is what an index is built from.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from mempipe.actors.finding import stream_candidates
 from mempipe.data.corpus import corpus_files
 from mempipe.data.plain_text import is_plain_text, write_corpus
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.files import whole_folder, write_text
+from mempipe.files import recover_folder, whole_folder
+from mempipe.json_files import read_object, write_object
 from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress
@@ -53,6 +53,7 @@ def build_cloze(
     folder of other settings.
     """
     settings = {"corpus": corpus, "finder": make_finder(config.entities).name} | config.model_dump(mode="json")
+    recover_folder(folder)
     if folder.exists():
         return _finished(folder, settings)
     plain = is_plain_text(corpus)
@@ -68,7 +69,7 @@ def build_cloze(
             write_questions(partial / f"{split}.parquet", made.questions[split])
         counts = {"passages": num_passages, **made.counts}
         counts |= {f"{split}_questions": len(made.questions[split]) for split in SPLITS}
-        write_text(partial / MANIFEST, json.dumps({"settings": settings, "counts": counts}, indent=1))
+        write_object(partial / MANIFEST, {"settings": settings, "counts": counts})
     return _finished(folder, settings)
 
 
@@ -103,10 +104,12 @@ def _write_candidates(source: str, folder: Path, config: ClozeConfig) -> int:
 
 
 def _finished(folder: Path, settings: dict) -> ClozeFiles:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} holds no finished cloze questions ({MANIFEST}); choose another folder") from error
+    if not (folder / MANIFEST).exists():
+        raise ConfigError(f"{folder} holds no finished cloze questions ({MANIFEST}); choose another folder")
+    again = f"remove {folder}, and make the questions again (mempipe data cloze, or the run's own command)"
+    manifest = read_object(folder / MANIFEST, advice=again)
+    if not all(isinstance(manifest.get(name), dict) for name in ("settings", "counts")):
+        raise ConfigError(f"{folder / MANIFEST} is damaged: it lacks settings or counts; {again}")
     if manifest["settings"] != settings:
         differing = sorted(name for name, value in settings.items() if manifest["settings"].get(name) != value)
         raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")

@@ -22,12 +22,15 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.actors.cluster import connected
 from mempipe.actors.documents import DOCUMENT_SCHEMA, REJECTED, stream_parts
+from mempipe.data.parquet import check_parquet, parquet_writer, read_metadata, read_table
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.files import lock, whole_file, write_text
+from mempipe.files import lock
+from mempipe.json_files import read_object, write_object
 from mempipe.masking.documents import (
     REJECTIONS,
     CommonEntities,
@@ -51,6 +54,8 @@ DOCUMENTS, HELD_OUT, SUMMARY, SETTINGS, PARTS, ENTITIES = (
 PASSAGES_AT_ONCE = 512
 LEAST_ACCEPTED = 0.05
 """Share of the pivots that is expected to give a document, when fewer have so far."""
+_AGAIN = "make the documents again (mempipe data memtrain)"
+_PART_ADVICE = "remove it, and the same command makes it again"
 FREE = {"output", "name", "num_workers", "ray_address"}
 """Settings that do not change what the documents are."""
 
@@ -77,21 +82,36 @@ def main(config: MemtrainConfig) -> Path:
     settings |= {"snapshot": snapshot, "finder": make_finder(config.entities).name}
     _check_same(folder / SETTINGS, settings)
     if (folder / SUMMARY).exists():
+        _clear(folder)
         return folder
     order = np.random.default_rng(config.seed).permutation(num_passages)
     with connected(config.ray_address, name=config.name):
         common = _count(folder / ENTITIES, order, config)
         parts = _make(folder / PARTS, order, config, common)
     rejected = _finish(folder, parts, config)
-    write_text(folder / SUMMARY, json.dumps(_summary(folder, rejected), indent=1))
-    shutil.rmtree(folder / PARTS)
-    shutil.rmtree(folder / ENTITIES)
+    write_object(folder / SUMMARY, _summary(folder, rejected))
+    _clear(folder)
     return folder
+
+
+def _clear(folder: Path) -> None:
+    """Removes what only an unfinished build needs, also where a kill left it."""
+    for name in (PARTS, ENTITIES):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _num_rows(file: Path) -> int:
+    """Returns the number of rows of a file of the build. Raises ConfigError when it is damaged."""
+    check_parquet(file, advice=_PART_ADVICE)
+    try:
+        return pq.read_metadata(file).num_rows
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged: {' '.join(str(error).split())[:200]}; {_PART_ADVICE}") from error
 
 
 def describe(folder: Path) -> list[str]:
     """Returns what was built, for people."""
-    summary = json.loads((folder / SUMMARY).read_text())
+    summary = read_object(folder / SUMMARY, advice=f"remove it, and {_AGAIN}")
     lines = [f"{folder / DOCUMENTS}: {summary['num_documents']} documents"]
     if summary["num_held_out"]:
         lines.append(f"{folder / HELD_OUT}: {summary['num_held_out']} documents")
@@ -119,9 +139,9 @@ def shown(folder: Path, count: int) -> list[str]:
 def _check_same(file: Path, settings: dict[str, Any]) -> None:
     """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
     if not file.exists():
-        write_text(file, json.dumps(settings, indent=1))
+        write_object(file, settings)
         return
-    kept = json.loads(file.read_text())
+    kept = read_object(file, advice=f"remove {file.parent}, and {_AGAIN}")
     for name in sorted(settings.keys() | kept.keys()):
         if settings.get(name) != kept.get(name):
             raise ConfigError(
@@ -134,6 +154,8 @@ def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEnt
     """Returns the entities that a sample of the corpus shows to be no use."""
     sample = np.sort(order[: config.statistics_passages])
     _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
+    for part in sorted(folder.glob("*.parquet")):
+        _num_rows(part)  # refuses what is damaged, which polars would read
     return common_entities(pl.scan_parquet(folder / "*.parquet"), len(sample), config)
 
 
@@ -142,7 +164,7 @@ def _make(folder: Path, order: np.ndarray, config: MemtrainConfig, common: Commo
     parts = _parts(folder, order, config.documents_per_part)
     made = missing = 0
     while made < len(parts):
-        found = sum(pq.read_metadata(part["file"]).num_rows for part in parts[:made])
+        found = sum(_num_rows(Path(part["file"])) for part in parts[:made])
         missing = config.num_held_out + config.num_documents - found
         if missing <= 0:
             break
@@ -173,8 +195,8 @@ def _finish(folder: Path, parts: Sequence[Path], config: MemtrainConfig) -> Coun
     """Writes the documents of the parts into the two files; returns how often each rule rejected in these parts."""
     rejected: Counter[str] = Counter()
     for part in parts:
-        rejected.update(json.loads(pq.read_schema(part).metadata[REJECTED]))
-    num_made, num_held_out = sum(pq.read_metadata(part).num_rows for part in parts), config.num_held_out
+        rejected.update(json.loads(read_metadata(part, advice=_PART_ADVICE)[REJECTED]))
+    num_made, num_held_out = sum(map(_num_rows, parts)), config.num_held_out
     if not num_made:
         listed = ", ".join(f"{count} {rule}" for rule, count in rejected.items())
         raise ConfigError(
@@ -193,9 +215,9 @@ def _finish(folder: Path, parts: Sequence[Path], config: MemtrainConfig) -> Coun
 
 def _write(file: Path, parts: Sequence[Path], first: int, last: int) -> None:
     """Writes the documents `first` to `last` of the parts into one file."""
-    with whole_file(file) as partial, pq.ParquetWriter(partial, DOCUMENT_SCHEMA) as writer:
+    with parquet_writer(file, DOCUMENT_SCHEMA) as writer:
         for part in parts:
-            table = pq.read_table(part).replace_schema_metadata()
+            table = read_table(part, advice=_PART_ADVICE)
             start = max(first, 0)
             writer.write_table(table.slice(start, max(last - start, 0)))
             first, last = first - len(table), last - len(table)
@@ -223,7 +245,7 @@ def _summary(folder: Path, rejected: Counter[str]) -> dict[str, Any]:
     }
     return {
         "num_documents": len(values),
-        "num_held_out": pq.read_metadata(folder / HELD_OUT).num_rows,
+        "num_held_out": _num_rows(folder / HELD_OUT),
         "ranges": ranges,
         "kinds": dict(values["kind"].value_counts().sort("kind").iter_rows()),
         "rejected": {rule: rejected[rule] for rule in REJECTIONS if rejected[rule]},

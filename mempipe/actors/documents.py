@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayTaskError
 
+from mempipe.data.parquet import write_table
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.files import whole_file
 from mempipe.masking.documents import CommonEntities, Material, MemtrainConfig, entities_of, make_document
 from mempipe.masking.entities import make_finder
 from mempipe.retrieval.retriever import Query, Retriever
@@ -71,11 +70,11 @@ class DocumentMaker:
     def write(self, file: Path, first: int, rows: Sequence[int]) -> None:
         """Writes the part about passages `rows`; their documents are numbered from `first` on."""
         passages = [self._retriever.passage(row) for row in rows]
-        with whole_file(file, durable=False) as partial:
-            if self._common is None:
-                entities_of(passages, self._finder).write_parquet(partial)
-            else:
-                pq.write_table(self._documents(passages, first, self._common), partial)
+        if self._common is None:
+            table = entities_of(passages, self._finder).to_arrow()
+        else:
+            table = self._documents(passages, first, self._common)
+        write_table(file, table, durable=False)
 
     def _documents(self, pivots: Sequence[Passage], first: int, common: CommonEntities) -> pa.Table:
         config, documents, rejected = self._config, [], Counter[str]()

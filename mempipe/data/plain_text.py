@@ -16,11 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mempipe.data.corpus import PASSAGE_COLUMNS
+from mempipe.data.parquet import write_table
 from mempipe.data.rows import JSONL, PARQUET
-from mempipe.files import whole_file
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates, sentences
 from mempipe.types import Passage
@@ -69,8 +68,7 @@ def write_corpus(source: str | Path, file: Path) -> Path:
     """Writes the passages of plain text as a corpus that an index is built from, and returns its path."""
     rows = [dataclasses.asdict(passage) for passage in read_plain_text(source)]
     columns = {name: [row[name] for row in rows] for name in PASSAGE_COLUMNS.names}
-    with whole_file(file) as partial:
-        pq.write_table(pa.table(columns, schema=PASSAGE_COLUMNS), partial)
+    write_table(file, pa.table(columns, schema=PASSAGE_COLUMNS))
     return file
 
 

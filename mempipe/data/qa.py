@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from mempipe.data.parquet import write_table
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, InputFile, input_files, read_rows
 from mempipe.data.ruler import expand_context
 from mempipe.data.trajectories import arrow_schema
-from mempipe.files import whole_file
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
@@ -159,8 +158,7 @@ def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
     The file appears whole or not at all.
     """
     table = pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question))
-    with whole_file(Path(path)) as partial:
-        pq.write_table(table, partial)
+    write_table(Path(path), table)
 
 
 def describe_questions(file: QuestionFile) -> list[str]:

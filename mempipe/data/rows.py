@@ -20,6 +20,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mempipe.data.parquet import check_parquet
 from mempipe.files import sha256
 from mempipe.settings import ConfigError
 
@@ -188,6 +189,8 @@ def parquet_batches(
     is truncated or no parquet.
     """
     number = 0
+    if not _is_url(file.url):
+        check_parquet(Path(file.url), advice="copy it again from where it came, or make it again")
     try:
         with file.open() as stored, pq.ParquetFile(stored) as parquet:
             found = None if columns is None else [name for name in columns if name in parquet.schema_arrow.names]
@@ -200,7 +203,7 @@ def parquet_batches(
                 if before < batch.num_rows:
                     yield number + before, batch.slice(before)
                 number += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not Arrow's
             raise
         raise ConfigError(

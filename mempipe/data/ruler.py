@@ -25,9 +25,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, input_files, read_rows
+from mempipe.data.parquet import parquet_writer
+from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, input_files, parquet_batches, read_rows
 from mempipe.files import whole_file, write_text
 from mempipe.rl.rewards import normalize_answer
 from mempipe.settings import ConfigError
@@ -214,14 +214,16 @@ def read_depths(path: str | Path) -> dict[str, list[float]]:
     depths = {}
     for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
         if file.is_parquet:
-            with file.open() as stored, pq.ParquetFile(stored) as parquet:
-                if not {"index", "evidence_depths"} <= set(parquet.schema_arrow.names):
-                    continue
-                rows = parquet.read(columns=["index", "evidence_depths"]).to_pylist()
+            batches = parquet_batches(file, size=_ROWS_PER_GROUP, columns=["index", "evidence_depths"])
+            rows = [row for _, batch in batches for row in batch.to_pylist()]
         else:
             rows = [row for _, row in read_rows(file)]
         stem = file.name.partition(".")[0]
-        depths |= {f"{stem}-{row['index']}": list(row["evidence_depths"]) for row in rows if row.get("evidence_depths")}
+        depths |= {
+            f"{stem}-{row['index']}": list(row["evidence_depths"])
+            for row in rows
+            if row.get("evidence_depths") and "index" in row
+        }
     return depths
 
 
@@ -286,7 +288,7 @@ def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> list[float]:
     depths: list[float] = []
     first = list(islice(rows, _ROWS_PER_GROUP))
     schema = _schema(joined=not first or isinstance(first[0]["context"], str))
-    with whole_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with parquet_writer(path, schema, compression="zstd") as writer:
         while first:
             writer.write_table(pa.Table.from_pylist(first, schema=schema))
             depths += [depth for row in first for depth in row["evidence_depths"]]

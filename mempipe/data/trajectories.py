@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from mempipe.files import whole_file
+from mempipe.data.parquet import parquet_writer, read_metadata, read_table
 from mempipe.settings import ConfigError
 from mempipe.types import Column, Group, Question, Trajectory, from_row, to_row
 
 T = TypeVar("T")
 _SCALARS = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _GROUPS_PER_ROW_GROUP = 64
+_ADVICE = "delete it to have it made again, or copy it again from where it came"
 _MADE_OF = b"made_of"  # a key of the schema's metadata
 
 
@@ -79,7 +79,7 @@ def write_trajectories(path: str | Path, groups: Iterable[Group], *, made_of: Ma
     schema = trajectories_schema()
     if made_of is not None:
         schema = schema.with_metadata({_MADE_OF: json.dumps(made_of)})
-    with whole_file(Path(path)) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with parquet_writer(Path(path), schema, compression="zstd") as writer:
         remaining = _trajectory_rows(groups)
         while rows := [row for group_rows in islice(remaining, _GROUPS_PER_ROW_GROUP) for row in group_rows]:
             writer.write_table(_table(rows, trajectories_schema()))
@@ -88,11 +88,16 @@ def write_trajectories(path: str | Path, groups: Iterable[Group], *, made_of: Ma
 
 
 def read_trajectories(path: str | Path) -> list[Group]:
-    """Returns the groups of the file in the order in which they were written."""
+    """Returns the groups of the file in the order in which they were written. Raises ConfigError for a file that cannot
+    be read, is damaged, or holds no trajectories.
+    """
     rows_of: dict[str, list[dict[str, Any]]] = {}
-    for row in pq.read_table(path).to_pylist():
-        rows_of.setdefault(row["group_id"], []).append(row)
-    return [_group(rows) for rows in rows_of.values()]
+    try:
+        for row in read_table(Path(path), advice=_ADVICE).to_pylist():
+            rows_of.setdefault(row["group_id"], []).append(row)
+        return [_group(rows) for rows in rows_of.values()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no trajectories ({type(error).__name__} {error}); {_ADVICE}") from error
 
 
 def read_made_of(path: str | Path) -> dict[str, Any] | None:
@@ -100,13 +105,11 @@ def read_made_of(path: str | Path) -> dict[str, Any] | None:
 
     Raises ConfigError for a file that cannot be read.
     """
+    metadata = read_metadata(Path(path), advice=_ADVICE)
     try:
-        metadata = pq.read_schema(path).metadata or {}
         return json.loads(metadata[_MADE_OF]) if _MADE_OF in metadata else None
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({' '.join(str(error).split())}); delete it to have it made again"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} does not say what it was made of ({error}); {_ADVICE}") from error
 
 
 _GROUP_FIELDS = [f.name for f in dataclasses.fields(Group) if f.name not in ("id", "question", "trajectories")]

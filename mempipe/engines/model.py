@@ -133,9 +133,20 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
             f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name"
         )
     try:
-        lm = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except OSError as error:
-        raise ConfigError(f"model.path {config.path!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+        )
+    except Exception as error:  # a damaged file makes the libraries raise errors of any kind
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        raise ConfigError(
+            f"model.path {config.path!r} cannot be loaded: {reason}; a file of it is missing or damaged, or the model "
+            "is of a kind that is not supported"
+        ) from error
+    if wrong := sorted([*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])]):
+        raise ConfigError(
+            f"model.path {config.path!r} lacks {len(wrong)} of its weights, {wrong[0]} among them, or holds them in "
+            "another shape; copy the model again, or export it again"
+        )
     for name in _UNSUPPORTED_HEADS:
         if getattr(lm.config, name, None) not in (None, 1.0):
             raise ConfigError(

@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError
 from mempipe.files import is_local_path, recover_folder
+from mempipe.json_files import read_object
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 
@@ -38,14 +39,23 @@ def load_tokenizer(path: str) -> HFTokenizer:
         # Not AutoTokenizer: that rebuilds the tokenizer of some model types from parts of its file, and imports torch
         # to do so.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # a damaged file makes the libraries raise errors of any kind, plain Exception too
+        reason = str(error).partition("\n")[0][:300] or type(error).__name__
         raise ConfigError(
             f"model.path is {path!r}, from which no fast tokenizer (tokenizer.json) can be loaded: {reason}"
         ) from error
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    eos = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
-    return HFTokenizer(tokenizer, stop_token_ids=[eos] if isinstance(eos, int) else eos or [])
+    return HFTokenizer(tokenizer, stop_token_ids=_stop_token_ids(Path(file)) if file else [])
+
+
+def _stop_token_ids(file: Path) -> list[int]:
+    """Returns the ids that end an answer by the model's generation_config.json. Raises ConfigError."""
+    advice = "copy the model again, or export it again"
+    eos = read_object(file, advice=advice).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ConfigError(f"{file} is damaged: eos_token_id is {eos!r}, expected ids of tokens; {advice}")
+    return ids
 
 
 class HFTokenizer:

@@ -14,15 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from mempipe.data.parquet import read_table, write_table
 from mempipe.data.trajectories import records_to_table
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
-from mempipe.files import whole_file
 from mempipe.provenance import differences, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Group, from_row
@@ -176,8 +173,7 @@ class ResultFolder:
         )
         number = 1 + max((int(part.stem.removeprefix("part-")) for part in _parts(self.path)), default=-1)
         path = self.path / f"part-{number:05d}.parquet"
-        with whole_file(path) as partial:
-            pq.write_table(table, partial, compression="zstd")
+        write_table(path, table, compression="zstd")
 
     def _read(self) -> dict[str, Any] | None:
         if (self.path / SETTINGS).exists():
@@ -219,13 +215,8 @@ def read_groups(folder: Path) -> list[Group]:
 def _read_parts(folder: Path, columns: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in _parts(folder):
-        try:
-            known = set(pq.read_schema(part).names)  # an older version's part may lack a column that has a default
-            rows += pq.read_table(part, columns=[name for name in columns if name in known]).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"{part} cannot be read: {' '.join(str(error).split())}; delete it to have its questions asked again"
-            ) from error
+        # An older version's part may lack a column that has a default.
+        rows += read_table(part, columns=columns, advice="delete it to have its questions asked again").to_pylist()
     seen: set[str] = set()
     for row in rows:
         if row["question_id"] in seen:

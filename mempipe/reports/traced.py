@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import yaml
 
 from mempipe.agents.registry import agent_spec
@@ -46,25 +45,18 @@ def read_traced(path: Path) -> list[Traced]:
     Raises ConfigError for what is none of these or cannot be read.
     """
     if path.is_file():
-        return _traced(_read_file(path), _config_beside(path))
+        return _traced(read_trajectories(path), _config_beside(path))
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist; give the folder of a run or an evaluation, or a Parquet file")
     whole = path / "trajectories.parquet"
     files = [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet"))
     if files:
-        return [traced for file in files for traced in _traced(_read_file(file), _config_beside(file))]
+        return [traced for file in files for traced in _traced(read_trajectories(file), _config_beside(file))]
     folders = sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + SETTINGS))
     found = [traced for folder in folders for traced in _evaluated(folder, path)]
     if not found:
         raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
     return found
-
-
-def _read_file(path: Path) -> list[Group]:
-    try:
-        return read_trajectories(path)
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ConfigError(f"{path} holds no trajectories: {' '.join(str(error).split())}") from error
 
 
 def _evaluated(folder: Path, root: Path) -> list[Traced]:

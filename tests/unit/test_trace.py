@@ -153,7 +153,7 @@ def test_a_wish_that_nothing_fits_is_refused(run, capsys, arguments, message):
 
 def test_what_holds_no_trajectories_is_refused(tmp_path, capsys):
     (tmp_path / "x.parquet").write_bytes(b"no")
-    for target, message in ((tmp_path / "x.parquet", "holds no trajectories"), (tmp_path, "holds no trajectories")):
+    for target, message in ((tmp_path / "x.parquet", "x.parquet cannot be read"), (tmp_path, "holds no trajectories")):
         assert main(["trace", str(target)]) == 2
         assert message in capsys.readouterr().err
     assert main(["trace"]) == 2

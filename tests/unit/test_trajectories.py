@@ -16,6 +16,7 @@ from mempipe.data.trajectories import (
     trajectories_schema,
     write_trajectories,
 )
+from mempipe.settings import ConfigError
 from mempipe.types import (
     Column,
     Context,
@@ -140,7 +141,7 @@ def test_a_file_of_an_older_version_has_the_defaults_of_what_it_lacks(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns(newer), path)
     assert read_trajectories(path) == [dataclasses.replace(group, num_retries=0)]
     pq.write_table(pq.read_table(path).drop_columns(["question_text"]), path)
-    with pytest.raises(KeyError, match="text"):
+    with pytest.raises(ConfigError, match=r"t.parquet holds no trajectories \(.*'text'\); delete it"):
         read_trajectories(path)
 
 
