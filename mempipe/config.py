@@ -127,8 +127,8 @@ class RunConfig(Section):
     num_steps: int = Field(100, ge=1)
     """Learner steps (groups_per_step groups each)."""
     ordered: bool = False
-    """One driver, on-policy, groups in the order of the questions.
-    Sampled tokens still depend on how the engine batched them.
+    """One driver, on-policy, groups in the order of the questions, and every request with a seed of its own. On CPUs
+    two runs are then equal to the last bit, also after a restart (docs/determinism.md).
     """
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
@@ -253,6 +253,11 @@ class RunConfig(Section):
             )
         if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")
+        if self.ordered and self.generation.num_threads > 1:
+            raise ValueError(
+                f"ordered needs generation.num_threads 1, got {self.generation.num_threads}: several threads share the "
+                "attention of a sequence in another way when other sequences are beside it"
+            )
         if self.generation.updates_in_flight and not a.max_off_policy_steps:
             raise ValueError(
                 "generation.updates_in_flight: nothing is under way at a sync with algorithm.max_off_policy_steps 0; "

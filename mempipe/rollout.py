@@ -19,6 +19,7 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.turn import Agent
 from mempipe.config import RunConfig
+from mempipe.request_seeds import RequestSeeds, SeededGenerateFn
 from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, recall_match, recall_reward, score
@@ -60,6 +61,12 @@ def make_agent(
 ) -> Agent[Any]:
     """Makes the configured agent, bound to an engine and a retriever; with `control` without one of its means."""
     renderer = make_renderer(config, tokenizer=tokenizer)
+    return _bound(config, renderer, generate=generate, search=search, control=control)
+
+
+def _bound(
+    config: RunConfig, renderer: Renderer[Any], *, generate: GenerateFn, search: SearchFn, control: Control | None
+) -> Agent[Any]:
     if control == "no_search":
         search = find_nothing
     forgets = {"forgets": True} if control == "no_memory" else {}  # an agent of the user's own need not know of it
@@ -91,20 +98,31 @@ async def find_nothing(query: str, *, num_passages: int, partition: str) -> Sear
     return SearchResult(passages=[], snapshot="none")
 
 
-def make_training_rollout(
-    config: RunConfig, *, tokenizer: Tokenizer, generate: GenerateFn, search: SearchFn
+def make_rollout(
+    config: RunConfig,
+    *,
+    tokenizer: Tokenizer,
+    generate: SeededGenerateFn,
+    search: SearchFn,
+    control: Control | None = None,
+    training: bool = False,
 ) -> RolloutFn:
-    """Makes the agent's `rollout` for training: with budget.memory_choices every group draws one of them, by its id
-    and the run's seed, so that a group that is played again has the same."""
-    choices = getattr(config.budget, "memory_choices", [])
+    """Makes the agent's `rollout` for a run: with `ordered` every request has a seed of its own (`RequestSeeds`).
+
+    In training with budget.memory_choices every group draws one of them, by its id and the run's seed, so that a group
+    that is played again has the same. Raises as `make_renderer` does.
+    """
+    choices = getattr(config.budget, "memory_choices", []) if training else []
     limits = [config.budget.model_copy(update={"memory_tokens": tokens}) for tokens in choices] or [config.budget]
-    agents = [
-        make_agent(config.model_copy(update={"budget": limit}), tokenizer=tokenizer, generate=generate, search=search)
-        for limit in limits
-    ]
+    variants = [config.model_copy(update={"budget": limit}) for limit in limits]
+    players = [(variant, make_renderer(variant, tokenizer=tokenizer)) for variant in variants]
 
     async def rollout(question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory:
-        agent = random.Random(f"{config.seed}:{group_id}:memory").choice(agents)
+        variant, renderer = random.Random(f"{config.seed}:{group_id}:memory").choice(players)
+        asked: GenerateFn = generate
+        if config.ordered:
+            asked = RequestSeeds(config.seed, group_id=group_id, member=member).given_to(generate)
+        agent = _bound(variant, renderer, generate=asked, search=search, control=control)
         return await agent.rollout(question, trajectory_id=trajectory_id, group_id=group_id, member=member)
 
     return rollout

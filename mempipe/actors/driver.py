@@ -26,9 +26,8 @@ from mempipe.rollout import (
     Control,
     GoldLogprobsFn,
     agent_code,
-    make_agent,
     make_gold_logprobs,
-    make_training_rollout,
+    make_rollout,
     run_group,
 )
 from mempipe.types import Group, Question, Trajectory
@@ -68,11 +67,13 @@ class Driver:
                 replicas, config=config.generation, sampling=spec.sampling, stop_token_ids=stop_token_ids
             )
         self._retrievers = RetrieverPool([actors[name] for name in spec.retrievers], config=config.retrieval)
-        bound = {"tokenizer": tokenizer, "generate": generators.generate, "search": self._retrievers.search}
-        self._play = (
-            make_training_rollout(config, **bound)
-            if spec.admission
-            else make_agent(config, **bound, control=spec.control).rollout
+        self._play = make_rollout(
+            config,
+            tokenizer=tokenizer,
+            generate=generators.generate,
+            search=self._retrievers.search,
+            control=spec.control,
+            training=bool(spec.admission),
         )
         self._gold_logprobs: GoldLogprobsFn | None = None
         if spec.admission and config.reward.information_weight:

@@ -40,6 +40,7 @@ class GeneratorActor:
         transfer: Transfer,
         stop_texts: Sequence[str] = (),
         sleeps: bool = False,
+        reproducible: bool = False,
     ) -> None:
         """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
         self._engine = Generator(
@@ -50,6 +51,7 @@ class GeneratorActor:
             transfer=transfer,
             stop_texts=stop_texts,
             can_sleep=sleeps,
+            reproducible=reproducible,
         )
         self._store: Handle = ray.get_actor(store)
         self._desk = BatchedServer(self._answer)
@@ -135,10 +137,15 @@ class GeneratorActor:
         return await (self.score(token_ids) if work == "score" else self._generate(token_ids, *arguments))
 
     async def _generate(
-        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        seed: int | None,
     ) -> Completion:
         await self._awake()
         reached("engine.generate", version=self._engine.policy_version)
         return await self._engine.generate(
-            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, seed=seed
         )

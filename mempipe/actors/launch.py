@@ -371,6 +371,7 @@ class _Started:
                 transfer=self.plan.transfer,
                 stop_texts=config.agent_spec.stop_texts,
                 sleeps=self.plan.sleeps,
+                reproducible=config.ordered,
             )
         retrieval, anywhere = config.retrieval, {"num_cpus": 0}
         shards = [
@@ -385,6 +386,7 @@ class _Started:
                 | (anywhere if shards or retrieval.url else self.reservation.options("retrieval")),
                 retrieval,
                 shards,
+                together=not config.ordered,
             )
             for i in range(retrieval.num_replicas if retrieval.index or retrieval.url else 0)
         }

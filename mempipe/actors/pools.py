@@ -79,7 +79,7 @@ class Pool:
 
 
 class GeneratorPool(Pool):
-    """The engines as the agents' `generate` (mempipe.agents.protocol.GenerateFn)."""
+    """The engines as the agents' `generate` (mempipe.request_seeds.SeededGenerateFn)."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GeneratorPool(Pool):
         self._sampling = sampling
         self._stop_token_ids = list(stop_token_ids)
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        return await self.call("generate", token_ids, max_tokens, self._sampling, self._stop_token_ids)
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int | None = None) -> Completion:
+        return await self.call("generate", token_ids, max_tokens, self._sampling, self._stop_token_ids, seed)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the log-probs of `token_ids[1:]`, each given all ids before it, under the served weights."""

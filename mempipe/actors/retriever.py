@@ -56,9 +56,12 @@ class RetrieverActor:
     With `shards` the vectors are theirs, and an answer is the merge of what they find.
     """
 
-    def __init__(self, config: RetrievalConfig, shards: Sequence[Handle] = ()) -> None:
+    def __init__(self, config: RetrievalConfig, shards: Sequence[Handle] = (), *, together: bool = True) -> None:
+        """Without `together` every search is made alone: in another batch a model that encodes queries rounds the same
+        query's vector otherwise.
+        """
         from mempipe.retrieval.remote import RemoteRetriever
-        from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+        from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
         from mempipe.retrieval.vectors import Shards
 
         if config.url:
@@ -66,7 +69,7 @@ class RetrieverActor:
         else:
             vectors = Shards([RemoteShard(actor) for actor in shards], num_threads=len(shards)) if shards else None
             retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path, vectors=vectors)
-        self._retriever = BatchingRetriever(retriever, config)
+        self._retriever = BatchingRetriever(retriever, config, max_batch=MAX_BATCH if together else 1)
         self._desk = BatchedServer(self._search)
 
     async def ready(self) -> str:

@@ -81,7 +81,12 @@ class Endpoint:
             )
 
     async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig | None = None,
+        seed: int | None = None,
     ) -> Completion:
         """One completion after `token_ids`; log-probs are NaN where the server gives none. Raises ServiceFault.
 
@@ -103,6 +108,8 @@ class Endpoint:
         }
         if sampling.top_k > 0:
             request["top_k"] = sampling.top_k
+        if seed is not None:
+            request["seed"] = seed
         if self._stop_texts:
             request |= {"stop": self._stop_texts, "include_stop_str_in_output": True}
         answer = await self._ask("POST", "completions", request)

@@ -73,11 +73,14 @@ class Generator:
         transfer: Literal["mempipe_shm", "nccl", "ipc"] = SHARED_MEMORY_BACKEND,
         stop_texts: Sequence[str] = (),
         can_sleep: bool = False,
+        reproducible: bool = False,
     ) -> None:
         """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
 
         A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer
         (the model's), since it must read along.
+        With `reproducible` on CPUs no completion depends on those beside it: the same request with the same seed gives
+        the same tokens and log-probs to the last bit. It samples more slowly.
         """
         self.max_model_len = max_model_len
         self.policy_version = 0
@@ -88,6 +91,7 @@ class Generator:
         self._transfer = transfer
         self._stop_texts = list(stop_texts)
         self._can_sleep = can_sleep
+        self._alone = reproducible and self._device == "cpu"
         self._asleep = False
         self._engine: AsyncLLM | None = None
         self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
@@ -121,12 +125,16 @@ class Generator:
             )
             arguments["skip_tokenizer_init"] = not self._stop_texts
             arguments["enable_sleep_mode"] = self._can_sleep
+            # A prompt that is found in the cache is attended to in other pieces than one that is computed whole.
+            arguments["enable_prefix_caching"] = not self._alone
             self._engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments), stat_loggers=[_step_listener(self._count_step)]
             )
         self._death = self._engine.output_handler
         self._vocab_size = self._engine.model_config.get_vocab_size()
         await self._call("weight version", self._engine.update_weight_version(str(self.policy_version)))
+        if self._alone:
+            await self._call("rows alone", self._engine.collective_rpc("compute_rows_alone"))
 
     async def generate(
         self,
@@ -477,7 +485,6 @@ def _engine_arguments(
         "seed": seed,
         "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
         "trust_remote_code": False,
         "disable_log_stats": True,
         "enable_log_requests": False,

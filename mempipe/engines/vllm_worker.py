@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from mempipe.engines.checksums import checksum
+from mempipe.engines.row_blocks import Product, in_blocks
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
 from mempipe.environment import FRONTEND_PID
 
@@ -121,6 +122,20 @@ class WorkerExtension:
                 sums |= {f"{name}.lora_A.weight": _sum(down), f"{name}.lora_B.weight": _sum(up)}
         return {name: int(value) for name, value in sums.items()}
 
+    def compute_rows_alone(self) -> None:
+        """From now on no token depends on the tokens that are computed beside it (`mempipe.engines.row_blocks`).
+
+        Attention on CPUs needs nothing for that, with one thread: it takes every sequence on its own.
+        """
+        module: Any
+        for module in self.model_runner.get_model().modules():
+            if hasattr(module, "cpu_linear"):
+                module.in_blocks = True
+                keep_weights_writable(module, remove_weight=False)
+            if isinstance(module, BaseLinearLayerWithLoRA):
+                wrapper: Any = module.punica_wrapper
+                wrapper.in_blocks = True
+
     def packed_modules(self) -> dict[str, list[str]]:
         """The modules of the checkpoint that each joined module of this model is made of."""
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
@@ -171,10 +186,15 @@ def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
     Here the parameter stays, so that it can be written; after that this is called again, since a layer may multiply by
     a copy (`SharedMemoryTransfer.finish_weight_update`).
     """
-    layer.cpu_linear = _product(layer, layer.weight)
+    layer.cpu_linear = _maybe_in_blocks(layer, _product(layer, layer.weight))
 
 
-def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _maybe_in_blocks(owner: Any, product: Product) -> Product:
+    """Returns the product as `WorkerExtension.compute_rows_alone` wants it of this layer or wrapper."""
+    return in_blocks(product) if getattr(owner, "in_blocks", False) else product
+
+
+def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Product:
     """Returns what multiplies by `weight`: in float32 the parameter itself.
 
     In bfloat16 a layer multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the
@@ -209,7 +229,7 @@ def shrink_by_one_adapter(
     vLLM's own CPU path copies the adapter for every token, since each could have another one: prompts take twenty times
     as long. An engine here serves one adapter, in slot 0 of `w_t_all` [1, 1, rank, inputs].
     """
-    states = F.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype))
+    states = _maybe_in_blocks(self, F.linear)(x.to(y.dtype), w_t_all[0, 0].to(y.dtype), None)
     has_adapter = self.token_lora_indices[: len(states)] >= 0
     y.view(-1, y.shape[-1])[:, : states.shape[1]] = scale * states * has_adapter.unsqueeze(1)
 
@@ -224,7 +244,7 @@ def expand_by_one_adapter(
     add_inputs: bool = True,
 ) -> None:
     """Adds x [T, rank] times the adapter's second matrix to a slice of y [T, outputs]."""
-    states = F.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype))
+    states = _maybe_in_blocks(self, F.linear)(x.to(y.dtype), w_t_all[0, 0].to(y.dtype), None)
     part = y[:, y_offset : y_offset + y_slice_size]
     part.copy_(part + states if add_inputs else states)
 

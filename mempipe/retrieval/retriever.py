@@ -210,14 +210,14 @@ class BatchingRetriever:
     loop at a time.
     """
 
-    def __init__(self, retriever: Searcher, config: RetrievalConfig) -> None:
+    def __init__(self, retriever: Searcher, config: RetrievalConfig, *, max_batch: int = MAX_BATCH) -> None:
         self.snapshot = retriever.snapshot
         self.num_batches = 0
         self._retriever = retriever
         self._wait_s = config.batch_wait_ms / 1000
         self._timeout_s = config.timeout_s
         self._waiting: list[tuple[Query, asyncio.Future[SearchResult]]] = []
-        self._last_batch = MAX_BATCH
+        self._max_batch = self._last_batch = max_batch
         self._flushing: asyncio.Task[None] | None = None
         self._thread = search_thread(config.num_threads)
 
@@ -250,7 +250,7 @@ class BatchingRetriever:
         # and joins the next batch.
         await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
         while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
             batch = [(query, future) for query, future in batch if not future.done()]  # without those who gave up
             self._last_batch = len(batch)
             if batch:

@@ -54,7 +54,7 @@ class ScriptedGenerator:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def generate(self, work, token_ids, max_tokens, sampling, stop_token_ids) -> Completion:
+    async def generate(self, work, token_ids, max_tokens, sampling, stop_token_ids, seed) -> Completion:
         self._num_calls += 1
         if self._num_calls == self._die_at and not os.path.exists(self._marker):
             open(self._marker, "w").close()

@@ -65,6 +65,10 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"retrieval": {"num_passages": 20}}, ["num_passages is 20", "max_passages 10"]),
         ({"sampling": {"top_p": 0.9}}, ["top_p 0.9", "training needs"]),
         ({"ordered": True, "algorithm": {"max_off_policy_steps": 1}}, ["ordered", "max_off_policy_steps 0"]),
+        (
+            {"ordered": True, "algorithm": {"max_off_policy_steps": 0}, "generation": {"num_threads": 2}},
+            ["ordered needs generation.num_threads 1, got 2"],
+        ),
         ({"generation": {"updates_in_flight": True}, "algorithm": {"max_off_policy_steps": 0}}, ["updates_in_flight"]),
         ({"model": {"lora_rank": 8, "lora_merge": True}}, ["model.lora_merge is true", "model.dtype bfloat16"]),
         ({"num_steps": True}, ["num_steps is true", "a number, not true or false"]),

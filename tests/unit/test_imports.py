@@ -156,7 +156,7 @@ LAYERS = [
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},
-    {"provenance"},
+    {"provenance", "request_seeds"},
     {"engines", "tracking"},
     {"config"},
     {"loader", "rollout", "runs", "capacity"},

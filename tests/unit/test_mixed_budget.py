@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from mempipe.agents.prompt_set import BUILT_IN, load_prompts
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_config
-from mempipe.rollout import make_agent, make_renderer, make_training_rollout
+from mempipe.rollout import make_renderer, make_rollout
 from mempipe.settings import ConfigError
 from mempipe.types import Trajectory
 
@@ -43,8 +42,7 @@ async def play(config: RunConfig, group_id: str, *, training: bool) -> tuple[int
     """The limit that the policy was told, and its attempt."""
     tokenizer = build_tokenizer()
     engine = ScriptedEngine(tokenizer, [SEARCH, MEMORY, "so</think>\\boxed{Paris}"])
-    bound: dict[str, Any] = {"tokenizer": tokenizer, "generate": engine, "search": Library()}
-    rollout = make_training_rollout(config, **bound) if training else make_agent(config, **bound).rollout
+    rollout = make_rollout(config, tokenizer=tokenizer, generate=engine, search=Library(), training=training)
     trajectory = await rollout(build_question(), trajectory_id=f"{group_id}/0", group_id=group_id, member=0)
     told = re.search(r"Your memory holds (\d+) tokens", tokenizer.decode(engine.prompts[0]))
     assert told is not None

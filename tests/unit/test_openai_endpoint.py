@@ -67,6 +67,17 @@ async def generated(
             await client.close()
 
 
+async def test_a_seed_is_sent_where_there_is_one():
+    async with faulty([says(choice()), says(choice())]) as (url, asked):
+        client = endpoint(url, timeout_s=10.0)
+        try:
+            await client.generate([1, 2], max_tokens=5, seed=7)
+            await client.generate([1, 2], max_tokens=5)
+        finally:
+            await client.close()
+    assert [request.get("seed") for request in asked] == [7, None]
+
+
 async def test_ids_go_in_and_come_back_with_their_log_probs():
     completion, asked = await generated([says(choice(logprobs={"token_logprobs": [-0.5, -1, None]}))])
     assert (completion.token_ids, completion.finish_reason) == ([97, 98, 0], FinishReason.STOP)

@@ -460,6 +460,16 @@ async def test_concurrent_searches_share_batches_and_none_is_lost_or_crossed(ret
         )
 
 
+async def test_a_front_for_one_search_at_a_time_answers_all_that_come_together(retriever, encoder):
+    front = BatchingRetriever(retriever, RetrievalConfig(batch_wait_ms=5), max_batch=1)
+    queries = make_queries(6)
+    results = await asyncio.gather(*(front.search(q.text, num_passages=q.num_passages) for q in queries))
+    assert front.num_batches == len({(q.text, q.num_passages) for q in queries})
+    assert [found(result) for result in results] == [
+        by_brute_force(dataclasses.replace(q, partition=""), make_passages(), encoder) for q in queries
+    ]
+
+
 class BlockedRetriever:
     """Answers with the query's text, once `release` is set; the text "boom" fails."""
 
