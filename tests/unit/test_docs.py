@@ -14,7 +14,16 @@ NOT_FILES = {"NAME.py", "NAME.yaml", "test_NAME.py", "metrics.jsonl"}
 
 
 @pytest.mark.parametrize(
-    "document", ["architecture.md", "extending.md", "memtrain.md", "methods.md", "reliability.md", "serving.md"]
+    "document",
+    [
+        "architecture.md",
+        "determinism.md",
+        "extending.md",
+        "memtrain.md",
+        "methods.md",
+        "reliability.md",
+        "serving.md",
+    ],
 )
 def test_every_file_that_a_document_names_is_there(document):
     named = {a or b for a, b in FILE.findall((ROOT / "docs" / document).read_text())}
