@@ -212,7 +212,8 @@ def choose_questions(candidates: pl.LazyFrame, num_passages: int, config: ClozeC
             "a text whose script has no capital letters needs cloze.entities to name a spaCy pipeline"
         )
     kept = judged.filter(pl.col("broken").is_null()).collect(engine="streaming").sort("draw", "passage_id", "start")
-    single = kept.filter(pl.int_range(pl.len()).over("passage_id") < config.per_passage)
+    single = kept.with_columns(number=pl.int_range(pl.len()).over("passage_id"))
+    single = single.filter(pl.col("number") < config.per_passage)
     pairs = _pairs(kept) if config.two_passages else None
     questions: dict[str, list[Question]] = {}
     for split in SPLITS:
@@ -277,13 +278,17 @@ def _mixed(alone: list[Question], joined: list[Question], config: ClozeConfig) -
 
 
 def _question(row: dict, config: ClozeConfig) -> Question | None:
-    """A question about one sentence; None when its text would tell the answer after all."""
+    """A question about one sentence; None when its text would tell the answer after all.
+
+    Two sentences of a passage may have their answers at the same place, so from its second question on the ids of a
+    passage count.
+    """
     gapped = _gapped(row["sentence"], row["start"], row["answer"])
     text = f"{row['title']}: {gapped}" if config.with_title else gapped
     if can_be_read(text, row["answer"], row["kind"]):
         return None
     return Question(
-        id=f"cloze-{row['passage_id']}-{row['start']}",
+        id=f"cloze-{row['passage_id']}-{row['start']}" + (f".{row['number']}" if row["number"] else ""),
         text=text,
         golden_answers=[row["answer"]],
         source="cloze",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempipe.data.corpus import corpus_files, read_segments
+from mempipe.data.qa import read_questions, write_questions
 from mempipe.masking.cloze import (
     GAP,
     LINK,
@@ -85,6 +86,22 @@ def test_an_answer_that_is_everywhere_could_be_guessed():
     made = make(*many, per_passage=3)
     assert made.counts["everywhere"] == 40
     assert all(question.golden_answers != ["Ruritania"] for question in made.questions["train"])
+
+
+def test_several_questions_about_one_passage_have_ids_of_their_own(tmp_path):
+    names = ("Marlowe Tannen", "Edwina Corso", "Fabian Oduya")
+    sentences = [f"In the spring {name} walked across eleven frozen fields toward home." for name in names]
+    passages = [
+        Passage(id=f"p{i}", title=f"Zebra {i}", text=" ".join(sentences).replace("eleven", f"{20 + i}"))
+        for i in range(3)
+    ]
+    settings = {"max_passage_share": 1.0, "two_passages": 0}
+    (one,) = make(*passages[:1], per_passage=1, **settings).questions["train"]
+    several = make(*passages, per_passage=3, **settings).questions["train"]
+    ids = [question.id for question in several]
+    assert len(ids) == len(set(ids)) == 9 and one.id in ids
+    write_questions(tmp_path / "q.parquet", several)
+    assert read_questions(tmp_path / "q.parquet") == several
 
 
 def test_words_that_betray_the_answer_reject_it():
