@@ -9,7 +9,7 @@ import json
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,9 +111,10 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
 
 
 def line_offsets(file: Path) -> npt.NDArray[np.int64]:
-    """Returns where every line that is not blank begins, and where the last one ends; int64 [num_lines + 1].
+    """Returns where every line begins, and where the last one ends; int64 [num_lines + 1].
 
-    It skips blank lines at the end of the file only: elsewhere rows of vectors and lines of text would no longer match.
+    It leaves out blank lines at the end of the file only: elsewhere rows of vectors and lines of text would no longer
+    match.
     """
     starts = [np.zeros(1, dtype=np.int64)]
     position = 0
@@ -121,5 +122,14 @@ def line_offsets(file: Path) -> npt.NDArray[np.int64]:
         while block := opened.read(SCAN_BYTES):
             starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + position + 1)
             position += len(block)
-    offsets = np.concatenate(starts)
-    return offsets if offsets[-1] == position else np.append(offsets, position)
+        offsets = np.concatenate(starts)
+        offsets = offsets if offsets[-1] == position else np.append(offsets, position)
+        num_lines = len(offsets) - 1
+        while num_lines and not _line(opened, offsets, num_lines - 1).strip():
+            num_lines -= 1
+    return offsets[: num_lines + 1]
+
+
+def _line(opened: BinaryIO, offsets: npt.NDArray[np.int64], row: int) -> bytes:
+    opened.seek(offsets[row])
+    return opened.read(offsets[row + 1] - offsets[row])

@@ -22,6 +22,7 @@ from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.retrieval.manifest import read_manifest, verify
+from mempipe.retrieval.passages import line_offsets
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -339,6 +340,18 @@ def test_an_index_of_others_opens_as_it_is(tmp_path):
     index.write_bytes(data[:-1])
     with pytest.raises(ConfigError, match=r"e5_Flat.index has \d+ bytes, its manifest says"):
         read_manifest(tmp_path / "i")
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n \n\t\r\n\n"])
+def test_blank_lines_at_the_end_of_a_corpus_are_no_passages(tmp_path, end):
+    index, corpus, passages = others_files(tmp_path)
+    corpus.write_text(corpus.read_text().rstrip() + end)
+    offsets = line_offsets(corpus)
+    lines = [corpus.read_bytes()[start:stop] for start, stop in itertools.pairwise(offsets.tolist())]
+    assert [str(json.loads(line)["id"]) for line in lines] == [passage.id for passage in passages]
+    adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    (tmp_path / "empty.jsonl").write_text(end)
+    assert line_offsets(tmp_path / "empty.jsonl").tolist() == [0]
 
 
 def test_files_that_do_not_belong_together_are_not_adopted(tmp_path):
