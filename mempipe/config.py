@@ -79,8 +79,8 @@ class WarmStartConfig(Section):
     """
 
     trajectories: list[str] = []
-    """Files of recorded trajectories (an evaluation's or a run's parquet); of them those with `metric` of at least
-    `min_score`.
+    """Folders or files of recorded trajectories: of evaluations, of their runs and sets (EVALUATION/RUN/SET), of
+    training runs. Those are imitated whose `metric` is at least `min_score`.
     """
     teacher: EndpointConfig | None = None
     """A model that plays the agent on data.train; what scores at least `min_score` is imitated."""

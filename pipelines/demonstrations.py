@@ -10,15 +10,16 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
+from pathlib import Path
 
 from mempipe.agents.protocol import GenerateFn, UnfitQuestion
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
-from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.recorded import read_recorded
 from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.rollout import find_nothing, make_renderer, run_group
@@ -73,7 +74,7 @@ def _clean(config: RunConfig) -> Iterator[Group]:
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
     if wanted.trajectories:
-        return _good(chain.from_iterable(map(read_trajectories, wanted.trajectories)), wanted.metric, wanted.min_score)
+        return _good(_recorded(wanted.trajectories), wanted.metric, wanted.min_score)
     if wanted.teacher is not None:
         endpoint = _teacher(config)
         groups = played(config, read_questions(config.data.train), lambda *_: endpoint, name="teacher")
@@ -82,6 +83,23 @@ def _clean(config: RunConfig) -> Iterator[Group]:
     questions = _questions(config, count, seed=config.seed + 1)
     groups = played(config, questions, scripted_generate(config, NO_NOISE), name="clean")
     return groups if config.world is not None else _good(groups, "em", 1.0)
+
+
+def _recorded(sources: Sequence[str]) -> Iterator[Group]:
+    """Yields all groups that files and folders hold. Their trajectories are named after where they lie too: every
+    evaluation of the same questions has the same ids.
+
+    Raises ConfigError for what holds no trajectories, and for a place that is named twice.
+    """
+    seen: set[Path] = set()
+    for source in sources:
+        for recorded in read_recorded(Path(source)):
+            if (place := recorded.place.resolve()) in seen:
+                raise ConfigError(f"warm_start.trajectories names {recorded.place} twice; each is imitated once")
+            seen.add(place)
+            for group in recorded.groups:
+                named = [replace(t, id=f"{recorded.place}:{t.id}") for t in group.trajectories]
+                yield replace(group, trajectories=named)
 
 
 def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Group]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
@@ -34,7 +36,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
         findings += _world(config)
     else:
         findings += [*_model(config), *(_given(config) if config.cloze is None else _cloze(config))]
-    findings += [*_script(config), *place_roles(config, devices)]
+    findings += [*_demonstrations(config), *place_roles(config, devices)]
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
 
 
@@ -138,11 +140,22 @@ def _cloze(config: RunConfig) -> list[Finding]:
     return [attempt(lambda: None if is_plain_text(corpus) else corpus_files(corpus), f"data.corpus: {corpus}")]
 
 
-def _script(config: RunConfig) -> list[Finding]:
-    """Checks that something plays the agent when the warm start imitates a script."""
-    if config.warm_start is None or not config.warm_start.scripted:
+def _demonstrations(config: RunConfig) -> list[Finding]:
+    """Checks that something plays the agent when the warm start imitates a script, and that recorded trajectories are
+    there.
+    """
+    if config.warm_start is None:
         return []
-    return [attempt(config.script, "warm_start: a script plays the agent")]
+    if config.warm_start.scripted:
+        return [attempt(config.script, "warm_start: a script plays the agent")]
+    missing = [place for place in config.warm_start.trajectories if not Path(place).exists()]
+    return [
+        fatal(
+            f"warm_start.trajectories names {place}, which does not exist; give the folder of a run or an evaluation, "
+            "or a Parquet file"
+        )
+        for place in missing
+    ]
 
 
 def _model(config: RunConfig) -> list[Finding]:

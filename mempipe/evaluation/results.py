@@ -205,7 +205,8 @@ def read_results(folder: Path) -> list[ResultRow]:
 
 
 def read_groups(folder: Path) -> list[Group]:
-    """Reads the whole trajectories of all parts; a group without any belongs to a question that failed.
+    """Reads the whole trajectories of all parts in a folder, or of one part; a group without any belongs to a question
+    that failed.
 
     Raises ConfigError as `read_results` does.
     """
@@ -226,7 +227,7 @@ def _read_parts(folder: Path, columns: list[str]) -> list[dict[str, Any]]:
 
 
 def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("part-*.parquet"))
+    return [folder] if folder.is_file() else sorted(folder.glob("part-*.parquet"))
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT
-from mempipe.data.trajectories import read_trajectories
-from mempipe.evaluation.results import SETTINGS, read_groups, read_result_state
-from mempipe.settings import ConfigError
-from mempipe.types import Group, Question, Trajectory
-
-_DEPTH = 3  # folders of an evaluation: EVALUATION/RUN/SET
+from mempipe.evaluation.recorded import Recorded, read_recorded
+from mempipe.types import Question, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,53 +33,23 @@ class Traced:
 
 
 def read_traced(path: Path) -> list[Traced]:
-    """Reads all trajectories of a training run's folder, of an evaluation, or of one run or set of it, or of a Parquet
-    file of trajectories.
-
-    Raises ConfigError for what is none of these or cannot be read.
-    """
-    if path.is_file():
-        return _traced(read_trajectories(path), _config_beside(path))
-    if not path.is_dir():
-        raise ConfigError(f"{path} does not exist; give the folder of a run or an evaluation, or a Parquet file")
-    whole = path / "trajectories.parquet"
-    files = [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet"))
-    if files:
-        return [traced for file in files for traced in _traced(read_trajectories(file), _config_beside(file))]
-    folders = sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + SETTINGS))
-    found = [traced for folder in folders for traced in _evaluated(folder, path)]
-    if not found:
-        raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
-    return found
+    """Returns all trajectories that `read_recorded` finds. Raises ConfigError as it does."""
+    return [traced for recorded in read_recorded(path) for traced in _traced(recorded)]
 
 
-def _evaluated(folder: Path, root: Path) -> list[Traced]:
-    settings = read_result_state(folder)["settings"]
-    phase = "/".join(folder.relative_to(root.parent if folder == root else root).parts)
-    return _traced(read_groups(folder), settings["run"], phase=phase)
-
-
-def _traced(groups: Iterable[Group], values: Mapping[str, Any], *, phase: str = "") -> list[Traced]:
-    budget, thought = _facts(values)
+def _traced(recorded: Recorded) -> list[Traced]:
+    budget, thought = _facts(recorded.settings)
     return [
         Traced(
-            phase=phase or group.id.removesuffix(group.question.id).strip("/"),  # PHASE/QUESTION in a run's files
+            phase=recorded.phase or group.id.removesuffix(group.question.id).strip("/"),  # PHASE/QUESTION
             question=group.question,
             trajectory=trajectory,
             memory_budget=budget,
             thought=thought,
         )
-        for group in groups
+        for group in recorded.groups
         for trajectory in group.trajectories
     ]
-
-
-def _config_beside(file: Path) -> Mapping[str, Any]:
-    """Returns the settings of the run that wrote the file; none where its config is not there."""
-    for folder in (file.parent, file.parent.parent):
-        if (folder / "config.yaml").exists():
-            return yaml.safe_load((folder / "config.yaml").read_text())
-    return {}
 
 
 def _facts(values: Mapping[str, Any]) -> tuple[int | None, Callable[[str], str]]:

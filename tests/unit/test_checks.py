@@ -357,6 +357,10 @@ def test_a_run_that_makes_its_questions_of_a_text_needs_no_files(settings, tmp_p
             {"agent": {"name": "react"}, "budget": {}, "reward": {}, "warm_start": {}},
             r"no script plays agent\.name 'react' on questions made of text",
         ),
+        (
+            {"warm_start": {"trajectories": ["evaluations/none/nq"]}},
+            r"warm_start\.trajectories names evaluations/none/nq, which does not exist",
+        ),
     ],
 )
 def test_what_such_a_run_lacks_is_said_before_it_starts(changes, message, settings, tmp_path):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,18 @@ from agent_builders import hf_tokenizer
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.data.scripted_agents import Noise
-from mempipe.data.trajectories import write_trajectories
+from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
+from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.loader import parse_config
 from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, ReadingDemonstration
 from mempipe.retrieval.build import build_index
+from mempipe.rl.packing import pack_step
+from mempipe.rl.samples import to_samples
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted, StopRequest
-from mempipe.types import Evidence, Passage, Question
+from mempipe.types import Evidence, Group, Passage, Question
 from pipelines import warm_start
 from pipelines.demonstrations import demonstrations
 
@@ -108,6 +112,67 @@ def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
     assert len(demonstrations(with_warm_start(config, **file, metric="f1", min_score=0.5)).clean) == 4
     with pytest.raises(ConfigError, match=r"no trajectory is left to imitate.*f1 is at least 2"):
         demonstrations(with_warm_start(config, **file, metric="f1", min_score=2.0))
+
+
+def evaluated(folder: Path, groups: Sequence[Group]) -> Path:
+    """One run on one set of an evaluation, as `mempipe evaluate` writes it: groups are named after their questions."""
+    named = [
+        dataclasses.replace(
+            group,
+            id=group.question.id,
+            trajectories=[
+                dataclasses.replace(t, id=f"{group.question.id}/{t.member}", group_id=group.question.id)
+                for t in group.trajectories
+            ],
+        )
+        for group in groups
+    ]
+    results = ResultFolder(folder, {"run": {}})
+    results.open()
+    for part in (named[:2], named[2:]):
+        results.append(part, [result_row(group, growing=False, prompt_hash="h") for group in part])
+    return folder
+
+
+def test_evaluations_of_several_runs_and_training_runs_are_imitated_together(config, tmp_path):
+    recorded = demonstrations(config).clean
+    failed = dataclasses.replace(recorded[0], trajectories=[], failed="too long")
+    for run in ("first", "second"):
+        evaluated(tmp_path / "evaluation" / run / "nq", [*recorded[1:], failed])
+        write_trajectories(tmp_path / run / "trajectories.parquet", recorded)
+    set_folder, whole = tmp_path / "evaluation" / "first" / "nq", tmp_path / "evaluation"
+    for sources, count in (
+        ([set_folder], 3),
+        ([set_folder / "part-00000.parquet"], 2),
+        ([whole / "first"], 3),
+        ([whole], 6),
+        ([tmp_path / "first"], 4),
+        ([whole, tmp_path / "first", tmp_path / "second" / "trajectories.parquet"], 14),
+    ):
+        wanted = {"trajectories": list(map(str, sources)), "num_held_out": 0, "num_clean_trajectories": 100}
+        clean = demonstrations(with_warm_start(config, **wanted)).clean
+        assert len(clean) == count
+        write_trajectories(tmp_path / "clean.parquet", clean)
+        samples = [sample for group in clean for t in group.trajectories for sample in to_samples(t)]
+        assert pack_step(samples, num_ranks=1, max_tokens=100_000, aggregation="token")
+        assert read_trajectories(tmp_path / "clean.parquet") == clean
+
+
+def test_what_holds_no_recorded_trajectories_is_refused_by_name(config, tmp_path):
+    write_questions(tmp_path / "q.parquet", QUESTIONS)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    (tmp_path / "empty").mkdir()
+    folder = evaluated(tmp_path / "evaluation" / "first" / "nq", demonstrations(config).clean)
+    for sources, words in (
+        ([tmp_path / "q.parquet"], r"q\.parquet holds no trajectories"),
+        ([tmp_path / "cut.parquet"], r"cut\.parquet"),
+        ([tmp_path / "empty"], r"empty holds no trajectories"),
+        ([tmp_path / "nowhere"], r"nowhere does not exist; give the folder of a run or an evaluation"),
+        ([folder, tmp_path / "evaluation"], r"warm_start\.trajectories names .*nq twice"),
+    ):
+        wanted = {"trajectories": list(map(str, sources)), "num_held_out": 0, "num_clean_trajectories": 100}
+        with pytest.raises(ConfigError, match=words):
+            demonstrations(with_warm_start(config, **wanted))
 
 
 def test_a_forgetful_script_leaves_its_memory_as_it_was():

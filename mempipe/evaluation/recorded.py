@@ -1,0 +1,81 @@
+"""Trajectories wherever a run or an evaluation recorded them: a training run's folder or one of its Parquet files, an
+evaluation, one run or set of it, or one part of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mempipe.data.trajectories import read_trajectories
+from mempipe.evaluation.results import SETTINGS, read_groups, read_result_state
+from mempipe.settings import ConfigError
+from mempipe.types import Group
+
+_DEPTH = 3  # folders of an evaluation: EVALUATION/RUN/SET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What one file, or one run on one set of an evaluation, holds.
+
+    `place` is the file, or the folder of the set. `phase` is RUN/SET of an evaluation; it is empty for the file of a
+    training run, where every group's id begins with its phase. `settings` are those of the run that played, and empty
+    where they are not beside the file.
+    """
+
+    place: Path
+    phase: str
+    settings: Mapping[str, Any]
+    groups: list[Group]
+
+
+def read_recorded(path: Path) -> Iterator[Recorded]:
+    """Yields what is recorded at `path`, file by file and set by set.
+
+    Raises ConfigError for what cannot be read, and at the end for what holds no trajectories.
+    """
+    num_trajectories = 0
+    for recorded in _found(path):
+        num_trajectories += sum(len(group.trajectories) for group in recorded.groups)
+        yield recorded
+    if not num_trajectories:
+        raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
+
+
+def _found(path: Path) -> Iterator[Recorded]:
+    if path.is_file():
+        yield _file(path)
+        return
+    if not path.is_dir():
+        raise ConfigError(f"{path} does not exist; give the folder of a run or an evaluation, or a Parquet file")
+    whole = path / "trajectories.parquet"
+    if files := [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet")):
+        yield from map(_file, files)
+        return
+    for folder in sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + SETTINGS)):
+        yield _set(folder, phase="/".join(folder.relative_to(path.parent if folder == path else path).parts))
+
+
+def _file(path: Path) -> Recorded:
+    if path.match("part-*.parquet") and (path.parent / SETTINGS).exists():
+        return _set(path, phase=f"{path.parent.parent.name}/{path.parent.name}")
+    return Recorded(place=path, phase="", settings=_config_beside(path), groups=read_trajectories(path))
+
+
+def _set(place: Path, *, phase: str) -> Recorded:
+    """Reads the folder of a set, or one part of it."""
+    state = read_result_state(place if place.is_dir() else place.parent)
+    return Recorded(place=place, phase=phase, settings=state["settings"]["run"], groups=read_groups(place))
+
+
+def _config_beside(file: Path) -> Mapping[str, Any]:
+    """Returns the settings of the run that wrote the file; none where its config is not there."""
+    for folder in (file.parent, file.parent.parent):
+        if (folder / "config.yaml").exists():
+            return yaml.safe_load((folder / "config.yaml").read_text())
+    return {}
