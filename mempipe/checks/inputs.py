@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mempipe.agents.protocol import UnfitQuestion
+from mempipe.agents.registry import BUILT_IN
 from mempipe.agents.rendering import Renderer
 from mempipe.checks.models import model_folder
 from mempipe.config import RunConfig
@@ -34,13 +35,14 @@ def check_inputs(config: RunConfig) -> str:
 
 
 def hash_inputs(config: RunConfig) -> dict[str, str]:
-    """Returns the hash of what the run learns from, by setting; "" for what is not on this machine."""
+    """Returns the hash of what the run learns from, by setting; "" for what is not on this machine, and for the prompts
+    of an agent of the user's own, which may not take the question that stands for all."""
     train, index, model = config.data.train, config.retrieval.index, config.model.path
-    is_there = model and model_folder(model) is not None
+    has_prompts = model and model_folder(model) is not None and config.agent.name in BUILT_IN
     return {
         "data.train": files_sha256(train) if train and (is_remote(train) or Path(train).exists()) else "",
         "model.path": model_sha256(model),
-        "agent.prompts": prompt_hash(config, tokenizer=load_tokenizer(model)) if is_there else "",
+        "agent.prompts": prompt_hash(config, tokenizer=load_tokenizer(model)) if has_prompts else "",
         "retrieval.index": index_sha256(index) if index and (Path(index) / MANIFEST).exists() else "",
     }
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from mempipe.capacity import Shape, model_shape, trained_parameters
 from mempipe.checks import models
 from mempipe.checks.findings import Finding
+from mempipe.checks.inputs import hash_inputs
 from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
 from mempipe.checks.run import check_run
@@ -32,6 +33,7 @@ from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_config
+from mempipe.provenance import changed_inputs
 from mempipe.retrieval.build import build_index
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -367,3 +369,23 @@ def test_what_such_a_run_lacks_is_said_before_it_starts(changes, message, settin
     values = settings | CLOZE | changes
     found = fatals(examine(written(tmp_path / "c.yaml", values), num_gpus=0))
     assert any(re.search(message, text) for text in found), found
+
+
+def test_every_input_of_a_run_is_known_by_its_content(settings, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "in")
+    moved = yaml.safe_load(yaml.safe_dump(settings).replace(str(tiny), str(tmp_path / "in")))
+    before = hash_inputs(parse_config(settings))
+    assert all(before.values()) and hash_inputs(parse_config(moved)) == before, "wherever they lie"
+    (tmp_path / "in" / "questions.jsonl").write_text(json.dumps(QUESTION | {"golden_answers": ["Cusco"]}) + "\n")
+    manifest = tmp_path / "in" / "index" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    template = tmp_path / "in" / "model" / "chat_template.jinja"
+    template.write_text("Asked: " + template.read_text())
+    changed = changed_inputs(before, hash_inputs(parse_config(moved)))
+    assert changed == ["agent.prompts", "data.train", "retrieval.index"]
+    elsewhere = moved | {
+        "model": {"path": "owner/name"},
+        "data": {"train": "/nowhere"},
+        "retrieval": {"url": "http://x"},
+    }
+    assert not any(hash_inputs(parse_config(elsewhere)).values())
