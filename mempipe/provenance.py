@@ -12,7 +12,8 @@ from typing import Any
 
 from mempipe.checksums import record_of
 from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
-from mempipe.files import sha256, write_text
+from mempipe.files import sha256
+from mempipe.json_files import read_object, write_object
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
 from mempipe.types import Question, to_row
@@ -40,14 +41,7 @@ def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
 
     Raises ConfigError, one sentence that ends in `mends` (what the user does), for a file that is missing or damaged.
     """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {mends}") from error
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deep
-        raise ConfigError(f"{file} is damaged ({error}); {mends}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} is damaged (it holds {type(values).__name__}, not a mapping); {mends}")
+    values = read_object(file, advice=mends)
     for name, kind in fields.items():
         if not isinstance(values.get(name), kind):
             found = f"is {values[name]!r}" if name in values else "is missing"
@@ -56,8 +50,8 @@ def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
 
 
 def write_record(file: Path, values: Mapping[str, Any]) -> None:
-    """Writes a record as `read_record` reads it, whole or not at all."""
-    write_text(file, json.dumps(values, indent=1))
+    """Writes a record as `read_record` reads it, whole or not at all, with a checksum."""
+    write_object(file, values)
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -74,6 +74,7 @@ long, and what is measured on the way, but change nothing of what is learnt from
 _STATE, _CONFIG, _INPUTS = "state.json", "config.yaml", "inputs.json"
 _WORK = (
     "checkpoints",
+    "kept_groups",
     "warm_start",
     "warm_start_checkpoints",
     "demonstrations",
@@ -200,10 +201,11 @@ class Run:
         return "; ".join(lines)
 
     def _made(self) -> list[Path]:
-        """What a run makes of its policy while it goes on, or at its end."""
+        """What a run makes of its policy while it goes on, or at its end. Of two checkpoints the newer one may be the
+        one that cannot be used; it must not count among those that are kept."""
         return [
             path
-            for pattern in ("evaluation/*.parquet", "exports/*", "best", "huggingface")
+            for pattern in ("checkpoints/step-*", "evaluation/*.parquet", "exports/*", "best", "huggingface")
             for path in sorted(self.folder.glob(pattern))
         ]
 

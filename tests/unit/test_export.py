@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import parse_config
+from mempipe.provenance import read_record
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.types import Question
@@ -120,7 +120,7 @@ def test_the_best_model_on_validation_is_kept_and_can_be_exported(tmp_path, caps
         learners.step = step
         Exports(run, learners, source="base").validated(answers(*scores), step=step)  # anew, as after a restart
     assert models(run) == {"best": "2 base"} and best_of(run) == (2, "em", 0.5)
-    record = json.loads((run.folder / "best" / "made_of.json").read_text())
+    record = read_record(run.folder / "best" / "made_of.json", mends="")
     assert record == {**run.state["best"], "weights": ""}, "the model says itself what it is"
     assert main(["export", str(run.folder), str(tmp_path / "new"), "--best"]) == 0
     assert (tmp_path / "new" / "config.json").read_text() == "2 base"

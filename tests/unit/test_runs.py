@@ -11,6 +11,7 @@ from result_builders import answered
 
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import write_trajectories
+from mempipe.engines.checkpoint import latest
 from mempipe.loader import parse_config
 from mempipe.runs import FREE_SETTINGS, Run, saved_state
 from mempipe.settings import ConfigError
@@ -170,7 +171,7 @@ def test_a_lost_state_is_not_made_anew_for_other_settings(begun):
     ("content", "part"),
     [
         ("", "is damaged"),
-        ("[]", "it holds list, not a mapping"),
+        ("[]", "it holds a list, expected an object"),
         ('{"seco', "is damaged"),
         ('{"finished": false}', "seconds is missing"),
         ('{"seconds": {}}', "finished is missing"),
@@ -232,8 +233,20 @@ def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun
     assert run.state["best"] is None and run.state["num_steps"] == 5
     assert said.startswith("steps 6 to 16 are trained again; ") and "evaluation/step-00000010.parquet" in said
     assert run.restart_at(5) == "", "nothing is newer any more"
+    checkpoint(run, 5)
+    unusable = checkpoint(run, 7)
+    assert "checkpoints/step-00000007 is now in" in run.restart_at(5) and not unusable.exists()
+    assert latest(run.folder / "checkpoints") is not None
     write_trajectories(run.folder / "evaluation" / "step-00000010.parquet", answered([True]), made_of={"step": 10})
-    assert str(run.folder / "replaced" / "2") in run.restart_at(5)
+    assert str(run.folder / "replaced" / "3") in run.restart_at(5)
+
+
+def test_a_state_in_which_a_digit_was_flipped_is_damaged(begun):
+    Run(config(begun), resume="always").update(num_steps=3)
+    file = config(begun).folder / "state.json"
+    file.write_text(file.read_text().replace('"num_steps": 3', '"num_steps": 7'))
+    with pytest.raises(ConfigError, match=r"its values do not fit its checksum.*--resume` makes it anew"):
+        saved_state(config(begun), resume="always")
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_at_zero(begun):

@@ -26,7 +26,7 @@ from mempipe.evaluation.sweep import (
 )
 from mempipe.files import write_text
 from mempipe.loader import load_config, parse_section
-from mempipe.provenance import model_sha256
+from mempipe.provenance import model_sha256, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
 from pipelines.sweep import TrialsFailed, begin, in_order, run_missing, trials_at_once
@@ -86,7 +86,10 @@ def test_a_control_is_a_reference_whatever_its_budget(tmp_path):
         finish(trial, right=30 if trial.memory_tokens else 5)
         write_configs(tmp_path / "small", trial)
     settings = planned[2].results / "world" / "settings.json"
-    settings.write_text(settings.read_text().replace('"run"', '"control": "no_memory", "run"').replace("null", "64"))
+    record = read_record(settings, mends="")
+    record["settings"] |= {"control": "no_memory"}
+    record["settings"]["run"]["budget"]["memory_tokens"] = 64
+    write_record(settings, record)
     write_text(tmp_path / "small" / SWEEP_FILE, yaml.safe_dump(sweep.model_dump(mode="json")))
     study = study_sweep(tmp_path / "small")
     assert [curve.agent for curve in study.curves] == ["mem"] and [each.agent for each in study.references] == ["blind"]
@@ -256,7 +259,7 @@ def test_a_damaged_record_of_results_is_a_sentence(tmp_path, content):
     finish(trial, right=10)
     file = trial.results / "world" / "settings.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^{file} is damaged .*; delete {file.parent} to evaluate this anew$"):
+    with pytest.raises(ConfigError, match=rf"^{file} is damaged.*; delete {file.parent} to evaluate this anew$"):
         print(trial.finished)
 
 
