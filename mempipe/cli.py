@@ -62,6 +62,9 @@ def _is_fault(error: Exception) -> bool:
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Parses a command whose options may stand between its overrides, which argparse alone takes only in one row."""
     parser = _parser()
+    if not argv:
+        parser.print_help()
+        parser.exit()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
@@ -71,10 +74,20 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: the metadata of packages takes a tenth of a second to load."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        parser.exit(message=f"mempipe {version('mempipe')}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mempipe", description="Train, measure and serve LLM agents with a bounded memory."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_commands(commands)
     _add_measuring_commands(commands)

@@ -79,6 +79,15 @@ def test_resume_may_stand_anywhere_and_says_what_it_means(flag, tmp_path, monkey
         assert code == 0 and started == [(3, "auto")]
 
 
+@pytest.mark.parametrize(
+    ("words", "prints"), [([], "usage: mempipe [-h] [--version] COMMAND"), (["--version"], "mempipe 0.")]
+)
+def test_a_bare_command_prints_its_help_and_version_its_version(words, prints, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(prints)
+
+
 @pytest.mark.parametrize("words", [["--resum"], ["--resume", "--resume-if-exists"], ["--metric", "f1"]])
 def test_options_that_are_none_are_refused(words, capsys):
     with pytest.raises(SystemExit, match="2"):
