@@ -80,7 +80,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        parser.exit(message=f"mempipe {version('mempipe')}\n")
+        print(f"mempipe {version('mempipe')}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
