@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
 from mempipe.agents.registry import BUILT_IN
@@ -26,6 +26,8 @@ from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, 
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Group, Measure, Question, SearchResult, Trajectory
 from mempipe.user_code import load_user_object, user_code
+
+T = TypeVar("T")
 
 Control = Literal["no_memory", "no_search"]
 """What an evaluation takes from an agent to see what the model knows anyway."""
@@ -112,13 +114,11 @@ def make_rollout(
     In training with budget.memory_choices every group draws one of them, by its id and the run's seed, so that a group
     that is played again has the same. Raises as `make_renderer` does.
     """
-    choices = getattr(config.budget, "memory_choices", []) if training else []
-    limits = [config.budget.model_copy(update={"memory_tokens": tokens}) for tokens in choices] or [config.budget]
-    variants = [config.model_copy(update={"budget": limit}) for limit in limits]
+    variants = _variants(config) if training else [config]
     players = [(variant, make_renderer(variant, tokenizer=tokenizer)) for variant in variants]
 
     async def rollout(question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory:
-        variant, renderer = random.Random(f"{config.seed}:{group_id}:memory").choice(players)
+        variant, renderer = _drawn(players, config, group_id)
         asked: GenerateFn = generate
         if config.ordered:
             asked = RequestSeeds(config.seed, group_id=group_id, member=member).given_to(generate)
@@ -129,14 +129,28 @@ def make_rollout(
 
 
 def make_gold_logprobs(config: RunConfig, *, tokenizer: Tokenizer, score: ScoreFn) -> GoldLogprobsFn:
-    """Makes what asks the policy how probable a golden answer is after a memory. Raises as `make_renderer` does."""
-    renderer = make_renderer(config, tokenizer=tokenizer)
+    """Makes what asks the policy in training how probable a golden answer is after a memory, under the limit that its
+    group has drawn. Raises as `make_renderer` does.
+    """
+    renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in _variants(config)]
 
-    async def gold_logprobs(question: Question, memory: str) -> list[float]:
-        probe = renderer.answer_probe(question, memory)
+    async def gold_logprobs(question: Question, memory: str, *, group_id: str) -> list[float]:
+        probe = _drawn(renderers, config, group_id).answer_probe(question, memory)
         return (await score([*probe.prompt, *probe.answer]))[len(probe.prompt) - 1 :]
 
     return gold_logprobs
+
+
+def _variants(config: RunConfig) -> list[RunConfig]:
+    """Returns the config under each limit of budget.memory_choices; itself where there are none."""
+    choices = getattr(config.budget, "memory_choices", [])
+    limits = [config.budget.model_copy(update={"memory_tokens": tokens}) for tokens in choices] or [config.budget]
+    return [config.model_copy(update={"budget": limit}) for limit in limits]
+
+
+def _drawn(made: Sequence[T], config: RunConfig, group_id: str) -> T:
+    """Returns what was made for the variant that the group draws, by its id and the run's seed."""
+    return random.Random(f"{config.seed}:{group_id}:memory").choice(made)
 
 
 class ScoreFn(Protocol):
@@ -146,11 +160,11 @@ class ScoreFn(Protocol):
 
 
 class GoldLogprobsFn(Protocol):
-    """Log-probs of the tokens of the question's first golden answer, after question and memory; "" is the memory of an
-    attempt's start.
+    """Log-probs of the tokens of the question's first golden answer, after question and memory of an attempt of the
+    group; "" is the memory of an attempt's start.
     """
 
-    async def __call__(self, question: Question, memory: str) -> list[float]: ...
+    async def __call__(self, question: Question, memory: str, *, group_id: str) -> list[float]: ...
 
 
 class RolloutFn(Protocol):
@@ -230,7 +244,9 @@ async def _gains(
         return [None] * len(trajectories)
     memories = [_last_memory(trajectory) for trajectory in trajectories]
     asked = list(dict.fromkeys(["", *memories]))
-    scores = dict(zip(asked, await asyncio.gather(*(gold_logprobs(question, m) for m in asked)), strict=True))
+    group_id = trajectories[0].group_id
+    found = await asyncio.gather(*(gold_logprobs(question, memory, group_id=group_id) for memory in asked))
+    scores = dict(zip(asked, found, strict=True))
     return [information_gain(scores[memory], scores[""]) for memory in memories]
 
 

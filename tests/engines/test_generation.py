@@ -156,7 +156,7 @@ async def test_the_information_gain_of_a_memory_is_what_transformers_finds(gener
     monkeypatch.setattr("mempipe.rollout.make_renderer", lambda *_, **__: Probes())
     ask = make_gold_logprobs(RunConfig(), tokenizer=None, score=generator.score)
     question = Question(id="q", text="?", golden_answers=["x"])
-    found = information_gain(await ask(question, "a memory"), await ask(question, ""))
+    found = information_gain(*[await ask(question, memory, group_id="g") for memory in ("a memory", "")])
     expected = [sum(model_scores(model, prompt + gold)[-3:]) for prompt in (with_memory, without)]
     assert found == pytest.approx(expected[0] - expected[1], abs=TOLERANCE) and abs(found) > 0.01
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from mempipe.agents.prompt_set import BUILT_IN, load_prompts
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_config
-from mempipe.rollout import make_renderer, make_rollout
+from mempipe.rollout import make_gold_logprobs, make_renderer, make_rollout
 from mempipe.settings import ConfigError
 from mempipe.types import Trajectory
 
@@ -56,6 +57,21 @@ async def test_a_group_is_told_the_limit_that_its_memories_are_cut_to(config):
         assert trajectory.contexts[0].num_new_memory_tokens == told and trajectory.contexts[0].memory_truncated
         limits.add(told)
     assert limits == set(CHOICES)
+
+
+async def test_the_information_gain_is_asked_under_the_limit_of_the_group(config):
+    tokenizer, asked = build_tokenizer(), []
+
+    async def score(token_ids: Sequence[int]) -> list[float]:
+        asked.append(tokenizer.decode(token_ids))
+        return [0.0] * (len(token_ids) - 1)
+
+    gold_logprobs = make_gold_logprobs(config, tokenizer=tokenizer, score=score)
+    for group in (f"0/q{number}" for number in range(12)):
+        told, _ = await play(config, group, training=True)
+        for memory in ("", "one two"):
+            await gold_logprobs(build_question(), memory, group_id=group)
+            assert f"Your memory holds {told} tokens" in asked[-1]
 
 
 async def test_a_group_that_is_played_again_has_the_same_limit_and_another_seed_draws_anew(config):

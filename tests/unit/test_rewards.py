@@ -369,7 +369,7 @@ async def test_information_gain_is_what_the_last_memory_adds_to_the_log_probabil
     """0.5 * (log p with the memory - log p without) beside an F1 of 1, of 0 and, without a memory, of 1."""
     asked = []
 
-    async def gold_logprobs(question, memory):
+    async def gold_logprobs(question, memory, *, group_id):
         asked.append(memory)
         return {"": [-3.0, -2.5], "capital: Paris": [-0.25, -0.125], "capital: Rome": [-4.0, -2.0]}[memory]
 
