@@ -6,6 +6,7 @@ question (the mean over its attempts).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,17 @@ _RESAMPLES_AT_ONCE = 256  # many questions must not need num_resamples x questio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and the ends of its confidence interval."""
+    """An estimate and the ends of its confidence interval. They are infinite where it rests on one question, which says
+    nothing of how much questions differ.
+    """
 
     value: float
     low: float
     high: float
+
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ def bootstrap_interval(
     scores: Sequence[float], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
 ) -> Interval:
     """Returns the percentile interval of the mean; questions are drawn with replacement. The same seed gives the same
-    interval.
+    interval, and one question an unbounded one.
     """
     return _bootstrap([_scores(scores)], seed=seed, num_resamples=num_resamples, confidence=confidence)
 
@@ -117,19 +124,18 @@ def _scores(scores: Sequence[float]) -> np.ndarray:
 
 
 def _bootstrap(samples: Sequence[np.ndarray], *, seed: int, num_resamples: int, confidence: float) -> Interval:
-    """Returns the percentile interval of the sum of the samples' means; every sample is drawn apart."""
+    """Returns the percentile interval of the sum of the samples' means; every sample is drawn apart. It is unbounded
+    when one of them is a single question: every resample of that is the same.
+    """
     value = float(sum(sample.mean() for sample in samples))
-    drawn = [sample for sample in samples if sample.size > 1]
-    if not drawn:
-        return Interval(value=value, low=value, high=value)
-    # scipy refuses a sample of one question; every resample of it is the sample itself.
-    fixed = float(sum(sample[0] for sample in samples if sample.size == 1))
+    if any(sample.size == 1 for sample in samples):
+        return Interval(value=value, low=-math.inf, high=math.inf)
 
     def sum_of_means(*resamples: np.ndarray, axis: int) -> Any:
-        return fixed + sum(resample.mean(axis=axis) for resample in resamples)
+        return sum(resample.mean(axis=axis) for resample in resamples)
 
     interval = scipy.stats.bootstrap(
-        drawn,
+        samples,
         sum_of_means,
         n_resamples=num_resamples,
         confidence_level=confidence,

@@ -132,11 +132,18 @@ def evidence_lines(
     return lines
 
 
+NO_INTERVAL = "(one question: no interval)"
+
+
 def percent_text(interval: Interval | None) -> str:
-    """Returns an estimate with its interval, in percent; a published one has none."""
+    """Returns an estimate with its interval, in percent; a published one has none, and neither has that of one
+    question.
+    """
     if interval is None:
         return "–"
     value = f"{100 * interval.value:.2f}"
+    if not interval.is_bounded:
+        return f"{value} {NO_INTERVAL}"
     if interval.low == interval.high == interval.value:
         return value
     between = " to " if interval.low < 0 else "–"  # a dash beside a minus cannot be read

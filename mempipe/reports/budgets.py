@@ -4,6 +4,7 @@ the first causes of wrong answers, against the budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
+from mempipe.evaluation.table import NO_INTERVAL
 from mempipe.files import write_text
 from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent, with_legend
 from mempipe.reports.evaluation import TableSection, markdown_table
@@ -235,7 +237,11 @@ def _line(point: BudgetPoint, model: ModelSize | None, *, seeds: bool) -> list[s
         return [*cells, "–", "–", "–", "largest"]
     judgement = "worse" if point.is_worse else "not significantly worse"
     difference = _percent(point.against_largest.difference)
-    return [*cells, difference, point.against_largest.verdict, f"{100 * point.detectable:.1f}", judgement]
+    return [*cells, difference, point.against_largest.verdict, _detectable(point.detectable), judgement]
+
+
+def _detectable(difference: float) -> str:
+    return f"{100 * difference:.1f}" if math.isfinite(difference) else "none"
 
 
 def _references(study: BudgetStudy, *, seeds: bool) -> TableSection:
@@ -286,7 +292,7 @@ def _series(places: Sequence[tuple[float, Interval]], style: str) -> Series:
         label="",
         style=style,
         points=[(x, score.value) for x, score in places],
-        intervals=[(x, score.low, score.high) for x, score in places],
+        intervals=[(x, score.low, score.high) for x, score in places if score.is_bounded],
         markers=True,
     )
 
@@ -296,4 +302,5 @@ def _style(number: int) -> str:
 
 
 def _percent(interval: Interval) -> str:
-    return f"{100 * interval.value:.1f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
+    ends = f"({100 * interval.low:.1f} to {100 * interval.high:.1f})" if interval.is_bounded else NO_INTERVAL
+    return f"{100 * interval.value:.1f} {ends}"

@@ -5,6 +5,7 @@ a plot as SVG.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +17,18 @@ from typing import Any
 from mempipe.config import RunConfig
 from mempipe.evaluation.compare import compare_rows
 from mempipe.evaluation.metrics import METRICS, definitions
-from mempipe.evaluation.statistics import bootstrap_interval
+from mempipe.evaluation.statistics import Interval, bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.evaluation.table import JUDGE, Cell, Row, ScoreTable, evidence_lines, percent_text, score_tables
+from mempipe.evaluation.table import (
+    JUDGE,
+    NO_INTERVAL,
+    Cell,
+    Row,
+    ScoreTable,
+    evidence_lines,
+    percent_text,
+    score_tables,
+)
 from mempipe.files import write_text
 from mempipe.reports.charts import Figure, with_legend
 from mempipe.reports.evaluation_figures import (
@@ -249,7 +259,8 @@ def _cost_text(values: Sequence[float], suite: EvaluationSuite) -> str:
     interval = bootstrap_interval(
         values, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence
     )
-    return f"{interval.value:.2f} ({interval.low:.2f}–{interval.high:.2f})"
+    ends = f"({interval.low:.2f}–{interval.high:.2f})" if interval.is_bounded else NO_INTERVAL
+    return f"{interval.value:.2f} {ends}"
 
 
 def _sections(
@@ -323,6 +334,11 @@ def _page(suite: EvaluationSuite, sections: Sequence[TableSection], figures: Seq
     )
 
 
+def _interval(interval: Interval) -> dict[str, float | None]:
+    """Returns an interval for JSON, which has no infinite numbers."""
+    return {name: end if math.isfinite(end) else None for name, end in asdict(interval).items()}
+
+
 def _json(
     suite: EvaluationSuite, cells: Sequence[Cell], tables: Sequence[ScoreTable], facts: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -341,7 +357,7 @@ def _json(
                     {
                         "name": row.name,
                         "published": row.published,
-                        "values": [asdict(value) if value else None for value in row.values],
+                        "values": [_interval(value) if value else None for value in row.values],
                     }
                     for row in table.rows
                 ],

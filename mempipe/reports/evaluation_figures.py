@@ -144,7 +144,8 @@ def _bar(interval: Interval | None, number: int) -> Bar | None:
     """Returns None where the run has no such set."""
     if interval is None:
         return None
-    return Bar(value=interval.value, style=_style(number), low=interval.low, high=interval.high)
+    ends = {"low": interval.low, "high": interval.high} if interval.is_bounded else {}
+    return Bar(value=interval.value, style=_style(number), **ends)
 
 
 def _style(number: int) -> str:

@@ -72,6 +72,17 @@ def test_where_nothing_is_right_no_budget_is_called_enough():
     )
 
 
+def test_one_question_proves_no_budget_worse(tmp_path):
+    curve = budget_curve("a", {tokens: [{"nq": rows([right])}] for tokens, right in {4: False, 8: True}.items()})
+    assert not curve.points[0].is_worse
+    for tokens, right in {4: False, 8: True}.items():
+        evaluated(tmp_path, f"memory-{tokens}", tokens, [right])
+    assert main(["budgets", str(tmp_path)]) == 0
+    text = (tmp_path / "budgets.md").read_text() + (tmp_path / "budgets.svg").read_text()
+    assert "-100.0 (one question: no interval)" in text and "| none | not significantly worse |" in text
+    assert "inf " not in text and "nan" not in text
+
+
 def share(of: float, number: int) -> list[bool]:
     return [i < of * number for i in range(number)]
 

@@ -405,6 +405,17 @@ def test_all_wrong_is_known_no_better_than_the_number_of_questions_allows():
     assert percent_text(table.rows[0].values[0]) == "0.00 (0.0–27.8)"
 
 
+def test_an_interval_that_rests_on_one_question_is_not_stated(tmp_path):
+    assert percent_text(bootstrap_average([{"a": 0.5}, {"a": 0.0, "b": 1.0}])) == "50.00 (one question: no interval)"
+    half = Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows_of(group(0, "Nile", "Rhine")))
+    files = written(tmp_path, half, cell("b", "nq", [1.0]))
+    values = [row["values"][0] for row in json.loads(files["report.json"])["tables"][0]["rows"] if not row["published"]]
+    assert values[0] == {"value": 0.5, "low": None, "high": None}
+    assert values[1]["low"] == pytest.approx(0.2065, abs=1e-4) and values[1]["high"] == 1.0  # Wilson's
+    assert "50.00 (one question: no interval)" in files["report.md"]  # of b - a
+    assert not any(word in text for text in files.values() for word in ("inf)", ">inf", "-inf", "Infinity", "nan"))
+
+
 def test_accuracy_by_depth_counts_a_question_for_each_of_its_documents():
     rows = [*rows_of(group(0, "Nile"), depths=(0.0, 0.9)), *rows_of(group(1, "Rhine"), depths=(0.05, 1.0))]
     lines = evidence_lines(
