@@ -14,7 +14,7 @@ import psutil
 from aftermath import check_nothing_left, check_words, sentence
 from journal import Fault, Journal
 from machine import speed_factor
-from watched import LOOK_EVERY_S, Missed, Passed, Place, Watched
+from watched import LOOK_EVERY_S, Missed, Over, Passed, Place, Watched
 
 RECOVERY_S = 60.0
 """Seconds in which the work goes on after a fault, on a quiet machine."""
@@ -149,16 +149,16 @@ class Campaign:
 
     def finish(self) -> None:
         """Waits for the command's end and checks all that it leaves."""
-        with self.journal.fault("the end of the command", self.folder.name) as fault:
-            self._before()
+        with self.journal.fault("the end of the command", self.folder.name, number=0) as fault:
+            self._before()  # which goes on after a miss
             code = self.watched.wait(seconds=(REACH_S + END_S) * self.factor)
             fault.said = self._told(0)
             if code != 0:
                 raise Missed(f"it ended with {code}: {self.watched.last_words()}")
             check_words(self.watched.text)
-        with self.journal.fault("what it leaves", self.folder.name):
+        with self.journal.fault("what it leaves", self.folder.name, number=0):
             self.check()
-        with self.journal.fault("what it leaves behind", self.folder.name):
+        with self.journal.fault("what it leaves behind", self.folder.name, number=0):
             check_nothing_left(self.watched)
 
     @contextmanager
@@ -175,7 +175,7 @@ class Campaign:
     def _before(self) -> _Before:
         """Returns what there is before a fault. A command that has ended where it should have gone on is started again,
         so that the next fault can be tried."""
-        if not self.watched.lives and not (self.watched.ended and self.watched.ended[-1][0] == 0):
+        if not self.watched.lives and not self.watched.has_ended_well:
             self.watched.marked.end()
             self.go_on()
         return _Before(
@@ -192,6 +192,8 @@ class Campaign:
             return [place.pid]
         deadline = time.monotonic() + APPEARS_S * self.factor
         while not (struck := self.watched.strike(role, number)):
+            if self.watched.has_ended_well:
+                raise Over(f"{role} was struck")
             if time.monotonic() > deadline:
                 raise Missed(f"no process of the role {role} was there")
             time.sleep(LOOK_EVERY_S)

@@ -142,6 +142,10 @@ class Watched:
         return self.running is not None and self.running.process.poll() is None
 
     @property
+    def has_ended_well(self) -> bool:
+        return self.running is not None and self.running.process.poll() == 0
+
+    @property
     def text(self) -> str:
         """Returns what the present command has written."""
         return self.running.stdout + self.running.stderr if self.running is not None else ""
@@ -165,7 +169,7 @@ class Watched:
             if not self.lives:
                 if value := condition():  # it was passed in the last moment
                     return value
-                if self.running is not None and self.running.process.returncode == 0:
+                if self.has_ended_well:
                     raise Over(what)
                 raise Missed(f"the command ended before {what}: {self.last_words()}")
             if patience.is_over():
@@ -252,7 +256,7 @@ class Watched:
             fresh = next((each for each in news if each.place not in before), None)
             if fresh is not None:
                 return fresh.time
-            if not self.lives and self.running is not None and self.running.process.returncode == 0:
+            if self.has_ended_well:
                 return time.time()
             return -1.0 if self.is_held_at(then) else None
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hour
 import pytest
 from aftermath import check_words, sentence
 from campaign import Campaign
@@ -22,12 +23,12 @@ WORK = """
 import pathlib, sys, time
 from mempipe.beacons import reached
 done = pathlib.Path("done")
-if "--resume" not in sys.argv or {forgets}:
-    done.unlink(missing_ok=True)
 for step in range(int(done.read_text()) if done.exists() else 0, 6):
     reached("collect", step=step)
     reached("learnt", step=step)
-    done.write_text(str(step + 1))
+    pathlib.Path("half").write_text(str(step + 1))
+    pathlib.Path("half").replace(done)
+    time.sleep({pause})
 if {traceback}:
     print("Traceback (most recent call last):", flush=True)
 """
@@ -51,7 +52,7 @@ def campaign(watched: Watched, journal: Journal) -> Campaign:
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[StandIn]:
     with StandIn(tmp_path) as watched:
-        watched.code = WORK.format(forgets=False, traceback=False)
+        watched.code = WORK.format(pause=0, traceback=False)
         yield watched
 
 
@@ -95,7 +96,7 @@ def test_a_process_that_is_stopped_is_let_go_on(watched):
 
 
 def test_words_that_nobody_should_read_are_a_miss(watched):
-    watched.code = WORK.format(forgets=False, traceback=True)
+    watched.code = WORK.format(pause=0, traceback=True)
     journal = Journal()
     run = campaign(watched, journal)
     run.begin()
@@ -119,6 +120,28 @@ def test_a_command_says_once_why_it_ended():
         sentence("done\n")
     with pytest.raises(Missed, match="500 characters"):
         check_words("x" * 500)
+
+
+def test_faults_at_random_end_with_the_work_done_and_none_missed(monkeypatch, tmp_path):
+    def begun(what: hour.Plan, watched: Watched, journal: Journal, start: Path) -> Campaign:
+        run = campaign(watched, journal)
+        run.begin()
+        return run
+
+    monkeypatch.setattr(StandIn, "code", WORK.format(pause=0.05, traceback=False))
+    monkeypatch.setattr(hour, "Watched", StandIn)
+    monkeypatch.setattr(hour, "begin", begun)
+    monkeypatch.setattr(hour, "NUM_STEPS", 100)
+    journal = Journal(lets_end=True)
+    ways = ("kill", "freeze", "kill", "kill", "kill", "kill", "kill", "kill")
+    faults = [
+        hour.Plan(number=i, job="training", is_first=not i, way=way, role="driver", place="collect", seconds=0.1)
+        for i, way in enumerate(ways)
+    ]
+    hour.block(faults, journal, tmp_path, until=time.time() + 60)
+    assert journal.misses == []
+    assert "driver frozen" in journal.table() and "0 missed" in journal.table()
+    assert journal.faults[-1].what == "what it leaves behind"
 
 
 def test_a_seed_draws_the_same_faults_every_time():
