@@ -428,11 +428,9 @@ def _lists(value: Any, name: str) -> list[list[str]]:
         raise BadRow("wrong_type", f"{name} is {_shown(value)}; expected a list of lists of texts")
     if value and all(isinstance(item, str) for item in value):
         each, whole = (reading.format(n=len(value)) for reading in _READINGS[name])
-        raise BadRow(
-            "wrong_type",
-            f"{name} is {_json(value)}; expected a list of lists: {_json([[item] for item in value])} for {each}, or "
-            f"{_json([value])} for {whole}",
-        )
+        readings = f"{_json([[item] for item in value])} for {each}, or {_json([value])} for {whole}"
+        right = readings if len(value) > 1 else _json([value])
+        raise BadRow("wrong_type", f"{name} is {_json(value)}; expected a list of lists: {right}")
     return [_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 

@@ -403,6 +403,7 @@ OWN = {"id": "1", "text": "Who?", "golden_answers": ["Ann"]}
             'recall_targets is ["Obama", "Ann"]; expected a list of lists: [["Obama"], ["Ann"]] for 2 entities with '
             'one surface form each, or [["Obama", "Ann"]] for one entity with 2 surface forms',
         ),
+        ({"objectives": ["Paris"]}, 'objectives is ["Paris"]; expected a list of lists: [["Paris"]]'),
         ({"objectives": "Paris"}, "objectives is Paris; expected a list of lists of texts"),
         ({"objectives": [["Paris"], []]}, "objectives[1] is []; expected a list of at least one text"),
         ({"objectives": [["Paris"], "Rome"]}, "objectives[1] is Rome; expected a list of at least one text"),
