@@ -7,6 +7,8 @@ loss token is predicted, a chunk of positions at a time.
 
 from __future__ import annotations
 
+import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before peft and transformers
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

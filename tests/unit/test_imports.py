@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "mlflow")
+HEAVY += ("sklearn", "scipy.stats")  # which transformers imports for nothing (mempipe.engines.lean_transformers)
 
 # module -> heavy libraries that importing it may bring in
 ALLOWED = {
@@ -87,6 +88,7 @@ ALLOWED = {
     "mempipe.engines.model": ("torch", "transformers"),
     "mempipe.engines.learner": ("torch", "transformers"),
     "mempipe.engines.generator": (),
+    "mempipe.engines.reference": ("torch", "transformers"),
     "mempipe.retrieval.encoders": (),
     "mempipe.retrieval.bm25": (),
     "mempipe.retrieval.manifest": (),
