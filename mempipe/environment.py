@@ -58,6 +58,8 @@ SHARED_TEMP = "MEMPIPE_SHARED_TEMP"
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 """Holds the id of the process that an engine belongs to, and with which it ends."""
+ENGINE_FOLDER = "MEMPIPE_ENGINE_FOLDER"
+"""Holds the folder of an engine in a process of its own, which goes when the engine ends."""
 
 
 def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
@@ -80,6 +82,14 @@ def cpu_engine(*, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
     }
+
+
+def engine_folder(folder: str, *, temporary: bool) -> dict[str, str]:
+    """Returns what an engine in a process of its own needs on top of `engine`, to leave its sockets in `folder`; vLLM
+    leaves three behind at every start. With `temporary` all of its temporary files go there; on a GPU those are
+    compiled kernels too, which the next start uses."""
+    folders = {ENGINE_FOLDER: folder, "VLLM_RPC_BASE_PATH": folder}
+    return folders | {"TMPDIR": folder} if temporary else folders
 
 
 IN_PROCESS_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -16,47 +16,33 @@ import itertools
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.engine_faults import EngineDead, EngineFault, GenerationTimeout, WeightTransferFailed
 from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.proof import HeldWeights, added
+from mempipe.engines.vllm_own import OwnEngine
+from mempipe.engines.vllm_settings import VllmSettings, engine_arguments, engine_variables
+from mempipe.engines.vllm_shared import SharedEngine, is_occupied
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
-from mempipe.faults import InfrastructureFault
 from mempipe.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
     from vllm.v1.metrics.stats import SchedulerStats
 
 T = TypeVar("T")
+Engine: TypeAlias = OwnEngine | SharedEngine
 ADAPTER_NAME = "policy"
-
-
-class EngineFault(InfrastructureFault):
-    """The engine could not do what it was asked; the request itself was fine."""
-
-
-class EngineDead(EngineFault):
-    """The engine's process is gone, or was never started. A new `Generator` is needed."""
-
-
-class GenerationTimeout(EngineFault):
-    """A completion did not finish within `generation.timeout_s`, waiting included."""
-
-
-class WeightTransferFailed(EngineFault):
-    """New weights did not arrive. The engine samples nothing until a later `load_weights` succeeds."""
 
 
 class Generator:
@@ -93,9 +79,7 @@ class Generator:
         self._can_sleep = can_sleep
         self._alone = reproducible and self._device == "cpu"
         self._asleep = False
-        self._engine: AsyncLLM | None = None
-        self._death: asyncio.Task[None] | None = None  # done when the engine has died or was shut down
-        self._vocab_size = 0
+        self._engine: Engine | None = None
         self._ids = itertools.count()
         self._connected = False
         self._update = asyncio.Lock()
@@ -105,36 +89,43 @@ class Generator:
         self._open.set()
         self._under_way = 0
         self._load = EngineLoad()
+        self._load_lock = threading.Lock()  # a shared engine counts its steps in its own thread
         self._transfer_failure: str | None = None
         self._adapter: LoRARequest | None = None  # what completions are sampled with, once there is one
 
     async def start(self) -> None:
-        """Loads the model (seconds to minutes, during which the event loop stands still)."""
-        assert self._engine is None, "the engine is already started"
-        with _environment(_engine_environment(self._config, device=self._device, transfer=self._transfer)):
-            from vllm import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+        """Loads the model (seconds to minutes).
 
-            arguments = _engine_arguments(
-                self._model,
-                self._config,
-                max_model_len=self.max_model_len,
-                seed=self._seed,
-                device=self._device,
-                transfer=self._transfer,
-            )
-            arguments["skip_tokenizer_init"] = not self._stop_texts
-            arguments["enable_sleep_mode"] = self._can_sleep
-            # A prompt that is found in the cache is attended to in other pieces than one that is computed whole.
-            arguments["enable_prefix_caching"] = not self._alone
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), stat_loggers=[_step_listener(self._count_step)]
-            )
-        self._death = self._engine.output_handler
-        self._vocab_size = self._engine.model_config.get_vocab_size()
-        await self._call("weight version", self._engine.update_weight_version(str(self.policy_version)))
+        An engine in a process of its own lets the event loop stand still meanwhile. Raises what vLLM raises.
+        """
+        assert self._engine is None, "the engine is already started"
+        arguments = engine_arguments(
+            self._model,
+            self._config,
+            max_model_len=self.max_model_len,
+            seed=self._seed,
+            device=self._device,
+            transfer=self._transfer,
+        )
+        arguments["skip_tokenizer_init"] = not self._stop_texts
+        arguments["enable_sleep_mode"] = self._can_sleep
+        # A prompt that is found in the cache is attended to in other pieces than one that is computed whole.
+        arguments["enable_prefix_caching"] = not self._alone
+        settings = VllmSettings(
+            arguments=arguments,
+            variables=engine_variables(self._config, device=self._device, transfer=self._transfer),
+            num_threads=self._config.num_threads if self._device == "cpu" else None,
+            listen=self._count_step,
+        )
+        if self._shares_process():
+            engine = SharedEngine(settings)
+            await engine.start()
+        else:
+            engine = OwnEngine(settings)
+        self._engine = engine
+        await self._call("weight version", lambda engine: engine.set_weight_version(str(self.policy_version)))
         if self._alone:
-            await self._call("rows alone", self._engine.collective_rpc("compute_rows_alone"))
+            await self._call("rows alone", lambda engine: engine.collective_rpc("compute_rows_alone"))
 
     async def generate(
         self,
@@ -186,16 +177,14 @@ class Generator:
 
         Raises WeightTransferFailed when the engine cannot say, EngineDead.
         """
-        parts = await self._call("checksums", self._live().collective_rpc("weight_checksums"))
-        packed, *_ = await self._call("packed modules", self._live().collective_rpc("packed_modules"))
+        parts = await self._call("checksums", lambda engine: engine.collective_rpc("weight_checksums"))
+        packed, *_ = await self._call("packed modules", lambda engine: engine.collective_rpc("packed_modules"))
         return HeldWeights(version=self.policy_version, checksums=added(parts), packed_modules=packed)
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """The backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         await self._call(
-            "connect", self._live().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            "connect", lambda engine: engine.collective_rpc("init_weight_transfer_engine", init_info=init_info)
         )
         self._connected = True
 
@@ -215,7 +204,7 @@ class Generator:
                 in_flight = False  # completions that began without an adapter cannot take one over
             try:
                 if in_flight:
-                    await self._call("pause", self._live().pause_generation(mode="keep", clear_cache=False))
+                    await self._call("pause", lambda engine: engine.pause())
                 else:
                     await self._idle.wait()
                 self._load.drain_seconds = time.perf_counter() - started
@@ -224,16 +213,16 @@ class Generator:
                     f"the engine holds no whole set of weights: loading version {policy_version} failed"
                 )
                 if self._asleep:
-                    await self._call("wake for weights", self._live().wake_up(tags=["weights"]))
+                    await self._call("wake for weights", lambda engine: engine.wake_up(tags=["weights"]))
                 if self._model.serves_adapter:
                     await self._replace_adapter(weights, policy_version)
                 else:
                     with self._as_handle(weights, policy_version) as handle:
                         await self._replace(handle, policy_version)
                 if self._asleep:
-                    await self._call("wake", self._live().wake_up(tags=["kv_cache"]))
+                    await self._call("wake", lambda engine: engine.wake_up(tags=["kv_cache"]))
                     self._asleep = False
-                if not await self._call("prefix cache", self._live().reset_prefix_cache(in_flight)):
+                if not await self._call("prefix cache", lambda engine: engine.reset_prefix_cache(running=in_flight)):
                     raise WeightTransferFailed(
                         f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
                     )
@@ -244,7 +233,7 @@ class Generator:
                 if not self._asleep:
                     self._open.set()
                 if in_flight:
-                    await self._call("resume", self._live().resume_generation())
+                    await self._call("resume", lambda engine: engine.resume())
 
     async def sleep(self) -> None:
         """Frees the GPU memory of weights and cache, once the completions under way have finished.
@@ -257,7 +246,7 @@ class Generator:
             try:
                 # An adapter brings no base weights with it, so those stay, in the machine's memory.
                 level = 1 if self._model.serves_adapter else 2
-                await self._call("sleep", self._live().sleep(level=level))
+                await self._call("sleep", lambda engine: engine.sleep(level=level))
                 self._asleep = True
             finally:
                 if not self._asleep:
@@ -265,7 +254,8 @@ class Generator:
 
     def take_load(self) -> EngineLoad:
         """Returns what the engine counted since the last call, and begins anew."""
-        load, self._load = self._load, EngineLoad()
+        with self._load_lock:
+            load, self._load = self._load, EngineLoad()
         return load
 
     def check_alive(self) -> None:
@@ -273,26 +263,27 @@ class Generator:
         self._live()
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes; completions under way raise EngineDead."""
+        """Ends the engine and frees its memory; completions under way raise EngineDead."""
         if self._engine is None:
             return
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         engine, self._engine = self._engine, None
-        if self._death is not None:
-            self._death.cancel()
-        engine.output_processor.propagate_error(EngineDeadError())
-        await asyncio.to_thread(engine.shutdown)
+        await engine.shutdown()
+
+    def _shares_process(self) -> bool:
+        choice = self._config.engine_process
+        if choice == "auto":
+            return self._device == "cpu" and self._config.tensor_parallel == 1 and not is_occupied()
+        return choice == "shared"
 
     async def _replace(self, handle: WeightHandle, policy_version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine = self._live()
         if not self._connected:
             await self.connect({})
-        await self._call("start", engine.start_weight_update())
-        await self._call("update", engine.update_weights(WeightTransferUpdateRequest(update_info=handle.update_info)))
-        await self._call("finish", engine.finish_weight_update(weight_version=str(policy_version)))
+        await self._call("start", lambda engine: engine.collective_rpc("start_weight_update"))
+        await self._call(
+            "update", lambda engine: engine.collective_rpc("update_weights", update_info=handle.update_info)
+        )
+        await self._call("finish", lambda engine: engine.collective_rpc("finish_weight_update"))
+        await self._call("weight version", lambda engine: engine.set_weight_version(str(policy_version)))
 
     async def _replace_adapter(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         from vllm.lora.request import LoRARequest
@@ -301,9 +292,9 @@ class Generator:
         with _memory_folder() as folder:
             write_adapter(folder, weights, self._model)
             request = LoRARequest(ADAPTER_NAME, 1, str(folder), load_inplace=True)
-            await self._call("update", self._live().add_lora(request))
+            await self._call("update", lambda engine: engine.add_lora(request))
         self._adapter = LoRARequest(ADAPTER_NAME, 1, str(folder))  # it is loaded, so the folder is not looked for
-        await self._call("finish", self._live().update_weight_version(str(policy_version)))
+        await self._call("weight version", lambda engine: engine.set_weight_version(str(policy_version)))
 
     @contextlib.contextmanager
     def _as_handle(self, weights: WeightHandle | np.ndarray, version: int) -> Iterator[WeightHandle]:
@@ -315,25 +306,19 @@ class Generator:
 
     async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         """The final output of one request, sampled while the gate is open. Raises what `generate` raises."""
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
         try:
             async with asyncio.timeout(self._config.timeout_s), self._entered() as engine:
-                output = await _final_output(engine, f"{next(self._ids)}", token_ids, params, self._adapter)
+                output = await engine.complete(f"{next(self._ids)}", token_ids, params, self._adapter)
         except TimeoutError as error:
             raise GenerationTimeout(
                 f"no completion within generation.timeout_s {self._config.timeout_s:g} s"
             ) from error
-        except EngineDeadError as error:
-            raise EngineDead("the engine's process ended while it sampled") from error
-        except EngineGenerateError as error:
-            raise EngineFault(f"the engine failed to sample: {error.__cause__}") from error
         if self._transfer_failure is not None and self._open.is_set():  # it stood still when a transfer failed
             raise WeightTransferFailed(self._transfer_failure)
         return output
 
     @contextlib.asynccontextmanager
-    async def _entered(self) -> AsyncIterator[AsyncLLM]:
+    async def _entered(self) -> AsyncIterator[Engine]:
         """Counts one completion as under way, once no weights are being replaced."""
         await self._open.wait()
         engine = self._live()
@@ -350,18 +335,17 @@ class Generator:
 
     def _count_step(self, stats: SchedulerStats) -> None:
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self._load.count_step(running=stats.num_running_reqs, waiting=waiting, cache_use=stats.kv_cache_usage)
+        with self._load_lock:
+            self._load.count_step(running=stats.num_running_reqs, waiting=waiting, cache_use=stats.kv_cache_usage)
 
-    def _live(self) -> AsyncLLM:
-        if self._engine is None or self._engine.errored:
-            raise EngineDead(
-                "the engine is not running: "
-                + ("not started, or shut down" if self._engine is None else "its process ended")
-            )
+    def _live(self) -> Engine:
+        if self._engine is None or self._engine.death:
+            reason = "not started, or shut down" if self._engine is None else self._engine.death
+            raise EngineDead(f"the engine is not running: {reason}")
         return self._engine
 
     def _check(self, token_ids: Sequence[int], max_tokens: int) -> None:
-        self._live()
+        vocab_size = self._live().vocab_size
         if not len(token_ids) or max_tokens < 1:
             raise ValueError(f"{len(token_ids)} prompt ids and max_tokens {max_tokens}; both must be at least 1")
         if len(token_ids) + max_tokens > self.max_model_len:
@@ -369,32 +353,29 @@ class Generator:
                 f"prompt of {len(token_ids)} ids and max_tokens {max_tokens} exceed the model length "
                 f"{self.max_model_len}"
             )
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             raise ValueError(
-                f"prompt holds id {min(token_ids)} or {max(token_ids)}, outside of the model's "
-                f"0..{self._vocab_size - 1}"
+                f"prompt holds id {min(token_ids)} or {max(token_ids)}, outside of the model's 0..{vocab_size - 1}"
             )
 
-    async def _call(self, phase: str, call: Awaitable[T]) -> T:
+    async def _call(self, phase: str, call: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """Returns the result of one control call.
 
         vLLM leaves such calls waiting for ever when the engine dies, so its death is waited for beside them.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        assert self._death is not None, "vLLM reads outputs from the moment it is built inside an event loop"
-        task = asyncio.ensure_future(call)
-        await asyncio.wait({task, self._death}, timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        engine = self._live()
+        task = asyncio.ensure_future(call(engine))
+        await asyncio.wait({task, engine.died}, timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            if self._death.done():
-                raise EngineDead(f"the engine's process ended during {phase!r}")
+            if engine.died.done():
+                raise EngineDead(f"the engine ended during {phase!r}: {engine.death}")
             raise WeightTransferFailed(
                 f"{phase!r} did not finish within generation.timeout_s {self._config.timeout_s:g} s"
             )
         error = task.exception()
-        if isinstance(error, EngineDeadError):
-            raise EngineDead(f"the engine's process ended before {phase!r}") from error
+        if isinstance(error, EngineDead):
+            raise EngineDead(f"the engine ended before {phase!r} was done: {engine.death}") from error
         if error is not None:
             raise WeightTransferFailed(f"{phase!r} failed: {error}") from error
         return task.result()
@@ -404,25 +385,6 @@ def _own_device() -> Literal["cpu", "cuda"]:
     import torch  # here: whoever gets a handle to an engine's actor imports this module
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-async def _final_output(
-    engine: AsyncLLM, request_id: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
-) -> RequestOutput:
-    """Does what `AsyncLLM.generate` does, for a request with one output: without an async generator it takes half the
-    turns of the event loop. Aborts the request when it is cancelled.
-    """
-    from vllm.inputs.engine import tokens_input
-    from vllm.outputs import PoolingRequestOutput
-
-    try:
-        queue = await engine.add_request(request_id, tokens_input(list(token_ids)), params, lora_request=adapter)
-        output = queue.get_nowait() or await queue.get()
-    except asyncio.CancelledError:
-        await engine.abort(request_id)
-        raise
-    assert not isinstance(output, PoolingRequestOutput), "a text model answers with text"
-    return output
 
 
 def _sampling_params(
@@ -473,83 +435,6 @@ def _completion(output: RequestOutput) -> Completion:
     )
 
 
-def _engine_arguments(
-    model: ModelConfig, config: GenerationConfig, *, max_model_len: int, seed: int, device: str, transfer: str
-) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs."""
-    arguments: dict[str, Any] = {
-        "model": model.path,
-        "dtype": model.dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "seed": seed,
-        "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
-        "logprobs_mode": "processed_logprobs",
-        "trust_remote_code": False,
-        "disable_log_stats": True,
-        "enable_log_requests": False,
-        "use_tqdm_on_load": False,
-        "tensor_parallel_size": config.tensor_parallel,
-        # Inside a placement group vLLM would look for a bundle of its own for every worker.
-        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
-        "enforce_eager": config.enforce_eager or device == "cpu",
-        "weight_transfer_config": {"backend": transfer},
-        "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
-    }
-    if model.serves_adapter:
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": _rank_of_engine(model.lora_rank),
-            "lora_target_modules": list(model.lora_targets),  # else the head computes an adapter that is always zero
-        }
-    if device == "cuda":
-        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the learner computes logits; CPUs: vllm_worker
-        return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
-    return {
-        **arguments,
-        # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
-        "block_size": 32,
-        # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(max_model_len, 8192),
-    }
-
-
-def _step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateStatLoggerBase]:
-    """Returns a logger class for vLLM that calls `listen` after every engine step.
-
-    It passes for vLLM's Prometheus logger, since beside any other kind vLLM starts its own, which counts far more.
-    """
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    class StepListener(PrometheusStatLogger):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
-            if scheduler_stats is not None:
-                listen(scheduler_stats)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-        def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def record_admission_rejection(self, reason: str) -> None:
-            pass
-
-    return StepListener
-
-
-def _rank_of_engine(rank: int) -> int:
-    """The smallest adapter rank that vLLM makes room for and that holds one of `rank`; the rest stays zero."""
-    from vllm.config.lora import MaxLoRARanks
-
-    return min(size for size in get_args(MaxLoRARanks) if size >= rank)
-
-
 @contextlib.contextmanager
 def _memory_folder() -> Iterator[Path]:
     """A folder in shared memory, if the machine has it, until the end of the block."""
@@ -558,32 +443,3 @@ def _memory_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def _engine_environment(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:
-    """Environment variables of the engine's processes."""
-    variables = environment.engine(
-        frontend_pid=os.getpid(), log_level=os.environ.get(environment.VLLM_LOG_LEVEL, "ERROR")
-    )
-    if transfer == "ipc":
-        variables |= environment.PICKLED_HANDLES
-    if device == "cpu":
-        variables |= environment.cpu_engine(num_threads=config.num_threads, kv_cache_gib=config.cpu_kv_cache_gib)
-        if config.tensor_parallel == 1:
-            variables |= environment.IN_PROCESS_ENGINE
-    return variables
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets `variables` in the environment of this process, for children that inherit it. Afterwards the environment is
-    as it was before, also where vLLM changed it.
-    """
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)

@@ -8,6 +8,7 @@ is imported nowhere else.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from vllm.platforms import current_platform
 from mempipe.engines.checksums import checksum
 from mempipe.engines.row_blocks import Product, in_blocks
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
-from mempipe.environment import FRONTEND_PID
+from mempipe.environment import ENGINE_FOLDER, FRONTEND_PID
 
 
 @dataclass
@@ -253,6 +254,8 @@ def end_with(frontend: psutil.Process) -> None:
     """Ends this process when `frontend` has ended. vLLM ends an engine that is shut down; an engine whose front-end was
     killed would stay, with its memory."""
     frontend.wait()
+    if folder := os.environ.get(ENGINE_FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -265,8 +268,11 @@ def install() -> None:
         PunicaWrapperCPU._apply_expand = expand_by_one_adapter
         # vLLM compiles one small sampling function even in eager mode, which costs 15 s at start.
         torch.compiler.set_stance("force_eager")
-    frontend = psutil.Process(int(os.environ[FRONTEND_PID]))
-    threading.Thread(target=end_with, args=(frontend,), daemon=True, name="mempipe-frontend-watch").start()
+    frontend = int(os.environ[FRONTEND_PID])
+    if frontend != os.getpid():
+        watch = threading.Thread(target=end_with, args=(psutil.Process(frontend),), name="mempipe-frontend-watch")
+        watch.daemon = True
+        watch.start()
 
 
 install()

@@ -1,4 +1,4 @@
-"""One real vLLM engine for most tests of this folder, and the checkpoint that it starts from."""
+"""One real vLLM engine for most tests of a file, in their own process, and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served(model_path: Path) -> AsyncIterator[Served]:
     generator = make_generator(model_path)
     await generator.start()

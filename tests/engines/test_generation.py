@@ -5,15 +5,10 @@ gone.
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator
 
-import psutil
 import pytest
-import pytest_asyncio
 import torch
-from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, make_generator, model_scores, prompts
+from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
 from mempipe.agents.rendering import AnswerProbe
@@ -24,7 +19,6 @@ from mempipe.engines.weights import WeightHandle
 from mempipe.rl.rewards import information_gain
 from mempipe.rollout import make_gold_logprobs
 from mempipe.types import Completion, FinishReason, Question
-from tools.processes import GONE_WITHIN_S, command_line
 
 GREEDY = SamplingConfig(temperature=0)
 SAMPLED = SamplingConfig()
@@ -250,7 +244,7 @@ async def test_a_late_completion_raises_and_leaves_the_engine_usable(generator, 
         await asyncio.gather(*(complete(generator, prompt, 200) for prompt in prompts(40)))
     monkeypatch.undo()
     assert len((await complete(generator, prompts(1)[0])).token_ids) == 6
-    assert generator._engine.output_processor.get_num_unfinished_requests() == 0
+    assert await generator._engine.num_under_way() == 0
 
 
 async def test_an_engine_that_does_not_run_is_dead():
@@ -260,85 +254,3 @@ async def test_an_engine_that_does_not_run_is_dead():
     with pytest.raises(EngineDead, match="not started"):
         await idle.load_weights(WeightHandle(version=1), 1)
     await idle.shutdown()
-
-
-def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """Descendants that vLLM started; Python's own resource tracker stays as long as its process."""
-    lines = {child: command_line(child) for child in parent.children(recursive=True)}
-    return [child for child, line in lines.items() if line and "resource_tracker" not in line]
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def busy(model_path) -> AsyncIterator[tuple[Generator, list[psutil.Process], list[asyncio.Task[Completion]]]]:
-    """An engine of its own, its processes, and 30 completions under way."""
-    others = engine_processes(psutil.Process())
-    generator = make_generator(model_path)
-    await generator.start()
-    own = [process for process in engine_processes(psutil.Process()) if process not in others]
-    assert own
-    pending = [asyncio.create_task(complete(generator, prompt, 200)) for prompt in prompts(30)]
-    await asyncio.sleep(0.2)
-    assert not any(task.done() for task in pending)
-    yield generator, own, pending
-    await generator.shutdown()
-
-
-async def test_the_death_of_the_engine_reaches_every_call_at_once(busy):
-    generator, processes, pending = busy
-    for process in processes:
-        process.suspend()  # from here on it takes calls and answers none
-    control = asyncio.create_task(generator.connect({}))
-    transfer = asyncio.create_task(generator.load_weights(WeightHandle(version=1), 1))
-    await asyncio.sleep(0.1)
-    held_back = asyncio.create_task(complete(generator, prompts(1)[0]))
-    await asyncio.sleep(0.1)
-    calls = [*pending, control, transfer, held_back]
-    assert not any(call.done() for call in calls)
-    for process in processes:
-        process.kill()
-    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=GONE_WITHIN_S)
-    assert [type(result) for result in results] == [EngineDead] * len(calls)
-    for call in (
-        complete(generator, prompts(1)[0]),
-        generator.score([1, 2]),
-        generator.load_weights(WeightHandle(version=1), 1),
-    ):
-        with pytest.raises(EngineDead, match="its process ended"):
-            await call
-
-
-async def test_shutdown_ends_completions_and_processes(busy):
-    generator, processes, pending = busy
-    await generator.shutdown()
-    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), timeout=GONE_WITHIN_S)
-    assert [type(result) for result in results] == [EngineDead] * 30
-    assert psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1] == []
-
-
-def test_an_engine_does_not_outlive_a_killed_owner(model_path, tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
-    command = [sys.executable, str(script), str(model_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
-        assert owner.stdout is not None
-        assert any(line.strip() == "started" for line in owner.stdout)
-        processes = engine_processes(psutil.Process(owner.pid))
-        assert processes
-        owner.kill()
-    assert psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1] == []
-
-
-OWNER = """
-import asyncio, sys
-from mempipe.engines.config import GenerationConfig, ModelConfig
-from mempipe.engines.generator import Generator
-
-async def main():
-    generator = Generator(ModelConfig(path=sys.argv[1], dtype="float32"), GenerationConfig(), max_model_len=64)
-    await generator.start()
-    print("started", flush=True)
-    await asyncio.sleep(600)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""

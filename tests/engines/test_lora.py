@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -45,7 +46,9 @@ class Adapted:
 
 
 @asynccontextmanager
-async def adapted_model(path: Path, *, lora_merge: bool = False) -> AsyncIterator[Adapted]:
+async def adapted_model(
+    path: Path, *, lora_merge: bool = False, engine_process: Literal["own", "shared"] = "shared"
+) -> AsyncIterator[Adapted]:
     model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK, lora_merge=lora_merge)
     settings = LearnerSettings(
         model=model,
@@ -56,7 +59,8 @@ async def adapted_model(path: Path, *, lora_merge: bool = False) -> AsyncIterato
         num_updates=100,
         objective="sft",
     )
-    generator = Generator(model, GenerationConfig(max_num_seqs=16, timeout_s=60.0), max_model_len=MAX_MODEL_LEN, seed=1)
+    generation = GenerationConfig(max_num_seqs=16, timeout_s=60.0, engine_process=engine_process)
+    generator = Generator(model, generation, max_model_len=MAX_MODEL_LEN, seed=1)
     await generator.start()
     try:
         yield Adapted(generator, Learner(settings))
@@ -108,37 +112,6 @@ async def trained_and_served(adapted: Adapted) -> None:
     assert completion.logprobs == pytest.approx([a, b, c, d], abs=1e-4)
 
 
-async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
-    await trained_and_served(adapted)
-
-
-async def test_the_engine_serves_merged_weights_bit_for_bit_and_agrees_with_the_learner(model_path):
-    async with adapted_model(model_path, lora_merge=True) as merged:
-        await trained_and_served(merged)
-        sent = pack_weights(merged.learner.served_state_dict())
-        assert sent.nbytes == pack_weights(merged.learner.full_state_dict()).nbytes
-
-
-async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapted, monkeypatch):
-    generator = adapted.generator
-    monkeypatch.setattr(generator, "_config", generator._config.model_copy(update={"updates_in_flight": True}))
-    before = await adapted.sync()
-    calls = [
-        generator.generate(ids, max_tokens=200, sampling=SamplingConfig(), stop_token_ids=[]) for ids in prompts(12)
-    ]
-    tasks = [asyncio.create_task(call) for call in calls]
-    await asyncio.sleep(0.2)
-    adapted.learner.step([update(4)])
-    after = await adapted.sync()
-    completions = await asyncio.gather(*tasks)
-    crossed = [i for i, completion in enumerate(completions) if set(completion.policy_versions) == {before, after}]
-    assert crossed
-    for i in crossed[:4]:
-        (scores,) = adapted.learner.score([prompts(12)[i] + completions[i].token_ids])
-        new = [place - 200 for place, version in enumerate(completions[i].policy_versions) if version == after]
-        assert [completions[i].logprobs[j] for j in new] == pytest.approx([scores[j] for j in new], abs=1e-4)
-
-
 async def test_canaries_are_scored_beside_completions(tmp_path):
     """Llama's head could have an adapter of its own; an engine that makes room for one ends here."""
     torch.manual_seed(0)
@@ -163,6 +136,37 @@ async def test_canaries_are_scored_beside_completions(tmp_path):
         assert not any(task.done() for task in tasks)
         check_canary(await adapted.scores(), adapted.learner.score(CANARY), tolerance=1e-4)
         await asyncio.gather(*tasks)
+
+
+async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
+    await trained_and_served(adapted)
+
+
+async def test_the_engine_serves_merged_weights_bit_for_bit_and_agrees_with_the_learner(model_path):
+    async with adapted_model(model_path, lora_merge=True, engine_process="own") as merged:
+        await trained_and_served(merged)
+        sent = pack_weights(merged.learner.served_state_dict())
+        assert sent.nbytes == pack_weights(merged.learner.full_state_dict()).nbytes
+
+
+async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapted, monkeypatch):
+    generator = adapted.generator
+    monkeypatch.setattr(generator, "_config", generator._config.model_copy(update={"updates_in_flight": True}))
+    before = await adapted.sync()
+    calls = [
+        generator.generate(ids, max_tokens=200, sampling=SamplingConfig(), stop_token_ids=[]) for ids in prompts(12)
+    ]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0.2)
+    adapted.learner.step([update(4)])
+    after = await adapted.sync()
+    completions = await asyncio.gather(*tasks)
+    crossed = [i for i, completion in enumerate(completions) if set(completion.policy_versions) == {before, after}]
+    assert crossed
+    for i in crossed[:4]:
+        (scores,) = adapted.learner.score([prompts(12)[i] + completions[i].token_ids])
+        new = [place - 200 for place, version in enumerate(completions[i].policy_versions) if version == after]
+        assert [completions[i].logprobs[j] for j in new] == pytest.approx([scores[j] for j in new], abs=1e-4)
 
 
 async def test_an_engine_that_missed_an_adapter_is_caught(adapted):

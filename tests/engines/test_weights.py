@@ -188,11 +188,15 @@ async def test_promise_5_an_engine_that_ignores_updates_is_stale_and_fails_the_c
     await serve(before)
     after = changed_model(before)
 
-    async def ignore(request: object) -> None:
-        """Everything is acknowledged, the version included; only the weights stay."""
+    ask = generator._engine.collective_rpc
 
-    monkeypatch.setattr(generator._engine, "update_weights", ignore)
-    version = await serve(after)
+    async def ignore_updates(method: str, **arguments: Any) -> list[Any]:
+        """Everything is acknowledged, the version included; only the weights stay."""
+        return [None] if method == "update_weights" else await ask(method, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator._engine, "collective_rpc", ignore_updates)
+        version = await serve(after)
     assert generator.policy_version == version
     with pytest.raises(StaleWeights, match=f"version {version}, which it says it serves: 16 of 16 checksums"):
         check_held(await generator.held_weights(), sums(after), engine="generator-0", version=version)
@@ -222,7 +226,7 @@ async def test_the_same_prompt_after_a_sync_is_not_answered_from_the_old_prefix_
 
     assert await gap_after_sync(fresh) < TOLERANCE
 
-    async def keep_the_cache(reset_running_requests: bool) -> bool:
+    async def keep_the_cache(*, running: bool) -> bool:
         return True
 
     with monkeypatch.context() as patch:
@@ -267,7 +271,7 @@ async def test_a_processor_without_a_product_of_bfloat16_multiplies_by_copies_th
     model_path, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    generator = make_generator(model_path, dtype="bfloat16")
+    generator = make_generator(model_path, dtype="bfloat16", engine_process="own")  # which reads the variable anew
     await generator.start()
     try:
         model = build_model(seed=0)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mempipe.engines.config import GenerationConfig, ModelConfig
 from mempipe.engines.generator import Generator
+from tools.processes import command_line
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 256
 
 
 def build_model(seed: int) -> Qwen2ForCausalLM:
-    """Weights large enough that every parameter moves the log-probs, biases and norms included."""
+    """Weights large enough that every parameter moves the log-probs, biases and norms included.
+
+    They are drawn once: an engine of this process draws from the same generator while it samples.
+    """
+    return copy.deepcopy(_model(seed))
+
+
+@cache
+def _model(seed: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -69,3 +80,14 @@ def make_generator(model_path: Path, *, dtype: str = "float32", **settings: obje
     # On a GPU two engines of these tests live side by side.
     config = GenerationConfig(**{"max_num_seqs": 64, "timeout_s": 300.0, "gpu_memory_utilization": 0.3, **settings})
     return Generator(ModelConfig(path=str(model_path), dtype=dtype), config, max_model_len=MAX_MODEL_LEN, seed=1)
+
+
+def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
+    """Descendants that vLLM started; Python's own resource tracker stays as long as its process."""
+    lines = {child: command_line(child) for child in parent.children(recursive=True)}
+    return [child for child, line in lines.items() if line and "resource_tracker" not in line]
+
+
+def left_in(folder: Path) -> list[str]:
+    """What lies in a folder for temporary files, apart from the compiler's cache, which outlives processes."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]

@@ -44,6 +44,10 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"algorithm": {"group_size": "many"}}, ["algorithm.group_size", "'many'", "integer"]),
         ({"algorithm": {"loss": "ppo2"}}, ["algorithm.loss", "'ppo2'", "'grpo'"]),
         ({"algorithm": {"groups_per_step": 10, "updates_per_step": 3}}, ["groups_per_step 10", "updates_per_step 3"]),
+        (
+            {"generation": {"engine_process": "shared", "tensor_parallel": 2}},
+            ["generation.engine_process is shared", "tensor_parallel 2", "auto or own"],
+        ),
         ({"budget": {"context_tokens": 100}}, ["budget.context_tokens is 100", "5879"]),
         ({"agent": {"name": "react", "compat": {"preset": "mem1"}}}, ["agent.compat.preset is 'mem1'", "'search-r1'"]),
         ({"agent": {"compat": {"preset": "memsearcher"}}}, ["agent.compat.preset", "'memsearcher-train'"]),

@@ -1,0 +1,146 @@
+"""What a vLLM engine is started with: its arguments, the environment of its process, and who listens to its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+from mempipe import environment
+from mempipe.engines.config import GenerationConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_ENVIRONMENT = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Holds what both kinds of engine are started with."""
+
+    arguments: dict[str, Any]
+    """Keyword arguments of vLLM's EngineArgs."""
+    variables: dict[str, str]
+    """Environment variables of the engine's process."""
+    num_threads: int | None
+    """CPU threads that compute; None on a GPU."""
+    listen: Callable[[SchedulerStats], None]
+    """Called after every step of the engine, perhaps in a thread of the engine's."""
+
+
+def engine_arguments(
+    model: ModelConfig, config: GenerationConfig, *, max_model_len: int, seed: int, device: str, transfer: str
+) -> dict[str, Any]:
+    """Returns keyword arguments of vLLM's EngineArgs."""
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "seed": seed,
+        "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
+        "logprobs_mode": "processed_logprobs",
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "tensor_parallel_size": config.tensor_parallel,
+        # Inside a placement group vLLM would look for a bundle of its own for every worker.
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
+        "enforce_eager": config.enforce_eager or device == "cpu",
+        "weight_transfer_config": {"backend": transfer},
+        "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
+    }
+    if model.serves_adapter:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": _rank_of_engine(model.lora_rank),
+            "lora_target_modules": list(model.lora_targets),  # else the head computes an adapter that is always zero
+        }
+    if device == "cuda":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the learner computes logits; CPUs: vllm_worker
+        return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
+    return {
+        **arguments,
+        # the smallest that the CPU kernels take: the prefixes that short prompts share are cached from there on
+        "block_size": 32,
+        # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, 8192),
+    }
+
+
+def engine_variables(config: GenerationConfig, *, device: str, transfer: str) -> dict[str, str]:
+    """Returns the environment variables of an engine's process that are the same wherever the engine lives."""
+    variables = environment.engine(
+        frontend_pid=os.getpid(), log_level=os.environ.get(environment.VLLM_LOG_LEVEL, "ERROR")
+    )
+    if transfer == "ipc":
+        variables |= environment.PICKLED_HANDLES
+    if device == "cpu":
+        variables |= environment.cpu_engine(num_threads=config.num_threads, kv_cache_gib=config.cpu_kv_cache_gib)
+        if config.tensor_parallel == 1:
+            variables |= environment.IN_PROCESS_ENGINE
+    return variables
+
+
+@contextlib.contextmanager
+def engine_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets `variables` in the environment of this process while an engine starts in it, or in a child that inherits
+    them. Afterwards the environment is as it was before, also where vLLM changed it; an engine of this process has
+    cached what it needs by then.
+
+    One engine after the other, whichever threads they start in. vLLM is imported under this only.
+    """
+    import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before vLLM
+    from vllm import envs
+
+    with _ENVIRONMENT:
+        before = dict(os.environ)
+        os.environ.update(variables)
+        envs.disable_envs_cache()  # an earlier engine of this process has cached what it was started with
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
+
+
+def step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateStatLoggerBase]:
+    """Returns a logger class for vLLM that calls `listen` after every engine step.
+
+    It passes for vLLM's Prometheus logger, since beside any other kind vLLM starts its own, which counts far more.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class StepListener(PrometheusStatLogger):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+            if scheduler_stats is not None:
+                listen(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+        def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record_admission_rejection(self, reason: str) -> None:
+            pass
+
+    return StepListener
+
+
+def _rank_of_engine(rank: int) -> int:
+    """The smallest adapter rank that vLLM makes room for and that holds one of `rank`; the rest stays zero."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return min(size for size in get_args(MaxLoRARanks) if size >= rank)
