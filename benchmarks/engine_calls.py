@@ -1,11 +1,13 @@
-"""How many short calls per second does one engine answer, and how far is that from raw vLLM?
+"""How many short calls per second does one engine answer, in a process of its own and in the caller's, and how far is
+that from raw vLLM? What does it cost to start?
 
     python -m benchmarks.engine_calls
 
 A random tiny Qwen2 (0.9 M parameters, fp32) on CPU answers 192 trajectories at a time, each with 6 calls of 9 tokens.
 "random" prompts have 40 to 80 ids and nothing in common; "agent" prompts share a template, then a question among 8, and
 every second call continues the one before, as a memory agent's do. Raw vLLM gets the same numbers of random prompts at
-once, in its own process. CPU time per call is the steadier number on a machine that others use.
+once. Each is measured in a process of its own. CPU time is the steadier number on a machine that others use; that of a
+start counts everything from the first import on, the memory is the proportional set size of all processes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import psutil
 
@@ -24,6 +29,8 @@ from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
 
+T = TypeVar("T")
+Process = Literal["own", "shared"]
 NUM_TRAJECTORIES = 192
 GROUP_SIZE = 8
 NUM_CALLS = 6
@@ -46,37 +53,66 @@ class Measured:
         return f"{self.name:<24}{rate:>9.0f}{rate * NUM_TOKENS:>11.0f}{cpu_ms:>13.2f}{rate / best:>8.2f}"
 
 
+@dataclass
+class Started:
+    name: str
+    seconds: float
+    cpu_seconds: float
+    gib: float
+
+    def row(self) -> str:
+        return f"{self.name:<24}{self.seconds:>9.1f}{self.cpu_seconds:>11.1f}{self.gib:>13.2f}"
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _save_model(folder)
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(1) as pool:
-            raw = pool.apply(_raw, (folder,))
-        measured = [raw, *asyncio.run(_generator(folder))]
-    best = NUM_TRAJECTORIES * NUM_CALLS / raw.seconds
+        measured, starts = [_alone(_raw, folder)], []
+        for process in ("own", "shared"):
+            started, calls = _alone(_generator, folder, process)
+            starts.append(started)
+            measured += calls
+    best = NUM_TRAJECTORIES * NUM_CALLS / measured[0].seconds
     print(f"{'':<24}{'calls/s':>9}{'tokens/s':>11}{'CPU ms/call':>13}{'ratio':>8}")
     for one in measured:
         print(one.row(best))
+    print(f"\n{'':<24}{'start s':>9}{'CPU s':>11}{'memory GiB':>13}")
+    for one in starts:
+        print(one.row())
 
 
-async def _generator(folder: str) -> list[Measured]:
-    generator = Generator(ModelConfig(path=folder, dtype="float32"), GenerationConfig(), max_model_len=MAX_MODEL_LEN)
+def _alone(measure: Callable[..., T], *arguments: str) -> T:
+    """Measures in a fresh process, which may have processes of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def _generator(folder: str, process: Process) -> tuple[Started, list[Measured]]:
+    return asyncio.run(_measured_calls(folder, process))
+
+
+async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[Measured]]:
+    config = GenerationConfig(engine_process=process)
+    generator = Generator(ModelConfig(path=folder, dtype="float32"), config, max_model_len=MAX_MODEL_LEN)
+    began = time.perf_counter()
     await generator.start()
+    await _call(generator, _ids(random.Random(0), 40))
+    started = Started(f"{process} process", time.perf_counter() - began, _cpu_seconds(), _gib())
     best: list[Measured] = []
-    for name, trajectory in (("Generator, random", _random_trajectory), ("Generator, agent", _agent_trajectory)):
+    for kind, trajectory in (("random", _random_trajectory), ("agent", _agent_trajectory)):
         rounds = []
         for seed in range(NUM_ROUNDS):
             rng = random.Random(seed)
             template = _ids(rng, 24)
             questions = [_ids(rng, 14) for _ in range(NUM_TRAJECTORIES // GROUP_SIZE)]
-            started, cpu = time.perf_counter(), _cpu_seconds()
+            began, cpu = time.perf_counter(), _cpu_seconds()
             await asyncio.gather(
                 *(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES))
             )
-            rounds.append(Measured(name, time.perf_counter() - started, _cpu_seconds() - cpu))
+            rounds.append(Measured(f"{process} process, {kind}", time.perf_counter() - began, _cpu_seconds() - cpu))
         best.append(min(rounds[1:], key=lambda one: one.seconds))
     await generator.shutdown()
-    return best
+    return started, best
 
 
 async def _random_trajectory(generator: Generator, rng: random.Random, start: list[int]) -> None:
@@ -125,6 +161,12 @@ def _cpu_seconds() -> float:
     """User and system time of this process and all its children."""
     process = psutil.Process()
     return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
+def _gib() -> float:
+    """Memory of this process and all its children; what several share counts once."""
+    process = psutil.Process()
+    return sum(one.memory_full_info().pss for one in [process, *process.children(recursive=True)]) / 2**30
 
 
 def _ids(rng: random.Random, length: int) -> list[int]:

@@ -88,9 +88,10 @@ async def proven(generator: Generator, learner: Learner, *, version: int, tolera
     return {"canary mean": gap.mean, "canary max": gap.maximum}
 
 
-async def test_what_is_sampled_has_the_log_probs_of_the_learner(model, measured):
-    """With the presets' settings: bfloat16, and on a GPU recorded graphs."""
-    config = run_config(model)
+@pytest.mark.parametrize("process", ["own", "shared"])
+async def test_what_is_sampled_has_the_log_probs_of_the_learner(model, process, measured):
+    """With the presets' settings: bfloat16, and on a GPU recorded graphs. The table shows which process is faster."""
+    config = run_config(model, f"generation.engine_process={process}")
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, shape_of(SMALL).vocab, 32).tolist() for _ in range(PROMPTS)]
     async with engine(config) as generator:
@@ -127,8 +128,11 @@ async def test_an_adapter_is_served_as_it_is_trained(model, measured):
 @needs_gpu
 @pytest.mark.parametrize("can_sleep", [False, True])
 async def test_weights_go_from_learner_to_engine_on_the_gpu(model, can_sleep, measured):
-    """By ipc; what the engine holds is the learner's to the bit. One that sleeps frees its memory until then."""
-    config = run_config(model)
+    """By ipc; what the engine holds is the learner's to the bit. One that sleeps frees its memory until then.
+
+    CUDA opens no handle in the process that made it, where the learner of this test is.
+    """
+    config = run_config(model, "generation.engine_process=own")
     learner = make_learner(config)
     try:
         async with engine(config, transfer="ipc", can_sleep=can_sleep) as generator:
