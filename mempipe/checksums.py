@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mempipe.files import in_turn, sha256
 from mempipe.json_files import read_object, write_object
 from mempipe.settings import ConfigError
 
-STAMP = ".verified.json"
+STAMP, CHECKSUMS = ".verified.json", "checksums.json"
 SAMPLED_BLOCKS, BLOCK_BYTES = 256, 2**16
 NUM_THREADS = 8
 SETTLED_NS = 2 * 10**9
@@ -83,6 +83,37 @@ def verify_once(folder: Path, files: Mapping[str, FileRecord], *, refuse: Callab
         if changed := changed_files(folder, files):
             raise refuse(changed[0])
         _write(_stamp_file(folder), stamp)
+
+
+def write_checksums(folder: Path) -> None:
+    """Keeps the checksum of every file that lies in the folder, in a file beside them, for `check_folder`."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (CHECKSUMS, STAMP))
+    write_object(folder / CHECKSUMS, {"files": {file.name: record_of(file).model_dump() for file in files}})
+
+
+def check_folder(folder: Path, *, advice: str) -> None:
+    """Compares the files with what `write_checksums` kept, unless that was done since they last changed. Does nothing
+    for a folder without checksums.
+
+    Raises ConfigError, which ends in `advice` (what the user does), for a file that is missing or was changed.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return
+    kept = read_object(folder / CHECKSUMS, advice=advice)
+    try:
+        files = {name: FileRecord.model_validate(record) for name, record in kept["files"].items()}
+    except (KeyError, AttributeError, ValidationError) as error:
+        raise ConfigError(f"{folder / CHECKSUMS} is damaged: it holds no checksums; {advice}") from error
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
+        raise ConfigError(f"{folder} lacks {missing[0]}; {advice}")
+    verify_once(
+        folder,
+        files,
+        refuse=lambda name: ConfigError(
+            f"{folder / name} was changed since it was written; {advice}, or, if you changed it yourself, delete "
+            f"{folder / CHECKSUMS}"
+        ),
+    )
 
 
 def _is_stamped(folder: Path, files: Mapping[str, FileRecord]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.rendering import Renderer
+from mempipe.checksums import write_checksums
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
 from mempipe.data.qa import read_questions, write_questions
@@ -142,3 +143,4 @@ def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:
     with whole_folder(folder) as partial:
         build_tokenizer(partial)
         build_model(partial, seed=seed, num_layers=num_layers)
+        write_checksums(partial)

@@ -257,6 +257,7 @@ class _Blocks:
     """Reads about BLOCK_BYTES at a time; of a gzip file that breaks off, everything before the break first."""
 
     def __init__(self, stored: BinaryIO, *, is_gzip: bool) -> None:
+        self._stored = stored
         self._stream: Any = gzip.GzipFile(fileobj=stored) if is_gzip else stored
         self._is_gzip = is_gzip
         self._ahead = b""
@@ -283,6 +284,8 @@ class _Blocks:
                 self._error = error
             else:
                 if not part:
+                    if not self._stored.tell():
+                        raise EOFError("it is empty")  # which no gzip file is
                     break
                 parts.append(part)
                 size += len(part)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
+from mempipe.checksums import write_checksums
 from mempipe.engines.checkpoint import CheckpointError, checkpoints, read_state, reason, step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import full_state_dict, load_policy
@@ -77,6 +78,7 @@ def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: s
                 file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
                 if file is not None:
                     shutil.copyfile(file, partial / name)
+            write_checksums(partial)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot export a model to {target}: {reason(error)}") from error
     return target

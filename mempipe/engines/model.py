@@ -28,9 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from mempipe.checksums import check_folder
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
+from mempipe.engines.tokenizer import MEND
 from mempipe.files import recover_folder
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
@@ -130,6 +132,7 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     recover_folder(Path(config.path))
+    check_folder(Path(config.path), advice=MEND)
     if not (Path(config.path) / "config.json").is_file() and (not config.path or Path(config.path).is_absolute()):
         raise ConfigError(
             f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name"
@@ -147,7 +150,7 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     if wrong := sorted([*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])]):
         raise ConfigError(
             f"model.path {config.path!r} lacks {len(wrong)} of its weights, {wrong[0]} among them, or holds them in "
-            "another shape; copy the model again, or export it again"
+            f"another shape; {MEND}"
         )
     for name in _UNSUPPORTED_HEADS:
         if getattr(lm.config, name, None) not in (None, 1.0):

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from mempipe.checksums import write_checksums
 from mempipe.engines.gguf_file import find_gguf
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.files import whole_folder
@@ -84,6 +85,7 @@ def _import(file: Path, facts: _Facts, target: Path, dtype: str) -> ImportedMode
             partial
         )
         reply = _check_written(partial, model)
+        write_checksums(partial)
     return ImportedModel(
         folder=target,
         source=file,

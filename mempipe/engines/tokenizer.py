@@ -18,11 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError
+from mempipe.checksums import check_folder
 from mempipe.files import is_local_path, recover_folder
 from mempipe.json_files import read_object
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 
+MEND = "copy the model again, or export it again"
+"""What a user does about a model folder with a damaged file."""
 CACHED_TEXTS = 16384
 CACHED_CHARS = 4096  # longer texts hardly ever come twice
 
@@ -33,6 +36,7 @@ def load_tokenizer(path: str) -> HFTokenizer:
     Raises ConfigError when there is none, when it is not a fast one, or when it lacks a chat template or a stop token.
     """
     recover_folder(Path(path))
+    check_folder(Path(path), advice=MEND)
     if not path or (is_local_path(path) and not Path(path).is_dir()):
         raise ConfigError(f"model.path is {path!r}, expected a folder with a model or the name of one")
     try:
@@ -50,11 +54,10 @@ def load_tokenizer(path: str) -> HFTokenizer:
 
 def _stop_token_ids(file: Path) -> list[int]:
     """Returns the ids that end an answer by the model's generation_config.json. Raises ConfigError."""
-    advice = "copy the model again, or export it again"
-    eos = read_object(file, advice=advice).get("eos_token_id")
+    eos = read_object(file, advice=MEND).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token_id) is int for token_id in ids):
-        raise ConfigError(f"{file} is damaged: eos_token_id is {eos!r}, expected ids of tokens; {advice}")
+        raise ConfigError(f"{file} is damaged: eos_token_id is {eos!r}, expected ids of tokens; {MEND}")
     return ids
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.results import SETTINGS, read_groups, read_result_state
+from mempipe.runs import saved_settings
 from mempipe.settings import ConfigError
 from mempipe.types import Group
 
@@ -77,5 +76,5 @@ def _config_beside(file: Path) -> Mapping[str, Any]:
     """Returns the settings of the run that wrote the file; none where its config is not there."""
     for folder in (file.parent, file.parent.parent):
         if (folder / "config.yaml").exists():
-            return yaml.safe_load((folder / "config.yaml").read_text())
+            return saved_settings(folder)
     return {}

@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_made_of, read_trajectories
@@ -23,7 +21,7 @@ from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
 from mempipe.provenance import differences
-from mempipe.runs import read_state
+from mempipe.runs import read_state, saved_settings
 from mempipe.tracking.losses import read_losses
 from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
 from mempipe.types import Group
@@ -103,7 +101,7 @@ def read_report_data(folder: str | Path) -> ReportData:
     bad_lines = read_rows(metrics_file)[1] if metrics_file.exists() else []
     damage = [describe_bad_lines(metrics_file, bad_lines)] if bad_lines else []
     return ReportData(
-        settings=yaml.safe_load((folder / "config.yaml").read_text()),
+        settings=saved_settings(folder),
         metrics=metrics,
         before=groups["before"],
         after=groups["after"],
