@@ -52,6 +52,7 @@ def repaired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
         driver.process.terminate()
         stopped = driver.wait()
         newest, steps_at_stop = latest(folder / "checkpoints"), _steps(folder)
+        checkpoint_at_stop = read_state(newest).position.step if newest else 0  # later ones take its place
         resumed = Running([*command, "--resume"], marked=marked, cwd=output)
         resumed.wait_until(lambda: _steps(folder) > steps_at_stop, every_s=0.02)
         (rank,) = [process for process in marked.processes() if "LearnerActor" in command_line(process)]
@@ -60,7 +61,7 @@ def repaired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
         yield Repaired(
             folder=folder,
             steps_at_stop=steps_at_stop,
-            checkpoint_at_stop=read_state(newest).position.step if newest else 0,
+            checkpoint_at_stop=checkpoint_at_stop,
             stopped=stopped,
             ended=ended,
         )
