@@ -7,17 +7,19 @@ process that opens the folder does not read them again. A copied folder is compa
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mempipe.files import in_turn, sha256
+from mempipe.files import sha256
 from mempipe.json_files import read_object, write_object
 from mempipe.settings import ConfigError
 
@@ -69,12 +71,12 @@ def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def verify_once(folder: Path, files: Mapping[str, FileRecord], *, refuse: Callable[[str], Exception]) -> None:
     """Compares the files with their records unless the folder's stamp says that this was done since they last changed.
 
-    Processes of one machine compare one after the other, so that only the first reads. Raises what `refuse` makes of
+    Processes compare one after the other, so that only the first reads. Raises what `refuse` makes of
     the name of a file that was changed.
     """
     if _is_stamped(folder, files):
         return
-    with in_turn(f"verify-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"):
+    with _alone(folder):
         if _is_stamped(folder, files):
             return
         if (size := sum(record.bytes for record in files.values())) >= TOLD_BYTES:
@@ -82,7 +84,7 @@ def verify_once(folder: Path, files: Mapping[str, FileRecord], *, refuse: Callab
         stamp = _stamp(folder, files)  # before they are read: a change after that must show
         if changed := changed_files(folder, files):
             raise refuse(changed[0])
-        _write(_stamp_file(folder), stamp)
+        _write(folder, stamp)
 
 
 def write_checksums(folder: Path) -> None:
@@ -117,13 +119,25 @@ def check_folder(folder: Path, *, advice: str) -> None:
 
 
 def _is_stamped(folder: Path, files: Mapping[str, FileRecord]) -> bool:
+    for stamp in _stamp_files(folder):
+        with suppress(ConfigError, OSError, KeyError, TypeError, ValueError):  # none, or damaged
+            kept, now = read_object(stamp, advice=""), _stamp(folder, files)
+            last_change = max((times["changed_ns"] for times in now["files"].values()), default=0)
+            if kept["files"] == now["files"] and last_change + SETTLED_NS < int(kept["time_ns"]):
+                return True
+    return False
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time into the block for this folder; leaves no file behind."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        kept = read_object(_stamp_file(folder), advice="")
-        now = _stamp(folder, files)
-        last_change = max((times["changed_ns"] for times in now["files"].values()), default=0)
-        return kept["files"] == now["files"] and last_change + SETTLED_NS < int(kept["time_ns"])
-    except (ConfigError, OSError, KeyError, TypeError, ValueError):  # none, or damaged: then they are compared
-        return False
+        with suppress(OSError):  # a file system without locks: then several processes read the same
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _stamp(folder: Path, files: Mapping[str, FileRecord]) -> dict:
@@ -142,20 +156,19 @@ def _stamp(folder: Path, files: Mapping[str, FileRecord]) -> dict:
     }
 
 
-def _stamp_file(folder: Path) -> Path:
-    """Returns the stamp's path: in the folder or, where that cannot be written, in the user's cache."""
-    if os.access(folder, os.W_OK):
-        return folder / STAMP
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "mempipe" / "verified" / f"{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()}.json"
+def _stamp_files(folder: Path) -> list[Path]:
+    """Returns where the stamp may lie: in the folder or, where that cannot be written, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    return [folder / STAMP, cache / "mempipe" / "verified" / f"{name}.json"]
 
 
-def _write(file: Path, stamp: dict) -> None:
-    try:
-        write_object(file, stamp)
-    except OSError as error:
-        logging.getLogger(__name__).warning(
-            "%s cannot be written (%s), so every process that opens this folder compares its checksums",
-            file,
-            error.strerror,
-        )
+def _write(folder: Path, stamp: dict) -> None:
+    for file in _stamp_files(folder):
+        with suppress(OSError):
+            write_object(file, stamp)
+            return
+    logging.getLogger(__name__).warning(
+        "neither %s nor this user's cache can be written, so every process that opens that folder compares checksums",
+        folder,
+    )

@@ -93,7 +93,14 @@ def test_a_damaged_stamp_only_costs_another_comparison(index, compared):
 
 def test_an_index_that_cannot_be_written_is_stamped_in_the_users_cache(index, compared, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    write = checksums.write_object
+
+    def refuse(path: Path, values: dict) -> None:
+        if path.parent == index:
+            raise PermissionError(13, "Permission denied")
+        write(path, values)
+
+    monkeypatch.setattr(checksums, "write_object", refuse)
     open_manifest(index)
     open_manifest(index)
     assert len(compared) == 1 and not (index / STAMP).exists()
