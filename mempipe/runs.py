@@ -31,7 +31,7 @@ import yaml
 from pydantic import ValidationError
 
 from mempipe.config import RunConfig
-from mempipe.engines.checkpoint import latest
+from mempipe.engines.checkpoint import checkpoints, latest
 from mempipe.files import LOCK_FILE, lock, write_text
 from mempipe.provenance import MADE_OF, changed_inputs, differences, read_record, write_record
 from mempipe.settings import ConfigError
@@ -178,9 +178,10 @@ class Run:
         names = ", ".join(str(path.relative_to(self.folder)) for path in paths)
         return f"{names} {'is' if len(paths) == 1 else 'are'} now in {attempts / str(number)}"
 
-    def restart_at(self, step: int) -> str:
-        """Goes on from the checkpoint of `step`: sets aside what was made of newer policies, which do not exist any
-        more. Returns a line that says so, and which steps are trained again; "" where there is nothing to say.
+    def restart_at(self, step: int, *, num_updates: int = 0) -> str:
+        """Goes on from the checkpoint of `step`, or of so many updates after it: sets aside what was made of newer
+        policies, which do not exist any more. Returns a line that says so, and which steps are trained again; "" where
+        there is nothing to say.
 
         Raises ConfigError when the run would begin at zero although its checkpoints had been written.
         """
@@ -192,6 +193,10 @@ class Run:
             )
         best = self.state.get("best")
         newer = [path for path in self._made() if (step_made_of(path) or 0) > step]
+        restored = step * self.config.algorithm.updates_per_step + num_updates
+        # Of two checkpoints the newer one may be the one that cannot be used; it must not count among those that are
+        # kept.
+        newer += [path for path in checkpoints(self.folder / "checkpoints") if _updates_in_name(path) > restored]
         if best is not None and best["step"] > step:
             newer, best = [*newer, self.folder / "best"], None
         moved = self.set_aside(dict.fromkeys(newer))
@@ -201,11 +206,10 @@ class Run:
         return "; ".join(lines)
 
     def _made(self) -> list[Path]:
-        """What a run makes of its policy while it goes on, or at its end. Of two checkpoints the newer one may be the
-        one that cannot be used; it must not count among those that are kept."""
+        """What a run makes of its policy while it goes on, or at its end, beside checkpoints."""
         return [
             path
-            for pattern in ("checkpoints/step-*", "evaluation/*.parquet", "exports/*", "best", "huggingface")
+            for pattern in ("evaluation/*.parquet", "exports/*", "best", "huggingface")
             for path in sorted(self.folder.glob(pattern))
         ]
 
@@ -250,7 +254,7 @@ def kept(config: RunConfig) -> str:
         made.append("model")
     found = [name for name in dict.fromkeys(made) if _holds_something(folder / name)]
     newest = latest(folder / "checkpoints")
-    of = f" (the newest of step {_step_in_name(newest)})" if newest is not None else ""
+    of = f" (the newest of step {_step_in_name(newest, config)})" if newest is not None else ""
     return ", ".join(name + of * (name == "checkpoints") for name in found)
 
 
@@ -308,7 +312,11 @@ def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
         )
     _check_same(config)
     newest, best = latest(folder / "checkpoints"), folder / "best" / MADE_OF
-    state: dict[str, Any] = {"seconds": {}, "finished": False, "num_steps": _step_in_name(newest) if newest else 0}
+    state: dict[str, Any] = {
+        "seconds": {},
+        "finished": False,
+        "num_steps": _step_in_name(newest, config) if newest else 0,
+    }
     if best.exists():
         fields = {"step": int, "metric": str, "value": float}
         state["best"] = read_record(best, mends=f"move {best.parent} away to choose the best model anew", **fields)
@@ -375,8 +383,13 @@ def _holds_something(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
-def _step_in_name(checkpoint: Path) -> int:
+def _updates_in_name(checkpoint: Path) -> int:
+    """Returns the optimiser updates that a checkpoint is of, of which a step has `algorithm.updates_per_step`."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _step_in_name(checkpoint: Path, config: RunConfig) -> int:
+    return _updates_in_name(checkpoint) // config.algorithm.updates_per_step
 
 
 def _most_steps_unsaved(config: RunConfig) -> int:

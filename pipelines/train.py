@@ -160,7 +160,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, s
         roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
         newest = newest_usable(run)
         position = roles.learners.load(newest) if newest is not None else Position()
-        if taken_back := run.restart_at(position.step):
+        if taken_back := run.restart_at(position.step, num_updates=position.num_updates):
             say(taken_back)
         tracker.restart_at(position.step)
         roles.sync(position.step)

@@ -241,6 +241,15 @@ def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun
     assert str(run.folder / "replaced" / "3") in run.restart_at(5)
 
 
+def test_the_checkpoint_that_a_run_goes_on_from_stays_where_steps_have_several_updates(tmp_path):
+    """A checkpoint's folder is named by updates, an evaluation's file by steps."""
+    run = Run(config(tmp_path, algorithm={"groups_per_step": 4, "updates_per_step": 4}))
+    whole, within, newer = (checkpoint(run, updates) for updates in (8, 10, 12))
+    run.update(num_steps=3)
+    assert "checkpoints/step-00000012 is now in" in run.restart_at(2, num_updates=2)
+    assert whole.exists() and within.exists() and not newer.exists()
+
+
 def test_a_state_in_which_a_digit_was_flipped_is_damaged(begun):
     Run(config(begun), resume="always").update(num_steps=3)
     file = config(begun).folder / "state.json"
