@@ -69,7 +69,9 @@ LOST_IN_RAY = (
     RpcError,
 )
 _NAMES = "|".join(kind.__name__ for kind in (ActorDiedError, ActorUnavailableError, *LOST_IN_RAY))
-_RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b", re.MULTILINE)
+_RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b|^ValueError: Failed to look up actor", re.MULTILINE)
+_CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
+"""The line of a traceback that says what was raised. What Ray Data adds below it is advice about its own retries."""
 
 
 def is_lost(error: BaseException) -> bool:
@@ -91,8 +93,9 @@ def one_line(error: BaseException) -> str:
         cause = error.cause
         if isinstance(cause, BaseException) and not isinstance(cause, UserCodeException):
             return one_line(cause)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = next((line for line in lines if _RAISED.match(line)), lines[-1] if lines else "")
+        lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+        raised = [line for line in lines if _RAISED.match(line)][:1] or [line for line in lines if _CAUSE.match(line)]
+        text = (raised or lines or [""])[-1].strip()
     elif isinstance(error, RayActorError):  # then come its class, its ids and its node
         text = str(error).strip().split("\n")[0]
     else:

@@ -365,6 +365,34 @@ def test_what_ray_data_wraps_around_a_lost_actor_is_a_lost_role():
     assert not is_lost(ClusterLost("the head is gone"))
 
 
+ADVICE = """
+The above exception was the direct cause of the following exception:
+
+ray::MapWorker(MapBatches(GroupStage)).submit() (pid=1, ip=127.0.0.1)
+ray.exceptions.UserCodeException: UDF failed to process a data block.
+Failed to apply UDF transform after 1/1 attempts (total backoff 0.0s).
+To change retry attempts, backoff, or which errors are retried, configure `ray.data.DataContext.get_current()`.
+"""
+
+
+def test_a_worker_that_finds_no_actor_under_its_name_has_lost_a_role():
+    text = (
+        "ValueError: Failed to look up actor with name 'generator-0'. This could because 1. You are trying to look up"
+    )
+    error = RayTaskError(
+        "submit", f'ray::MapWorker()\n  File "a.py", line 7\n{text}\n{ADVICE}', UserCodeException("UDF")
+    )
+    assert is_lost(error)
+    assert one_line(error) == text
+
+
+def test_of_an_error_in_a_worker_the_line_is_told_that_says_what_it_was():
+    text = f'ray::MapWorker()\n  File "a.py", line 7\nmempipe.faults.Odd: the answer was 7\n{ADVICE}'
+    error = RayTaskError("submit", text, UserCodeException("UDF"))
+    assert one_line(error) == "mempipe.faults.Odd: the answer was 7"
+    assert not is_lost(error)
+
+
 class Engine:
     """Answers the calls one after another: with a value, or by raising."""
 
