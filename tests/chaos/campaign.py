@@ -188,8 +188,10 @@ class Campaign:
     def _send(self, role: str, place: Passed, number: signal.Signals) -> list[int]:
         """Sends the signal to a process of the role; one that is just being started is waited for."""
         if role == "here":
-            psutil.Process(place.pid).send_signal(number)
-            return [place.pid]
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(place.pid).send_signal(number)
+                return [place.pid]
+            raise Missed(f"the process at {place.place} ended by itself")
         deadline = time.monotonic() + APPEARS_S * self.factor
         while not (struck := self.watched.strike(role, number)):
             if self.watched.has_ended_well:

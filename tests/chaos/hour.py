@@ -24,6 +24,7 @@ import commands
 from campaign import Campaign
 from journal import Journal
 from machine import speed_factor
+from mutations import check_mutations
 from starting_point import starting_point
 from watched import Over, Place, Watched
 
@@ -31,7 +32,7 @@ JOBS = {"training": 12, "index": 4, "evaluation": 4, "sweep": 2, "chain": 2, "mu
 """How many faults one command of each kind is used for."""
 WEIGHTS = {"training": 6, "index": 1, "evaluation": 2, "sweep": 1, "chain": 1, "mutations": 3}
 NUM_STEPS = 60
-NUM_MUTATIONS = 100
+NUM_MUTATIONS = 400
 """Of files, in one block of them."""
 ENDING = 6
 """A training with so few steps left is let end."""
@@ -192,8 +193,6 @@ def block(faults: Sequence[Plan], journal: Journal, start: Path, *, until: float
 
 def mutate_files(what: Plan, journal: Journal, start: Path) -> None:
     """Damages files in many small ways and opens them, in this process."""
-    from mutations import check_mutations
-
     with journal.fault(f"{NUM_MUTATIONS} files damaged", "every kind of file", number=what.number) as fault:
         fault.said = check_mutations(NUM_MUTATIONS, seed=what.number)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from watched import Missed, Over
+from watched import Over
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Journal:
 
     @contextmanager
     def fault(self, what: str, where: str, *, number: int | None = None) -> Iterator[Fault]:
-        """Records one fault; what the block raises as Missed is its miss, and goes no further."""
+        """Records one fault; an AssertionError of the block (Missed is one) is its miss, and goes no further."""
         entry = Fault(number=len(self.faults) + 1 if number is None else number, what=what, where=where)
         try:
             yield entry
@@ -53,7 +53,7 @@ class Journal:
             if self.lets_end:
                 raise
             entry.missed = f"the command had ended before {over}"
-        except Missed as miss:
+        except AssertionError as miss:
             entry.missed = " ".join(str(miss).split())
         self.faults.append(entry)
         print(f"[{time.strftime('%H:%M:%S')}] {self.title}{entry.line}", flush=True)
