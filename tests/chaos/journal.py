@@ -46,7 +46,7 @@ class Journal:
     @contextmanager
     def fault(self, what: str, where: str, *, number: int | None = None) -> Iterator[Fault]:
         """Records one fault; an AssertionError of the block (Missed is one) is its miss, and goes no further."""
-        entry = Fault(number=len(self.faults) + 1 if number is None else number, what=what, where=where)
+        entry = Fault(number=self.num_faults + 1 if number is None else number, what=what, where=where)
         try:
             yield entry
         except Over as over:
@@ -57,6 +57,11 @@ class Journal:
             entry.missed = " ".join(str(miss).split())
         self.faults.append(entry)
         print(f"[{time.strftime('%H:%M:%S')}] {self.title}{entry.line}", flush=True)
+
+    @property
+    def num_faults(self) -> int:
+        """Counts faults; what is looked at when a command has ended has the number 0 and is none."""
+        return sum(fault.number > 0 for fault in self.faults)
 
     @property
     def misses(self) -> list[str]:
@@ -73,5 +78,6 @@ class Journal:
             median, most = (f"{times[len(times) // 2]:.1f}", f"{times[-1]:.1f}") if times else ("", "")
             missed = sum(bool(fault.missed) for fault in faults)
             lines.append(f"{what[:44]:44} {len(faults):4d} {missed:6d} {median:>9} {most:>7}")
-        lines.append(f"{len(self.faults)} faults, {len(self.misses)} missed")
+        num_checks = len(self.faults) - self.num_faults
+        lines.append(f"{self.num_faults} faults, {num_checks} looks at what was left, {len(self.misses)} missed")
         return "\n".join(lines)
