@@ -35,16 +35,9 @@ async def many_under_way(generator: Generator) -> list[asyncio.Task[Completion]]
     return tasks
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def generator(model_path: Path) -> AsyncIterator[Generator]:
-    made = make_generator(model_path, engine_process="shared")
-    await made.start()
-    yield made
-    await made.shutdown()
-    assert not is_occupied()
-
-
-async def test_a_step_that_fails_is_the_death_of_the_engine_for_every_call(generator, monkeypatch):
+async def test_a_step_that_fails_is_the_death_of_the_engine_for_every_call(model_path, monkeypatch):
+    generator = make_generator(model_path)
+    await generator.start()
     tasks = await many_under_way(generator)
 
     def fail() -> None:
@@ -64,6 +57,8 @@ async def test_a_step_that_fails_is_the_death_of_the_engine_for_every_call(gener
             await call
     with pytest.raises(EngineDead):
         generator.check_alive()
+    await generator.shutdown()
+    assert not is_occupied()
 
 
 async def test_a_shutdown_ends_completions_and_frees_thread_and_memory(model_path, tmp_path, monkeypatch):
@@ -80,6 +75,21 @@ async def test_a_shutdown_ends_completions_and_frees_thread_and_memory(model_pat
     assert model() is None and not dist.is_initialized()
     assert not any(thread.name == "mempipe-engine" for thread in threading.enumerate())
     assert left_in(tmp_path) == []
+
+
+async def test_a_model_that_cannot_be_loaded_raises_what_is_wrong_and_leaves_the_process_free(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Exception, match=r"model_type|architectures") as raised:
+        await make_generator(tmp_path).start()
+    assert not isinstance(raised.value, EngineFault) and not is_occupied()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def generator(model_path: Path) -> AsyncIterator[Generator]:
+    made = make_generator(model_path, engine_process="shared")
+    await made.start()
+    yield made
+    await made.shutdown()
 
 
 async def test_a_cancelled_completion_is_dropped_by_the_engine(generator):
@@ -109,10 +119,3 @@ async def test_a_request_that_vllm_refuses_fails_alone(generator, monkeypatch):
     results = await asyncio.gather(*(complete(generator, ids) for ids in prompts(3)), return_exceptions=True)
     assert sorted(type(result) for result in results if isinstance(result, Exception)) == [ValueError]
     assert generator._engine._vllm.add_request == add and await generator._engine.num_under_way() == 0
-
-
-async def test_a_model_that_cannot_be_loaded_raises_what_is_wrong_and_leaves_the_process_free(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(Exception, match=r"model_type|architectures") as raised:
-        await make_generator(tmp_path).start()
-    assert not isinstance(raised.value, EngineFault) and not is_occupied()
