@@ -27,7 +27,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayTaskError
 
 from mempipe.actors.driver import Driver, DriverSpec
-from mempipe.actors.handles import Handle
+from mempipe.actors.handles import Handle, find_actor
 from mempipe.actors.lost import GroupFailed, RoleLost, is_lost, one_line
 from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.beacons import reached
@@ -83,7 +83,7 @@ class GroupStage:
 
     def __init__(self, spec: DriverSpec) -> None:
         self._driver = Driver(spec)
-        self._admission = ray.get_actor(spec.admission, spec.namespace) if spec.admission else None
+        self._admission = find_actor(spec.admission, spec.namespace) if spec.admission else None
         self._places = asyncio.Semaphore(spec.config.stream.groups_in_flight)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:

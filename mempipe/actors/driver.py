@@ -12,8 +12,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
-
+from mempipe.actors.handles import find_actor
 from mempipe.actors.lost import GroupFailed
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
@@ -55,7 +54,7 @@ class Driver:
     def __init__(self, spec: DriverSpec) -> None:
         config = spec.config
         self._spec = spec
-        actors = {name: ray.get_actor(name, spec.namespace) for name in [*spec.generators, *spec.retrievers]}
+        actors = {name: find_actor(name, spec.namespace) for name in [*spec.generators, *spec.retrievers]}
         tokenizer = load_tokenizer(config.model.path)
         generators: GeneratorPool | Endpoint
         if spec.endpoint is not None:

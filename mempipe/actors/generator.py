@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import ray
 
 from mempipe.actors.batched_calls import Answer, BatchedServer, Request
-from mempipe.actors.handles import Handle
+from mempipe.actors.handles import find_actor
 from mempipe.beacons import reached
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import EngineLoad
@@ -53,7 +52,7 @@ class GeneratorActor:
             can_sleep=sleeps,
             reproducible=reproducible,
         )
-        self._store: Handle = ray.get_actor(store)
+        self._store = find_actor(store)
         self._desk = BatchedServer(self._answer)
         self._started = asyncio.Lock()
         self._ready = False

@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 import ray
 
+from mempipe.actors.lost import RoleLost
+
 Handle: TypeAlias = Any
 """A Ray actor handle."""
 
@@ -14,3 +16,12 @@ def start_actor(cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -
     """An actor of `cls` with Ray's `options`."""
     remote: Any = ray.remote(cls)
     return remote.options(**options).remote(*args, **kwargs)
+
+
+def find_actor(name: str, namespace: str | None = None) -> Handle:
+    """Returns the handle of a named actor, in this job's namespace unless told otherwise. Raises RoleLost when it is
+    gone for good."""
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError as error:
+        raise RoleLost(f"{name} is gone") from error

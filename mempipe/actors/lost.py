@@ -96,8 +96,10 @@ def one_line(error: BaseException) -> str:
         lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
         raised = [line for line in lines if _RAISED.match(line)][:1] or [line for line in lines if _CAUSE.match(line)]
         text = (raised or lines or [""])[-1].strip()
-    elif isinstance(error, RayActorError):  # then come its class, its ids and its node
-        text = str(error).strip().split("\n")[0]
+    elif isinstance(error, RayActorError):
+        first, *rest = str(error).strip().splitlines() or [""]
+        # A trace follows an error of its constructor; otherwise its class, its ids and its node do.
+        text = rest[-1].strip() if rest and "creation task" in first else first
     else:
         text = " ".join(str(error).split())
     text = text.removeprefix("ray.exceptions.") or type(error).__name__

@@ -47,7 +47,7 @@ class Store:
 @pytest.fixture
 def actor(monkeypatch) -> generator.GeneratorActor:
     monkeypatch.setattr(generator, "Generator", Engine)
-    monkeypatch.setattr(generator.ray, "get_actor", lambda name: Store())
+    monkeypatch.setattr(generator, "find_actor", lambda name: Store())
     return generator.GeneratorActor(
         model=ModelConfig(), config=GenerationConfig(), context_tokens=8, seed=0, store="s", transfer="mempipe_shm"
     )

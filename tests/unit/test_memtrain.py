@@ -31,6 +31,7 @@ from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
 from mempipe.stream import StepGroups
 from mempipe.types import Completion, FinishReason, Group, Question, TrainingSample, Trajectory, from_row, to_row
 from pipelines import warm_start
@@ -291,7 +292,7 @@ class Learning:
         self.config = config
         self.taken: list[Any] = []
 
-    def learn(self, updates: Any) -> list[dict[str, float]]:
+    def learn(self, updates: Any, *, first: int, stop: StopRequest) -> list[dict[str, float]]:
         self.taken.append(updates)
         return [{} for _ in updates]
 

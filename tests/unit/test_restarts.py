@@ -429,3 +429,10 @@ def test_an_engine_that_starts_again_is_asked_again():
 def test_an_engine_that_starts_no_more_is_a_role_that_is_lost():
     with pytest.raises(RoleLost, match="loading weights: generator-0: The actor died"):
         ask(ActorDiedError())
+
+
+def test_an_actor_that_could_not_be_made_says_why():
+    made = "The actor died because of an error raised in its creation task, ray::GeneratorActor.__init__()\n  trace\n"
+    error = ActorDiedError()
+    error.error_msg = f"{made}mempipe.actors.lost.RoleLost: weights is gone"
+    assert one_line(error) == "mempipe.actors.lost.RoleLost: weights is gone"
