@@ -102,7 +102,13 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         compat: MemAgentCompat | None = None,
     ) -> None:
         self.compat = compat or MemAgentCompat()
-        super().__init__(tokenizer, system=prompts.system, budget=budget, question_mark=self.compat.question_mark)
+        super().__init__(
+            tokenizer,
+            system=prompts.system,
+            budget=budget,
+            instructions=prompts.instructions,
+            question_mark=self.compat.question_mark,
+        )
         chat = self._chat
         self.reply_start = opened_thought(chat.after_user)
         self.empty_memory = self._checked_empty_memory(prompts.empty_memory)

@@ -137,6 +137,7 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
             separator=separator,
             search=tools.search,
             budget=budget,
+            instructions=prompts.instructions,
             question_mark=compat.question_mark,
         )
         self.tools, self.compat = tools, compat

@@ -15,7 +15,19 @@ from mempipe.settings import ConfigError
 from mempipe.text import BOX
 
 BUILT_IN = Path(__file__).parent / "prompts"
-SLOTS = ("tools", "question", "memory", "chunk", "call", "passages", "turns_left", "title", "text", "index")
+SLOTS = (
+    "tools",
+    "question",
+    "instructions",
+    "memory",
+    "chunk",
+    "call",
+    "passages",
+    "turns_left",
+    "title",
+    "text",
+    "index",
+)
 MEMORY_TOKENS = "{memory_tokens}"
 """Stands in any text for the limit of the memory."""
 ANSWER_OPEN = BOX + "{"
@@ -30,16 +42,22 @@ class PromptSet:
     """The base of every agent's prompt set: one text per key. Raises ConfigError for a text with wrong slots."""
 
     REQUIRED: ClassVar[dict[str, set[str]]] = {}
-    """Slots that the text of a key must hold."""
+    """Slots that the text of a key must hold, beside those of `OF_ALL`."""
     OPTIONAL: ClassVar[dict[str, set[str]]] = {}
+    OF_ALL: ClassVar[dict[str, set[str]]] = {"instructions": {"question", "instructions"}}
+
+    instructions: str = ""
+    """What stands in place of the question where whoever asks it gives instructions; "": they cannot be read."""
 
     def __post_init__(self) -> None:
         for key in self.names():
             text = getattr(self, key)
             if not isinstance(text, str):
                 raise ConfigError(f"prompts.{key} is {text!r}, expected a text")
+            if not text and key in self.optional_names():
+                continue
             slots = split_slots(text)[1::2]
-            required, optional = self.REQUIRED.get(key, set()), self.OPTIONAL.get(key, set())
+            required, optional = (self.OF_ALL | self.REQUIRED).get(key, set()), self.OPTIONAL.get(key, set())
             for slot in sorted(required - set(slots)):
                 raise ConfigError(f"prompts.{key} lacks the slot {{{slot}}}")
             for slot in slots:

@@ -8,10 +8,11 @@ agent's file has a renderer of its own.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from mempipe.agents.budget import Budget, SearchBudget
 from mempipe.agents.chat_frame import chat_frame, closing_id, role_marks
@@ -50,8 +51,12 @@ class Renderer(Generic[B]):
 
     template_tokens: int
 
-    def __init__(self, tokenizer: Tokenizer, *, system: str, budget: B, question_mark: bool = False) -> None:
-        """`question_mark`: a question that does not end in "?" is given one."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, system: str, budget: B, instructions: str = "", question_mark: bool = False
+    ) -> None:
+        """`instructions` is the prompt set's text of that key. `question_mark`: a question that does not end in "?" is
+        given one.
+        """
         self.tokenizer = tokenizer
         self.budget = budget
         self._question_mark = question_mark
@@ -60,6 +65,8 @@ class Renderer(Generic[B]):
         marks = role_marks(tokenizer, tags=self.TAGS)
         self._role_marks, self._role_texts = marks.token_ids, marks.texts
         self._neutralize = Neutralizer([*tokenizer.special_tokens, *marks.texts], tags=self.TAGS)
+        self._instructed = encode_pieces(tokenizer, "", instructions, "") if instructions else None
+        self._instructions: list[int] | None = None
 
     def encode(self, text: str) -> list[int]:
         """Encodes untrusted text: no special token is among the ids, and no protocol tag or role mark in their text."""
@@ -69,15 +76,34 @@ class Renderer(Generic[B]):
         safe = self._neutralize(written)
         return token_ids if safe == written else self.tokenizer.encode_text(safe)
 
+    @property
+    def takes_instructions(self) -> bool:
+        """Tells whether the prompt set has a place for instructions of whoever asks."""
+        return self._instructed is not None
+
+    def instructed(self, instructions: str) -> Self:
+        """Returns a renderer that puts `instructions` beside every question, which leaves the question less room. Only
+        for one that `takes_instructions`.
+        """
+        assert self._instructed is not None, "the prompt set has no text `instructions`"
+        changed = copy.copy(self)
+        changed._instructions = self.encode(instructions)
+        return changed
+
     def question(self, question: Question) -> list[int]:
-        """Encodes the question's text. Raises UnfitQuestion when it has more than budget.question_tokens."""
+        """Encodes the question's text, with the instructions of `instructed`. Raises UnfitQuestion when that has more
+        than budget.question_tokens.
+        """
         text, limit = question.text, self.budget.question_tokens
         if self._question_mark and not text.rstrip().endswith("?"):
             text = text.rstrip() + "?"
-        token_ids = self.encode(text)
+        token_ids, what = self.encode(text), "has"
+        if self._instructed is not None and self._instructions is not None:
+            token_ids = self._instructed.filled({"question": token_ids, "instructions": self._instructions})
+            what = "and its instructions have"
         if len(token_ids) > limit:
             raise UnfitQuestion(
-                f"question {question.id} has {len(token_ids)} tokens, more than budget.question_tokens {limit}"
+                f"question {question.id} {what} {len(token_ids)} tokens, more than budget.question_tokens {limit}"
             )
         return token_ids
 
@@ -141,9 +167,12 @@ class SearchRenderer(Renderer[S]):
         separator: str,
         search: SearchTool,
         budget: S,
+        instructions: str = "",
         question_mark: bool = False,
     ) -> None:
-        super().__init__(tokenizer, system=system, budget=budget, question_mark=question_mark)
+        super().__init__(
+            tokenizer, system=system, budget=budget, instructions=instructions, question_mark=question_mark
+        )
         self.search = search
         for key, text in {"passage": passage, "passage_separator": separator}.items():
             if self._neutralize(text) != text:

@@ -74,6 +74,7 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
             separator=prompts.passage_separator,
             search=search,
             budget=budget,
+            instructions=prompts.instructions,
             question_mark=question_mark,
         )
         self._prompt = encode_pieces(tokenizer, self._chat.before_user, prompts.user, self._chat.after_user)
