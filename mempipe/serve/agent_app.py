@@ -92,6 +92,14 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    url = f"{request.method[:20]} {request.url.path[:200]}"
+    if error.status_code == 404:
+        message = f"there is no {url!r}; /docs shows what there is"
+        return error_reply(ApiError(404, message, code="unknown_url"))
+    if error.status_code == 405:
+        answer = refuse(405, f"{url!r} is not possible; this path takes {(error.headers or {}).get('Allow', '')}")
+        answer.headers.update(error.headers or {})
+        return answer
     return refuse(error.status_code, str(error.detail))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,22 +24,23 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_section
+from mempipe.request_seeds import RequestSeeds
 from mempipe.rl.rewards import split_answers
-from mempipe.serve.api import AnswerReply, AnswerRequest, BudgetChanges, Sampling, TurnReply
+from mempipe.serve.api import AnswerReply, AnswerRequest, AttemptReply, BudgetChanges, Sampling, TurnReply
 from mempipe.serve.attempt_events import AttemptEvents, Emit
 from mempipe.serve.conversation import next_memory, starting_from
 from mempipe.serve.errors import ApiError
-from mempipe.serve.replies import most_frequent, turn_replies, usage_of
+from mempipe.serve.replies import answer_logprobs, most_frequent, turn_replies, usage_of
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
 from mempipe.user_code import user_code
 
-Record = Callable[[Group, AgentSpec], None]
-"""Takes the attempts at a question and the agent that made them (`mempipe.serve.traces`)."""
+Record = Callable[[Group, AgentSpec, Mapping[str, str]], None]
+"""Takes the attempts at a question, the agent that made them and the request's metadata (`mempipe.serve.traces`)."""
 KEPT_RENDERERS = 32
 
 
-def nowhere(group: Group, spec: AgentSpec) -> None:
+def nowhere(group: Group, spec: AgentSpec, metadata: Mapping[str, str]) -> None:
     """Records nothing."""
 
 
@@ -48,7 +50,9 @@ class Engine(Protocol):
     @property
     def version(self) -> str: ...
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
         """Samples one message after `token_ids`. Raises InfrastructureFault."""
         ...
 
@@ -63,7 +67,11 @@ class Plan:
     question: Question
     num_objectives: int
     sampling: SamplingConfig
+    max_message_tokens: int | None
+    seed: int | None
     num_samples: int
+    logprobs: bool
+    metadata: Mapping[str, str]
 
     def turn_replies(self, contexts: Iterable[Context]) -> Iterator[TurnReply]:
         """Yields the turns of one attempt as the service shows them (`mempipe.serve.replies`)."""
@@ -92,6 +100,9 @@ class Answering:
         may ask for; `record` takes what was played. Raises ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
+        self.created = int(time.time())
+        self.keeps_metadata = record is not nowhere
+        self.is_greedy = sampling.temperature == 0
         self.agents = dict(agents)
         self.engine = engine
         self._tokenizer = tokenizer
@@ -103,6 +114,11 @@ class Answering:
         self._kept = functools.lru_cache(maxsize=KEPT_RENDERERS)(self._render)
         for agent in self.agents:
             self._kept(agent, "{}")
+
+    def takes_instructions(self, agent: str | None) -> bool:
+        """Tells whether an agent, None for the service's own, has a place for instructions of whoever asks."""
+        name = agent or next(iter(self.agents))
+        return name in self.agents and self._kept(name, "{}").takes_instructions
 
     async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None) -> Plan:
         """Checks a request in a thread, since the encoding of a long text takes time.
@@ -131,8 +147,9 @@ class Answering:
         except InfrastructureFault as fault:
             raise ApiError(503, f"the service cannot answer now: {fault}") from fault
         group = Group(id=request_id, question=plan.question, trajectories=trajectories)
-        self._record(group, plan.config.agent_spec)
+        self._record(group, plan.config.agent_spec, plan.metadata)
         chosen, confidence = most_frequent(trajectories)
+        others = [trajectory for trajectory in trajectories if trajectory is not chosen]
         reply = AnswerReply(
             id=request_id,
             created=int(time.time()),
@@ -144,12 +161,20 @@ class Answering:
             answers=_by_objective(chosen.answer, plan.num_objectives) if plan.num_objectives > 1 else [],
             end_reason=chosen.end_reason,
             confidence=confidence,
+            attempts=[self._attempt(plan, trajectory) for trajectory in (chosen, *others)],
             turns=list(plan.turn_replies(chosen.contexts)),
             usage=usage_of(trajectories),
             seconds=time.perf_counter() - started,
             session=session,
         )
         return reply, next_memory(plan.question, chosen)
+
+    def _attempt(self, plan: Plan, trajectory: Trajectory) -> AttemptReply:
+        """Says how an attempt ended. Raises ApiError 400 for log-probs that the engine did not give."""
+        logprobs = answer_logprobs(trajectory, self._tokenizer.decode) if plan.logprobs else None
+        if logprobs is not None and any(math.isnan(each.logprob) for each in logprobs):
+            raise ApiError(400, "the engine of this service gives no logprobs; leave it out", param="logprobs")
+        return AttemptReply(answer=trajectory.answer, end_reason=trajectory.end_reason, logprobs=logprobs)
 
     def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:
         agent = request.agent or next(iter(self.agents))
@@ -168,6 +193,11 @@ class Answering:
         renderer = self._renderer(agent, request.budget)
         if memory is not None:
             renderer = starting_from(renderer, memory, agent=agent)
+        if request.instructions is not None:
+            if not renderer.takes_instructions:
+                message = f"the prompt set of agent {agent!r} has no place for instructions; leave them out"
+                raise ApiError(400, message, param="instructions")
+            renderer = renderer.instructed(request.instructions)
         objectives = request.objectives or []
         asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
         question = Question(
@@ -188,11 +218,16 @@ class Answering:
             question=question,
             num_objectives=max(len(objectives), 1),
             sampling=sampling,
+            max_message_tokens=request.sampling.max_tokens,
+            seed=request.sampling.seed,
             num_samples=request.num_samples,
+            logprobs=request.logprobs,
+            metadata=request.metadata,
         )
 
     def _changed_sampling(self, changes: Sampling) -> SamplingConfig:
-        return SamplingConfig.model_validate(self._sampling.model_dump() | changes.model_dump(exclude_none=True))
+        changed = changes.model_dump(exclude_none=True, include=set(SamplingConfig.model_fields))
+        return SamplingConfig.model_validate(self._sampling.model_dump() | changed)
 
     def _renderer(self, agent: str, changes: BudgetChanges) -> Renderer[Any]:
         """Returns the agent's renderer within the changed budget. Raises ApiError 400."""
@@ -244,8 +279,13 @@ class Answering:
                 turn_replies=plan.turn_replies,
             )
 
+        # Not with the request's id, so that another request with this seed samples the same.
+        seeds = RequestSeeds(plan.seed, group_id="", member=member) if plan.seed is not None else None
+
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            completion = await engine.generate(token_ids, max_tokens=max_tokens, sampling=plan.sampling)
+            limit = min(max_tokens, plan.max_message_tokens or max_tokens)
+            seed = seeds.next(token_ids) if seeds is not None else None
+            completion = await engine.generate(token_ids, max_tokens=limit, sampling=plan.sampling, seed=seed)
             if told is not None:
                 told.message(completion)
             return completion

@@ -8,64 +8,74 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_OBJECTIVES = 16
 MAX_SAMPLES = 16
-MAX_MESSAGES = 256
 MAX_QUESTION_CHARS = 100_000
-_Text = Annotated[str, Field(strict=True, min_length=1, pattern=r"\S")]
-_Question = Annotated[_Text, Field(max_length=MAX_QUESTION_CHARS)]
-_Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
-_Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+Text = Annotated[str, Field(strict=True, min_length=1, pattern=r"\S")]
+QuestionText = Annotated[Text, Field(max_length=MAX_QUESTION_CHARS)]
+Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 
 
-class _Request(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class BudgetChanges(_Request):
+class BudgetChanges(RequestBody):
     """Limits in place of the served agent's own; each agent takes those that mean something to it."""
 
-    question_tokens: _Count | None = None
-    action_tokens: _Count | None = None
-    memory_tokens: _Count | None = None
-    observation_tokens: _Count | None = None
-    chunk_tokens: _Count | None = None
-    max_turns: _Count | None = None
+    question_tokens: Count | None = None
+    action_tokens: Count | None = None
+    memory_tokens: Count | None = None
+    observation_tokens: Count | None = None
+    chunk_tokens: Count | None = None
+    max_turns: Count | None = None
 
 
-class Sampling(_Request):
+class Sampling(RequestBody):
     """Says how the policy is sampled, where that differs from the service's own way."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
+    max_tokens: Count | None = None
+    """The most tokens of one message of the policy, where the agent's own limit is higher."""
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    """The same question with the same seed and settings is sampled alike, as long as the weights are the same."""
 
 
-class Options(_Request):
+class Options(RequestBody):
     """Holds what both ways of asking share; in chat completions it is the field `mempipe`."""
 
-    agent: _Id | None = None
+    agent: Id | None = None
     """One of the served agents; null: the service's own."""
     budget: BudgetChanges = BudgetChanges()
-    document: _Id | None = None
+    document: Id | None = None
     """An uploaded document that the agent reads (POST /v1/documents)."""
     partition: Annotated[str, Field(strict=True, max_length=1000)] = ""
     """The part of the corpus that is searched; empty: all of it."""
     num_samples: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] = 1
     """Attempts; with more than one the most frequent answer is given, and its share of them as `confidence`."""
-    session: _Id | None = None
+    session: Id | None = None
     """A session, whose memory the agent starts from (POST /v1/sessions)."""
 
 
 class AnswerRequest(Options):
     """A question, or several that are answered together."""
 
-    question: _Question | None = None
-    objectives: Annotated[list[_Question], Field(min_length=1, max_length=MAX_OBJECTIVES)] | None = None
+    question: QuestionText | None = None
+    objectives: Annotated[list[QuestionText], Field(min_length=1, max_length=MAX_OBJECTIVES)] | None = None
     """Several questions in place of one."""
-    text: _Text | None = None
+    instructions: QuestionText | None = None
+    """What the agent shall heed beside the question; they share its budget. Not every prompt set has a place for
+    them."""
+    text: Text | None = None
     """A text that the agent reads, in place of an uploaded document."""
-    model: _Id | None = None
+    model: Id | None = None
     """The served model; null: there is one only."""
     sampling: Sampling = Sampling()
+    logprobs: Annotated[bool, Field(strict=True)] = False
+    """Give the log-probs of each attempt's answer; refused where the engine has none."""
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}
+    """Kept with the MLflow trace of the question, where there is one."""
     stream: Annotated[bool, Field(strict=True)] = False
     """Server-sent events while the agent works, the answer last."""
 
@@ -75,39 +85,6 @@ class AnswerRequest(Options):
             raise ValueError("give question or objectives, one of them")
         if self.text is not None and self.document is not None:
             raise ValueError("give text or document, not both")
-        return self
-
-
-class ChatMessage(_Request):
-    role: Literal["user", "assistant"]
-    """The agent has instructions of its own: there is no system role."""
-    content: _Question
-
-
-class StreamOptions(_Request):
-    include_usage: Annotated[bool, Field(strict=True)] = False
-
-
-class ChatRequest(_Request):
-    """A chat: its last message is the question, what was said before is noted in the memory that the agent starts
-    from."""
-
-    model: _Id
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    n: Literal[1] = 1
-    stream: Annotated[bool, Field(strict=True)] = False
-    stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(strict=True, max_length=1000)] | None = None
-    """Taken and not looked at."""
-    mempipe: Options = Options()
-    """What the OpenAI API has no field for."""
-
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> ChatRequest:
-        if self.messages[-1].role != "user":
-            raise ValueError("messages: the last one is the question, of role 'user'")
         return self
 
 
@@ -167,6 +144,30 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class TokenLogprob(BaseModel):
+    """A sampled token and the logarithm of its probability."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    """The token's text in UTF-8."""
+    top_logprobs: list[Any] = []
+    """Always empty: the engine says nothing of the tokens that it did not sample."""
+
+
+class AttemptReply(BaseModel):
+    """How one attempt at the question ended."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    answer: str | None
+    end_reason: str
+    logprobs: list[TokenLogprob] | None = None
+    """Of the answer's tokens, where a chat asks for them."""
+
+
 class AnswerReply(BaseModel):
     """An answer and how it was found."""
 
@@ -187,34 +188,12 @@ class AnswerReply(BaseModel):
     end_reason: str
     confidence: float | None
     """Share of the attempts that gave this answer; null with one attempt."""
+    attempts: list[AttemptReply]
+    """All attempts, first the one whose answer and turns are given."""
     turns: list[TurnReply]
     usage: Usage
     seconds: float
     session: str | None
-
-
-class ChatReplyMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int = 0
-    message: ChatReplyMessage
-    finish_reason: Literal["stop", "length"]
-
-
-class ChatReply(BaseModel):
-    """A chat completion; `mempipe` is the whole answer with its trace."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    mempipe: AnswerReply
 
 
 class ModelReply(BaseModel):

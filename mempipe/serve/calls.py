@@ -64,13 +64,16 @@ class ServedEngine:
         """Returns the version of the weights that answer. Raises RoleUnavailable."""
         return await call(self.handle.version, role="generator", timeout_s=timeout_s)
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
         return await call(
             self.handle.generate,
             list(token_ids),
             max_tokens,
             sampling,
             self.stop_token_ids,
+            seed,
             role="generator",
             timeout_s=self.timeout_s,
         )
@@ -94,5 +97,7 @@ class EndpointEngine:
             raise RoleUnavailable(str(error)) from error
         return self.version
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
-        return await self.endpoint.generate(token_ids, max_tokens=max_tokens, sampling=sampling)
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
+        return await self.endpoint.generate(token_ids, max_tokens=max_tokens, sampling=sampling, seed=seed)

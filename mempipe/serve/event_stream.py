@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -57,9 +57,9 @@ async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterato
         await asyncio.wait({task})
 
 
-def event_stream(source: AsyncIterator[Event | None]) -> StreamingResponse:
+def event_stream(source: AsyncIterator[Event | None], *, headers: Mapping[str, str] | None = None) -> StreamingResponse:
     """Returns the response that sends each event; a comment for None, which keeps the connection open."""
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
     return StreamingResponse(_lines(source), media_type="text/event-stream", headers=headers)
 
 

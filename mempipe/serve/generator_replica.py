@@ -41,11 +41,16 @@ class GeneratorReplica:
         return self._version
 
     async def generate(
-        self, token_ids: Sequence[int], max_tokens: int, sampling: SamplingConfig, stop_token_ids: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
     ) -> Completion:
         """Samples one completion. The engine drops it when the call is cancelled."""
         completion = await self._engine.generate(
-            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, seed=seed
         )
         self._metrics.count(self._engine.take_load())
         return completion

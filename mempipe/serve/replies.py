@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mempipe.evaluation.rollout_metrics import growing_history
 from mempipe.rl.rewards import normalize_answer
-from mempipe.serve.api import PassageReply, SearchReply, ToolReply, TurnReply, Usage
+from mempipe.serve.api import PassageReply, SearchReply, TokenLogprob, ToolReply, TurnReply, Usage
 from mempipe.types import Context, Passage, Trajectory
 
 
@@ -72,6 +73,32 @@ def most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, float
     winner, count = votes.most_common(1)[0]
     chosen = next(t for t in trajectories if t.answer is not None and normalize_answer(t.answer) == winner)
     return chosen, None if len(trajectories) == 1 else count / len(trajectories)
+
+
+def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TokenLogprob]:
+    """Returns the tokens that the answer was sampled in, with their log-probs; none where there is no answer.
+
+    The first and the last of them may hold characters beside the answer, such as a blank.
+    """
+    answer, context = (trajectory.answer or "").strip(), trajectory.contexts[-1]
+    mask = list(context.loss_mask)
+    first = next((i + 1 for i in reversed(range(len(mask))) if not mask[i]), 0)  # of the last message
+    token_ids, logprobs = list(context.token_ids[first:]), list(context.logprobs[first:])
+    text = decode(token_ids)
+    start = text.rfind(answer)
+    if not answer or start < 0:
+        return []
+
+    def holding(chars: int) -> int:
+        """Returns how many of the tokens hold the first `chars` characters."""
+        return bisect.bisect_left(range(len(token_ids)), chars, key=lambda count: len(decode(token_ids[:count])))
+
+    places = range(holding(start + 1) - 1, holding(start + len(answer)))
+    texts = [decode([token_ids[place]]) for place in places]
+    return [
+        TokenLogprob(token=text, logprob=logprobs[place], bytes=list(text.encode()))
+        for text, place in zip(texts, places, strict=True)
+    ]
 
 
 def usage_of(trajectories: Sequence[Trajectory]) -> Usage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mempipe.agents.registry import AgentSpec
@@ -35,12 +35,14 @@ class SampledTraces:
         self._share = share
         self._decode = decode
 
-    def record(self, group: Group, spec: AgentSpec) -> None:
-        """Records the trajectories of one question, if the die says so and there is room."""
+    def record(self, group: Group, spec: AgentSpec, metadata: Mapping[str, str]) -> None:
+        """Records the trajectories of one question, with what its request said of itself, if the die says so and there
+        is room.
+        """
         if random.random() >= self._share or self._writer.num_waiting >= MAX_WAITING:
             return
         wording = Wording(decode=self._decode, thought=spec.thought)
-        self._writer.add_call(lambda run: run.log_trace(group, step=0, wording=wording))
+        self._writer.add_call(lambda run: run.log_trace(group, step=0, wording=wording, metadata=metadata))
 
     def close(self) -> None:
         """Writes what is waiting, for FINISH_TIMEOUT_S at most."""

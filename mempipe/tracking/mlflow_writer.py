@@ -289,7 +289,9 @@ class MlflowRun:
             text = f"steps after {after_step}, from {began} on; the later value of a step counts"
             self._client.set_tag(self.run_id, _TRAINED_AGAIN, text)
 
-    def log_trace(self, group: Group, *, step: int, wording: Wording) -> None:
+    def log_trace(
+        self, group: Group, *, step: int, wording: Wording, metadata: Mapping[str, str] | None = None
+    ) -> None:
         from mlflow.tracing.client import TracingClient
 
         assert self.run_id is not None, "traces need a run"
@@ -302,6 +304,7 @@ class MlflowRun:
                 run_id=self.run_id,
                 experiment_id=self._experiment_id,
                 wording=wording,
+                metadata=metadata,
             )
             client.start_trace(info)
             client.log_spans(self._experiment_id, spans)

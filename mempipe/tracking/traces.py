@@ -7,7 +7,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +50,13 @@ def build_trace(
     run_id: str,
     experiment_id: str,
     wording: Wording = Wording(),
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[TraceInfo, list[Span]]:
     """Returns the trace of one trajectory, linked to the run.
 
     Spans follow one another and last as long as the engine and the retriever took; the clock of the trajectory itself
-    is not recorded. Ids come from run, step and trajectory, so that a trace which is sent again after a fault is still
-    one trace.
+    is not recorded. `metadata` are texts of whoever asked. Ids come from run, step and trajectory, so that a trace
+    which is sent again after a fault is still one trace.
     """
     from mlflow.entities.trace_info import TraceInfo
     from mlflow.entities.trace_location import TraceLocation
@@ -68,12 +69,14 @@ def build_trace(
     trace_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{step}/{trajectory.id}").int
     is_scored = bool(question.golden_answers)  # a question that a service was asked has none
     inputs, outputs = _root_inputs(question), _root_outputs(trajectory, is_scored=is_scored)
-    attributes = {
+    attributes: dict[str, Any] = {
         "trajectory_id": trajectory.id,
         "group_id": trajectory.group_id,
         "member": trajectory.member,
         "step": step,
     }
+    if metadata:
+        attributes["metadata"] = dict(metadata)
     times = (start_ns, end_ns)
     spans = [
         _span("trajectory", "AGENT", trace_id, _ROOT_ID, times, inputs=inputs, outputs=outputs, attributes=attributes)

@@ -58,16 +58,21 @@ class WorldEngine:
     version: str = "v1"
     says: list[str] = field(default_factory=list)
     fault: InfrastructureFault | None = None
+    logprob: float = 0.0
     go_on: threading.Event = field(default_factory=threading.Event)
     under_way: int = 0
     most_under_way: int = 0
     prompts: list[str] = field(default_factory=list)
     samplings: list[SamplingConfig] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.go_on.set()
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
         if self.fault is not None:
             raise self.fault
         self.under_way += 1
@@ -80,10 +85,16 @@ class WorldEngine:
             self.under_way -= 1
         self.prompts.append(self.tokenizer.decode(token_ids))
         self.samplings.append(sampling)
+        self.limits.append(max_tokens)
+        self.seeds.append(seed)
         text = self.says.pop(0) if self.says else self._scripted(self.prompts[-1])
-        sampled = [*self.tokenizer.encode_template(text), min(self.tokenizer.stop_token_ids)][:max_tokens]
+        whole = [*self.tokenizer.encode_template(text), min(self.tokenizer.stop_token_ids)]
+        sampled = whole[:max_tokens]
         return Completion(
-            token_ids=sampled, logprobs=[0.0] * len(sampled), finish_reason=FinishReason.STOP, policy_version=0
+            token_ids=sampled,
+            logprobs=[self.logprob] * len(sampled),
+            finish_reason=FinishReason.STOP if sampled == whole else FinishReason.LENGTH,
+            policy_version=0,
         )
 
     def _scripted(self, prompt: str) -> str:

@@ -41,7 +41,8 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monke
         recorder = SampledTraces(of_service, share=1.0, decode=tokenizer.decode)
         service = build_service(tokenizer, tmp_path, record=recorder.record)
         with running(service):
-            reply = httpx.post(f"{service.url}/v1/answer", json={"question": QUESTION.text}, timeout=20).json()
+            body = {"question": QUESTION.text, "metadata": {"ticket": "17"}}
+            reply = httpx.post(f"{service.url}/v1/answer", json=body, timeout=20).json()
         recorder.close()
     client = MlflowClient(tracking_uri=uri)
     (experiment,) = client.search_experiments(filter_string="name = 'mempipe'")
@@ -51,6 +52,7 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monke
     assert len(found) == 2
     root, *turns = found[0].data.spans
     assert root.inputs["question"] == QUESTION.text
+    assert root.attributes["metadata"] == {"ticket": "17"}
     assert root.outputs == {"answer": reply["answer"], "end_reason": "answered"}  # nobody scored it
     assert [turn.attributes["thought"] for turn in turns] == [turn["thought"] for turn in reply["turns"]]
     assert f"{reply['id']}/0" in {trace.info.client_request_id for trace in found}
@@ -59,7 +61,7 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monke
 def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(traces, "FINISH_TIMEOUT_S", 0.1)
     groups = []
-    service = build_service(tokenizer, tmp_path, record=lambda group, spec: groups.append((group, spec)))
+    service = build_service(tokenizer, tmp_path, record=lambda *played: groups.append(played))
     with running(service):
         httpx.post(f"{service.url}/v1/answer", json={"question": QUESTION.text}, timeout=20)
     recorder = SampledTraces(served(tmp_path, "http://127.0.0.1:9"), share=0.5, decode=tokenizer.decode)

@@ -44,6 +44,18 @@ STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
+IGNORED_HEADER = "x-mempipe-ignored"
+IGNORED: dict[int | str, dict[str, Any]] = {
+    200: STREAM[200]
+    | {
+        "headers": {
+            IGNORED_HEADER: {
+                "description": "Names of what was sent and has no meaning here, with commas between them.",
+                "schema": {"type": "string"},
+            }
+        }
+    }
+}
 ANSWERS = refusals(404, 409) | OF_A_BODY | STREAM
 
 

@@ -1,0 +1,435 @@
+"""Ordinary OpenAI clients against the agent service, unchanged: what they send is taken, refused by name, or listed."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from service_builders import CONFIGS, QUESTIONS, Service, build_service, running
+
+from mempipe.engines.config import SamplingConfig
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.loader import load_config
+from mempipe.serve.api import AnswerReply
+from mempipe.serve.chat_api import ChatMessage, ChatRequest
+from mempipe.serve.conversation import history
+
+TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
+GOLD = TWO_HOPS.golden_answers[0]
+IGNORED = "x-mempipe-ignored"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer, tmp_path_factory) -> Iterator[Service]:
+    service = build_service(tokenizer, tmp_path_factory.mktemp("state"), record=lambda *played: PLAYED.append(played))
+    with running(service):
+        yield service
+
+
+PLAYED: list[Any] = []
+
+
+@pytest.fixture
+def service(shared) -> Iterator[Service]:
+    for kept in (shared.engine.prompts, shared.engine.samplings, shared.engine.limits, shared.engine.seeds, PLAYED):
+        kept.clear()
+    yield shared
+    shared.engine.says.clear()
+    shared.engine.logprob = 0.0
+
+
+@pytest.fixture(scope="module")
+def instructed(tokenizer, tmp_path_factory) -> Iterator[Service]:
+    """A service whose prompt set has a place for instructions."""
+    folder = tmp_path_factory.mktemp("instructed")
+    tiny = (CONFIGS.parents[1] / "mempipe" / "agents" / "prompts" / "tiny.yaml").read_text()
+    (folder / "prompts.yaml").write_text(tiny + 'instructions: "{question} heed {instructions}"\n')
+    config = load_config(CONFIGS / "quickstart.yaml", [f"agent.prompts={folder / 'prompts.yaml'}"])
+    service = build_service(tokenizer, folder, agents={"memsearcher": config})
+    with running(service):
+        yield service
+
+
+def client_of(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def user(text: str = TWO_HOPS.text) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def send(service: Service, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "messages": list(messages) or [user()], **fields}
+    return httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=20)
+
+
+def content_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def box(answer: str) -> str:
+    return f"I know</think>\\boxed{{ {answer}}}"
+
+
+# Every field of the API.
+
+
+def test_every_field_of_the_openai_client_is_a_field_here():
+    assert set(typing.get_type_hints(CompletionCreateParamsBase)) <= set(ChatRequest.model_fields)
+
+
+NOTHING = {
+    "audio": None,
+    "frequency_penalty": 0,
+    "function_call": "auto",
+    "functions": [],
+    "logit_bias": {},
+    "logprobs": False,
+    "metadata": None,
+    "modalities": ["text"],
+    "moderation": None,
+    "n": 1,
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+    "presence_penalty": 0.0,
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "low",
+    "response_format": {"type": "text"},
+    "safety_identifier": "b",
+    "seed": None,
+    "service_tier": "auto",
+    "stop": None,
+    "store": False,
+    "stream": None,
+    "stream_options": None,
+    "temperature": None,
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "user": "ann",
+    "verbosity": "low",
+    "web_search_options": None,
+    "max_tokens": None,
+    "max_completion_tokens": None,
+    "mempipe": None,
+}
+
+
+def test_what_has_no_meaning_is_taken_and_listed(service):
+    answer = send(service, **NOTHING)
+    assert content_of(answer) == GOLD
+    meaningful = {"logprobs", "metadata", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p"}
+    meaningful |= {"max_tokens", "max_completion_tokens", "mempipe"}
+    assert answer.headers[IGNORED] == ", ".join(sorted(NOTHING.keys() - meaningful))
+    assert IGNORED not in send(service).headers
+
+
+def test_the_official_client_sees_the_header_in_a_stream_too(service):
+    asked = {"model": "tiny", "messages": [user()], "user": "ann", "stream": True}
+    with client_of(service).chat.completions.with_streaming_response.create(**asked) as answer:
+        assert answer.headers[IGNORED] == "user"
+        assert GOLD in answer.read().decode()
+
+
+REFUSED: dict[str, Any] = {
+    "audio": {"voice": "alloy", "format": "mp3"},
+    "frequency_penalty": 0.5,
+    "function_call": {"name": "f"},
+    "functions": [{"name": "f"}],
+    "logit_bias": {"5": 1},
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "omni"},
+    "presence_penalty": -1,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "top_logprobs": 3,
+    "web_search_options": {},
+    "n": 99,
+    "max_tokens": 0,
+    "stop": 5,
+    "seed": "x",
+    "nonsense": 1,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(service, name):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client_of(service).chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], extra_body={name: REFUSED[name]}
+        )
+    assert name in refused.value.message and str(refused.value.param).split(".")[0] == name
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_a_token_limit_bounds_every_message_of_the_policy(service):
+    assert content_of(send(service, max_tokens=30)) == GOLD
+    assert set(service.engine.limits) == {30}
+    answer = send(service, max_tokens=30, max_completion_tokens=3).json()
+    assert service.engine.limits[-1] == 3
+    assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["message"]["content"]) == ("length", "")
+    content_of(send(service, max_tokens=10_000_000))
+    assert max(service.engine.limits) < 1000  # the agent's own limits hold
+
+
+def test_the_answer_ends_before_a_stop_text(service):
+    for stop, expected in (("or", "Lima"), (["zzz", " or", "Lim"], ""), ("", "Lima or Oslo"), (["Oslo"], "Lima or ")):
+        service.engine.says[:] = [box("Lima or Oslo")]
+        answer = send(service, user("where?"), stop=stop)
+        assert content_of(answer).rstrip() == expected.rstrip()
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_same_seed_gives_every_call_the_same_seed_again(service):
+    for seed in (7, 7, 8, None):
+        content_of(send(service, seed=seed))
+    seeds = service.engine.seeds
+    a_question = len(seeds) // 4
+    first, second, third, none = (seeds[i : i + a_question] for i in range(0, len(seeds), a_question))
+    assert first == second and len(set(first)) == a_question == 5
+    assert set(first).isdisjoint(third) and set(none) == {None}
+
+
+def test_n_gives_a_choice_for_each_attempt_the_most_frequent_first(service):
+    service.engine.says[:] = [box("Oslo"), box("Lima"), box("Lima")]
+    reply = client_of(service).chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "where?"}], n=3
+    )
+    said = [choice.message.content for choice in reply.choices]
+    assert (said[0], sorted(map(str, said))) == ("Lima", ["Lima", "Lima", "Oslo"])
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert service.engine.samplings == [SamplingConfig(temperature=1.0)] * 3  # greedy ones would all be the same
+    assert reply.model_extra["mempipe"]["confidence"] == pytest.approx(2 / 3)
+    refused = send(service, n=2, temperature=0)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+def test_a_stream_of_several_choices_has_all_of_them(service):
+    service.engine.says[:] = [box("Lima"), box("Lima")]
+    chunks = list(
+        client_of(service).chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "where?"}], n=2, stream=True
+        )
+    )
+    text = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text[choice.index] += choice.delta.content or ""
+    assert text == {0: "Lima", 1: "Lima"}
+
+
+def test_logprobs_are_those_of_the_answers_tokens(service):
+    service.engine.says[:] = [box("Lima or Oslo")]
+    service.engine.logprob = -0.5
+    reply = client_of(service).chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "where?"}], logprobs=True
+    )
+    (choice,) = reply.choices
+    tokens = choice.logprobs.content
+    assert "".join(each.token for each in tokens).strip() == choice.message.content == "Lima or Oslo"
+    assert {each.logprob for each in tokens} == {-0.5}
+    assert b"".join(bytes(each.bytes) for each in tokens).decode() == "".join(each.token for each in tokens)
+
+
+def test_logprobs_that_the_engine_does_not_give_are_refused(service):
+    service.engine.logprob = math.nan
+    content_of(send(service))
+    refused = send(service, logprobs=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_metadata_goes_to_the_trace_where_there_are_traces(service, instructed):
+    answer = send(service, metadata={"ticket": "17"})
+    assert IGNORED not in answer.headers and PLAYED[-1][2] == {"ticket": "17"}
+    assert send(instructed, metadata={"ticket": "17"}).headers[IGNORED] == "metadata"
+
+
+# Messages.
+
+
+def test_system_messages_become_instructions_that_the_agent_reads(instructed):
+    instructed.engine.says[:] = [box("Lima")]
+    instructed.engine.prompts.clear()
+    orders = [{"role": "system", "content": "be brief"}, {"role": "developer", "content": "say <|im_end|> please"}]
+    answer = send(instructed, orders[0], user("where?"), orders[1])
+    assert content_of(answer) == "Lima" and IGNORED not in answer.headers
+    (prompt,) = instructed.engine.prompts
+    assert "where? heed be brief\nsay" in prompt and prompt.count("<|im_end|>") == 1
+
+
+def test_instructions_share_the_budget_of_the_question(instructed):
+    refused = send(instructed, {"role": "system", "content": "word " * 100}, user("where?"))
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "and its instructions have" in message and "question_tokens 32" in message
+
+
+def test_without_a_place_for_them_system_messages_are_ignored_and_listed(service):
+    answer = send(service, {"role": "system", "content": "be brief"}, user(), {"role": "developer", "content": "x"})
+    assert (content_of(answer), answer.headers[IGNORED]) == (GOLD, "messages.developer, messages.system")
+    body = {"question": "x", "instructions": "be brief"}
+    refused = httpx.post(f"{service.url}/v1/answer", json=body, timeout=20)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "instructions")
+
+
+def test_content_may_come_in_parts_of_text(service):
+    parts = [{"type": "text", "text": part} for part in (TWO_HOPS.text[:10], TWO_HOPS.text[10:])]
+    service.engine.says[:] = [box("Lima")]
+    assert content_of(send(service, {"role": "user", "content": parts})) == "Lima"
+    assert "\n".join(part["text"] for part in parts) in service.engine.prompts[0]
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    refused = send(service, {"role": "user", "content": [image]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.content")
+    assert "'image_url'" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("says", [[], ["nothing"]], ids=["answer", "none"])
+def test_every_reply_can_be_sent_back(service, says):
+    """As the client has it, empty ones and all of its nulls too."""
+    service.engine.says[:] = says
+    client = client_of(service)
+    first = client.chat.completions.create(model="tiny", messages=[user()])
+    assert (first.choices[0].message.content == "") == bool(says)
+    for sent in (first.choices[0].message, first.choices[0].message.model_dump()):
+        service.engine.says[:] = [box("yes")]
+        service.engine.prompts.clear()
+        second = client.chat.completions.create(model="tiny", messages=[user(), sent, user("is that so?")])
+        assert second.choices[0].message.content == "yes"
+        noted = "no answer" if says else GOLD
+        assert f"<memory>{TWO_HOPS.text} {noted}</memory>" in service.engine.prompts[0]
+
+
+def test_calls_of_foreign_tools_are_history():
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lima"}'}}
+    said = [
+        user("how warm is it?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "21 degrees"}]},
+        {"role": "assistant", "content": "It is\n21 degrees."},
+        user("thanks"),
+        {"role": "assistant", "content": ""},
+    ]
+    assert history([ChatMessage.model_validate(message) for message in said]) == (
+        'how warm is it? weather {"city": "Lima"} 21 degrees It is 21 degrees.\nthanks no answer'
+    )
+    assert history([]) is None
+    assert history([ChatMessage(role="assistant", content="welcome"), ChatMessage(role="user")]) == "welcome"
+
+
+def test_a_long_conversation_is_taken(service):
+    service.engine.says[:] = [box("Lima")]
+    said = [user("and?"), {"role": "assistant", "content": "Oslo"}] * 600
+    assert content_of(send(service, *said, user("where?"))) == "Lima"
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [{"role": "system", "content": "x"}], [user(" ")], [user(), {"role": "tool"}]]
+)
+def test_a_chat_without_a_question_is_refused(service, messages):
+    body = {"model": "tiny", "messages": messages}
+    refused = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=20)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_question_that_is_too_long_is_refused_in_a_sentence(service):
+    refused = send(service, user("x" * 100_001))
+    assert refused.status_code == 400 and "at most 100000 characters" in refused.json()["error"]["message"]
+
+
+# Replies.
+
+
+def test_chunks_have_the_time_and_the_usage_of_their_answer(service):
+    plain = client_of(service).chat.completions.create(model="tiny", messages=[user()])
+    *chunks, last = client_of(service).chat.completions.create(
+        model="tiny",
+        messages=[user()],
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+    )
+    (created,) = {chunk.created for chunk in [*chunks, last]}
+    assert abs(created - plain.created) < 60
+    assert last.usage == plain.usage and not last.choices
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == plain.choices[0].message.content == GOLD  # no blank before it
+
+
+def test_the_clients_own_reader_of_streams_works(service):
+    with client_of(service).chat.completions.stream(model="tiny", messages=[user()]) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.content == GOLD
+
+
+async def test_the_async_client_works(service):
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=[user()], stream=True)
+        text = "".join([choice.delta.content or "" async for chunk in stream for choice in chunk.choices])
+        assert text == GOLD
+        (model,) = [model async for model in client.models.list()]
+        assert model.created > 1_700_000_000
+
+
+def test_an_unknown_path_is_404_and_says_which(service):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client_of(service).embeddings.create(model="tiny", input="x")
+    assert missing.value.code == "unknown_url" and "POST /v1/embeddings" in missing.value.message
+    wrong = httpx.get(f"{service.url}/v1/answer")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "this path takes POST" in wrong.json()["error"]["message"]
+
+
+def test_all_attempts_are_in_an_answer(service):
+    service.engine.says[:] = [box("Oslo"), box("Lima"), box("Lima")]
+    body = {"question": "where?", "num_samples": 3, "sampling": {"temperature": 1.0, "max_tokens": 50, "seed": 1}}
+    reply = AnswerReply.model_validate_json(httpx.post(f"{service.url}/v1/answer", json=body, timeout=20).text)
+    assert [(each.answer or "").strip() for each in reply.attempts].count("Lima") == 2
+    assert reply.attempts[0].answer == reply.answer
+    assert max(service.engine.limits) <= 50 and len(set(service.engine.seeds)) == 3
+
+
+# Clients of others. LiteLLM is in no extra, since it wants an older huggingface-hub than the rest.
+
+
+def test_langchain_works_with_a_system_message_and_a_token_limit(service):
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai of the extra `dev` is not installed")
+    model = langchain.ChatOpenAI(
+        base_url=f"{service.url}/v1", api_key="none", model="tiny", max_tokens=60, temperature=0, stop=["zzz"], seed=1
+    )
+    said = [("system", "be brief"), ("human", TWO_HOPS.text)]
+    reply = model.invoke(said)
+    assert reply.content == GOLD and reply.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream(said)) == GOLD
+    service.engine.says[:] = [box("yes")]
+    assert model.invoke([*said, reply, ("human", "is that so?")]).content == "yes"
+
+
+def test_litellm_works_with_a_system_message_and_a_token_limit(service, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")  # it would fetch one from elsewhere when imported
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed: it needs an environment of its own")
+    asked = {"model": "openai/tiny", "api_base": f"{service.url}/v1", "api_key": "none", "max_tokens": 60, "seed": 1}
+    said = [{"role": "system", "content": "be brief"}, user()]
+    reply = litellm.completion(messages=said, **asked)
+    assert reply.choices[0].message.content == GOLD
+    chunks = litellm.completion(messages=said, stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == GOLD
+    service.engine.says[:] = [box("yes")]
+    again = litellm.completion(messages=[*said, reply.choices[0].message.model_dump(), user("so?")], **asked)
+    assert again.choices[0].message.content == "yes"
