@@ -440,10 +440,10 @@ def test_a_passage_that_gives_orders_stays_text_in_its_place(service, tokenizer,
 
 def test_a_tool_that_is_not_offered_is_not_called(service):
     service.engine.says[:] = ['so</think><tool_call>{"name": "delete", "arguments": {"query": "all"}}</tool_call>']
-    reply = ask(service)
+    reply = ask(service, budget={"action_tokens": 100})  # all of it
     (turn,) = reply["turns"]
     assert (reply["answer"], turn["searches"], turn["tools"]) == (None, [], [])
-    assert reply["end_reason"] == "no_action"
+    assert reply["end_reason"] == "invalid_call"
 
 
 def test_an_unknown_partition_is_the_callers_mistake(service):
