@@ -45,6 +45,14 @@ _CONTENT: dict[str, Any] = {
 }
 Content = Annotated[str, Field(strict=True), BeforeValidator(_joined), WithJsonSchema(_CONTENT)]
 
+_STOPS: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Stops = Annotated[
+    list[str],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    WithJsonSchema(_STOPS),
+]
+
 
 class ChatMessage(BaseModel):
     """A message of any client: its text and its calls are read, and nothing else of it."""
@@ -89,7 +97,7 @@ class ChatRequest(RequestBody):
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
     max_completion_tokens: Count | None = None
     """The same under its newer name; the lower one of both holds."""
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     """The answer ends before the first of these texts."""
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] | None = None
@@ -134,8 +142,7 @@ class ChatRequest(RequestBody):
     @property
     def stops(self) -> list[str]:
         """The texts that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        return [text for text in self.stop or [] if text]
 
     @property
     def sampling(self) -> Sampling:

@@ -92,6 +92,16 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
     return Chat(asked=asked, history=history(said[:-1]), num_choices=num_choices, ignored=ignored)
 
 
+def in_chat(error: ApiError) -> ApiError:
+    """Returns the refusal of a chat's question with the field of the chat that it is about."""
+    param = error.param
+    if param in ("question", "instructions"):
+        param = "messages"
+    elif param is not None and param.partition(".")[0] in Options.model_fields:
+        param = f"mempipe.{param}"
+    return ApiError(error.status, str(error), param=param, code=error.code)
+
+
 def _refuse_what_cannot_be_had(chat: ChatRequest) -> None:
     for name, idle in _IDLE.items():
         value = getattr(chat, name)

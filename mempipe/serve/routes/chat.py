@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from mempipe.serve.answering import Answering
 from mempipe.serve.api import AnswerReply, AttemptReply, ModelReply, ModelsReply
 from mempipe.serve.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
-from mempipe.serve.chat_reading import Chat, read_chat
+from mempipe.serve.chat_reading import Chat, in_chat, read_chat
 from mempipe.serve.errors import ApiError
 from mempipe.serve.event_stream import Event, event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, refusals
@@ -33,7 +33,10 @@ async def chat(asked: ChatRequest, parts: PartsOfApp, owner: Owner, request_id: 
         keeps_metadata=answering.keeps_metadata,
         is_greedy=answering.is_greedy,
     )
-    job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=read.history)
+    try:
+        job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=read.history)
+    except ApiError as error:
+        raise in_chat(error) from error
     headers = {IGNORED_HEADER: ", ".join(read.ignored)} if read.ignored else {}
     if not asked.stream:
         response.headers.update(headers)
