@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,12 +18,13 @@ from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from mempipe.engines.config import EndpointConfig
+from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
 from mempipe.serve.agent_replica import engines_of
-from mempipe.serve.calls import EndpointEngine, RoleUnavailable, call
+from mempipe.serve.calls import EndpointEngine, RoleUnavailable, ServedEngine, call
 from mempipe.serve.front import Front, middlewares
+from mempipe.serve.generator_replica import GeneratorReplica
 from mempipe.settings import ConfigError
 
 
@@ -49,8 +52,10 @@ class Method:
     def __init__(self, *answers: Callable[[], Any]) -> None:
         self._answers = list(answers)
         self.responses: list[Response] = []
+        self.arguments: list[tuple[Any, ...]] = []
 
     def remote(self, *arguments: Any) -> Response:
+        self.arguments.append(arguments)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         self.responses.append(Response(answer))
         return self.responses[-1]
@@ -98,6 +103,16 @@ async def test_a_cancelled_call_is_cancelled_at_its_replica():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert method.responses[0].cancelled
+
+
+async def test_an_engine_is_told_the_seed_of_a_request():
+    method = Method(lambda: "completion")
+    handle: Any = SimpleNamespace(generate=method)
+    engine = ServedEngine(handle=handle, version="v1", stop_token_ids=[2], timeout_s=10)
+    for seed in (7, None):
+        await engine.generate([1], max_tokens=5, sampling=SamplingConfig(), seed=seed)
+    taken = [inspect.signature(GeneratorReplica.generate).bind(None, *each).arguments for each in method.arguments]
+    assert [(each["token_ids"], each["max_tokens"], each["seed"]) for each in taken] == [([1], 5, 7), ([1], 5, None)]
 
 
 def client_of(app: Any) -> httpx.AsyncClient:
