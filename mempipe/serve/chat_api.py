@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from mempipe.serve.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, RequestBody, Sampling, TokenLogprob, Usage
+from mempipe.text import replace_surrogates
 
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
@@ -16,10 +17,13 @@ _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def _joined(content: Any) -> Any:
-    """Returns the content of a message as one text; its parts stand on lines of their own. Raises ValueError."""
+    """Returns the content of a message as one text that can be encoded; its parts stand on lines of their own. Raises
+    ValueError.
+    """
     if content is None:
         return ""
-    return "\n".join(map(_part, content)) if isinstance(content, list) else content
+    text = "\n".join(map(_part, content)) if isinstance(content, list) else content
+    return replace_surrogates(text) if isinstance(text, str) else text
 
 
 def _part(part: Any) -> str:

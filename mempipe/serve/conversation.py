@@ -11,6 +11,9 @@ from mempipe.serve.chat_api import ChatMessage
 from mempipe.serve.errors import ApiError
 from mempipe.types import EndReason, Question, Trajectory
 
+_MOST_CHARS = 64
+"""More than a token has: what is beyond so many for each token of the memory need not be encoded."""
+
 
 def noted(memory: str, question: str, answer: str | None) -> str:
     """Returns the memory with one more exchange of a conversation on a line of its own."""
@@ -61,6 +64,7 @@ def fitted(renderer: Renderer[Any], memory: str) -> list[int]:
     """Returns the ids of a memory, or of the newest lines of one that is longer than its budget."""
     limit, kept, used = renderer.budget.memory_limit, list[str](), 0
     for line in reversed(memory.split("\n")):
+        line = line if limit is None else line[: limit * _MOST_CHARS]
         used += len(renderer.encode(line)) + 1
         if limit is not None and used > limit and kept:
             break

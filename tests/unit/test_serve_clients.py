@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
+from mempipe.rollout import make_renderer
 from mempipe.serve.api import AnswerReply
 from mempipe.serve.chat_api import ChatMessage, ChatRequest
-from mempipe.serve.conversation import history
+from mempipe.serve.conversation import fitted, history
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
@@ -334,6 +336,26 @@ def test_calls_of_foreign_tools_are_history():
     )
     assert history([]) is None
     assert history([ChatMessage(role="assistant", content="welcome"), ChatMessage(role="user")]) == "welcome"
+
+
+def test_half_a_character_in_a_message_is_replaced(service):
+    """Clients that cut a text at a number of characters send them."""
+    call = {"function": {"name": "\ud800", "arguments": "\ud800"}}
+    service.engine.says[:] = [box("Lima")]
+    said = [user("\ud800?"), {"role": "assistant", "tool_calls": [call]}, user("where\ud800?")]
+    body = json.dumps({"model": "tiny", "messages": said}).encode()
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{service.url}/v1/chat/completions", content=body, headers=headers, timeout=20)
+    assert content_of(answer) == "Lima"
+
+
+def test_of_a_message_of_any_length_as_much_is_encoded_as_the_memory_holds(tokenizer):
+    renderer = make_renderer(load_config(CONFIGS / "quickstart.yaml"), tokenizer=tokenizer)
+    encoded: list[int] = []
+    encode = renderer.encode
+    renderer.encode = lambda text: encoded.append(len(text)) or encode(text)
+    kept = fitted(renderer, "word " * 100_000)
+    assert kept == encode("word " * 1000)[:64] and max(encoded) <= 64 * 64
 
 
 def test_a_long_conversation_is_taken(service):
