@@ -21,7 +21,7 @@ from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.recorded import read_recorded
 from mempipe.masking.demonstrations import Demonstration
-from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
 from mempipe.rollout import find_nothing, make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
@@ -180,7 +180,8 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     search = find_nothing
     if config.agent_spec.searches:
-        search = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval).search
+        together = 1 if config.ordered else MAX_BATCH
+        search = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval, max_batch=together).search
 
     async def attempt(i: int, question: Question) -> Group | None:
         group_id = f"{name}/{i}"
