@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
 
+from mempipe.checksums import write_checksums
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
@@ -339,6 +340,7 @@ def test_new_weights_take_over_without_a_failed_request(running):
     until_ready(running)
     old = weights_version(str(running.run / "huggingface"))
     build_model(running.run / "huggingface", seed=99)
+    write_checksums(running.run / "huggingface")  # as an export does
     new = weights_version(str(running.run / "huggingface"))
     assert old != new
 
