@@ -16,6 +16,7 @@ from miniature import locked_elsewhere
 
 from mempipe.actors.launch import launch
 from mempipe.actors.lost import LaunchError
+from mempipe.checksums import CHECKSUMS
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
 from mempipe.config import RunConfig
 from mempipe.settings import ConfigError
@@ -147,6 +148,8 @@ def test_a_question_file_that_is_garbled(train, refused, tmp_path, name, content
 def test_a_tokenizer_without_a_chat_template(train, refused, tmp_path):
     model = tmp_path / "inputs" / "model"
     (model / "chat_template.jinja").unlink()
+    refused(train(), str(model), "lacks chat_template.jinja")
+    (model / CHECKSUMS).unlink()  # a model of other people's has none
     refused(train(), str(model), "no chat template")
 
 

@@ -67,7 +67,7 @@ class Stub:
     async def sleep(self) -> None:
         self._events.append("sleep")
 
-    async def begin_step(self, updates: Any) -> None:
+    async def begin_step(self, updates: Any, first: int) -> None:
         self._events.append("step")
 
     async def update(self, index: int) -> dict[str, float]:
