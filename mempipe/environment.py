@@ -36,7 +36,6 @@ EVERY_PROCESS = {
     **SMALL_KERNEL_CACHES,
     **NO_TELEMETRY,
     **LOCAL_CLUSTER,
-    "JOBLIB_MULTIPROCESSING": "0",  # nobody here uses its workers, and its semaphores outlive a process that is killed
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and it warns about that
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 from vllm import _custom_ops as ops
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -261,6 +262,7 @@ def end_with(frontend: psutil.Process) -> None:
 
 def install() -> None:
     """Registers and starts all that this module adds to a worker."""
+    tqdm.set_lock(threading.RLock())  # its own one is a named semaphore, which stays in memory when a process is killed
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable

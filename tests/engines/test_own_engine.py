@@ -15,7 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from tiny_qwen2 import CANARY, build_model, engine_processes, left_in, make_generator, model_scores, prompts
+from tiny_qwen2 import (
+    CANARY,
+    build_model,
+    engine_processes,
+    left_in,
+    make_generator,
+    model_scores,
+    named_semaphores,
+    prompts,
+)
 
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import EngineDead, Generator
@@ -129,9 +138,10 @@ def test_it_does_not_outlive_a_killed_owner_and_leaves_nothing(model_path, tempo
         assert any(line.strip() == "started" for line in owner.stdout)
         processes = engine_processes(psutil.Process(owner.pid))
         assert processes and left_in(temporary)
+        semaphores = [name for process in processes for name in named_semaphores(process)]
         owner.kill()
     assert psutil.wait_procs(processes, timeout=GONE_WITHIN_S)[1] == []
-    assert left_in(temporary) == []
+    assert left_in(temporary) == semaphores == []
 
 
 OWNER = """

@@ -88,6 +88,11 @@ def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
     return [child for child, line in lines.items() if line and "resource_tracker" not in line]
 
 
+def named_semaphores(process: psutil.Process) -> list[str]:
+    """Those that stay in memory when the process is killed."""
+    return [memory.path for memory in process.memory_maps() if memory.path.startswith("/dev/shm/sem.")]
+
+
 def left_in(folder: Path) -> list[str]:
     """What lies in a folder for temporary files, apart from the compiler's cache, which outlives processes."""
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]
