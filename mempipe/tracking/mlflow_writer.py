@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -269,6 +270,8 @@ class MlflowRun:
         self._log_config(run_id, resumed=resumed is not None)
         if resumed is None:
             self._log_history(run_id)
+        if not self._folder.is_dir():  # a mount that is away, in whose place no folder may be made
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
         write_text(self._folder / _RUN_ID_FILE, run_id + "\n")
         self.run_id = run_id
 
