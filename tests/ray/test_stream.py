@@ -16,12 +16,14 @@ import ray
 from mempipe.actors.admission import Admission
 from mempipe.actors.batched_calls import BatchedServer
 from mempipe.actors.handles import start_actor
+from mempipe.actors.lost import GroupFailed, RoleLost
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedMemSearcher
 from mempipe.engines.config import SamplingConfig
+from mempipe.engines.engine_faults import EngineFault
 from mempipe.engines.reference import ReferenceModel
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.rl.samples import to_samples
@@ -33,11 +35,20 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 
 class ScriptedGenerator:
-    """Answers as the script would. `die_at` calls end the process; `slow_every` makes some calls stragglers."""
+    """Answers as the script would, or `fails`. `die_at` calls end the process; `slow_every` makes some calls
+    stragglers."""
 
     def __init__(
-        self, config: RunConfig, *, noise: Noise = NO_NOISE, die_at: int = 0, slow_every: int = 0, marker: str = ""
+        self,
+        config: RunConfig,
+        *,
+        noise: Noise = NO_NOISE,
+        fails: bool = False,
+        die_at: int = 0,
+        slow_every: int = 0,
+        marker: str = "",
     ):
+        self._fails = fails
         self._tokenizer = load_tokenizer(config.model.path)
         self._noise, self._die_at, self._slow_every, self._marker = noise, die_at, slow_every, marker
         self._max_turns = config.budget.max_turns
@@ -56,6 +67,8 @@ class ScriptedGenerator:
 
     async def generate(self, work, token_ids, max_tokens, sampling, stop_token_ids, seed) -> Completion:
         self._num_calls += 1
+        if self._fails:
+            raise EngineFault("the engine failed to sample")
         if self._num_calls == self._die_at and not os.path.exists(self._marker):
             open(self._marker, "w").close()
             os._exit(1)
@@ -127,15 +140,22 @@ def test_promise_8_an_engine_that_dies_is_not_data(world, engines, tmp_path):
     assert all(t.em == 1.0 for g in groups for t in g.trajectories)
 
 
-def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines, tmp_path):
+def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines):
     config = world.model_copy(
         update={
             "generation": world.generation.model_copy(update={"timeout_s": 1.0}),
             "stream": world.stream.model_copy(update={"num_attempts": 2}),
         }
     )
-    spec = engines(config=config, die_at=1, marker=str(tmp_path / "died"), max_restarts=0)
-    with pytest.raises(Exception, match=r"group 0/\S+ failed 2 times \(stream.num_attempts\)"):
+    spec = engines(config=config, fails=True)
+    with pytest.raises(GroupFailed, match=r"group 0/\S+ failed 2 times \(stream.num_attempts\)"):
+        list(stream_groups(spec, rows(world, 2)))
+
+
+def test_promise_8_engines_that_are_dead_for_good_are_not_waited_for(world, engines, tmp_path):
+    spec = engines(die_at=1, marker=str(tmp_path / "died"), max_restarts=0)
+    assert spec.config.generation.timeout_s >= 600
+    with pytest.raises(RoleLost, match="every generator died: "):
         list(stream_groups(spec, rows(world, 2)))
 
 
