@@ -19,11 +19,13 @@ from pathlib import Path
 from mempipe.environment import SHARED_TEMP
 from mempipe.settings import ConfigError
 
+RAY = "ray"
+"""The part of the folder for Ray, which lets everybody write there; nobody else can enter the folder itself."""
 KEPT_BYTES = 64 * 1024
 """What is kept of the end of each log of a run that failed."""
 _OWNER = ".owner"  # locked for as long as the owner lives
 _LONGEST_SOCKET = 107  # bytes of a path, which the kernel sets
-_SOCKET_OF_RAY = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_SOCKET_OF_RAY = f"/{RAY}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _REMOVAL_S = 10.0
 
 
@@ -104,7 +106,7 @@ def _keep_logs(folder: Path, logs: Path) -> None:
     with suppress(OSError):
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir(parents=True)
-        for file in folder.glob("session_2*/logs/*"):
+        for file in folder.glob(f"{RAY}/session_2*/logs/*"):
             if file.is_file() and (size := file.stat().st_size):
                 with file.open("rb") as opened:
                     opened.seek(max(0, size - KEPT_BYTES))

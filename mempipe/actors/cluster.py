@@ -29,7 +29,7 @@ from mempipe.capacity import object_store_bytes
 from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS
 from mempipe.progress import say
-from mempipe.scratch import scratch_folder
+from mempipe.scratch import RAY, scratch_folder
 
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
@@ -71,7 +71,7 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
         options |= {
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
-            "_temp_dir": str(temporary),
+            "_temp_dir": str(temporary / RAY),
             "object_store_memory": _object_store(model),
         }
     quiet_loggers()

@@ -22,6 +22,7 @@ class Leaver:
 
 with connected("", name="leaver", logs=Path(sys.argv[1])):
     left = ray.get(start_actor(Leaver, {}).leave.remote())
+    assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700
     assert os.path.dirname(left) == tempfile.gettempdir() != os.environ["SHARED"], left
     assert not Path("/tmp/ray").exists() or not any("_%d" % os.getpid() in f.name for f in Path("/tmp/ray").iterdir())
     if sys.argv[2] == "fails":

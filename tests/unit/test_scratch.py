@@ -71,14 +71,14 @@ def test_the_path_of_a_socket_is_never_too_long(shared, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     with scratch_folder() as folder:
         assert folder.parent == Path("/tmp")
-        assert len(f"{folder}/session_2026-11-24_10-30-11_123456_4194304/sockets/plasma_store") <= 107
+        assert len(f"{folder}/ray/session_2026-11-24_10-30-11_123456_4194304/sockets/plasma_store") <= 107
     assert not folder.exists()
 
 
 def test_the_logs_of_a_run_that_failed_are_kept_and_bounded(shared, tmp_path):
     for text in ("first", "second"):
         with pytest.raises(RuntimeError, match="a role died"), scratch_folder(logs=tmp_path / "logs") as folder:
-            logs = folder / "session_2026-11-24" / "logs"
+            logs = folder / "ray" / "session_2026-11-24" / "logs"
             logs.mkdir(parents=True)
             (logs / f"{text}.err").write_bytes(b"x" * KEPT_BYTES + text.encode())
             (logs / "empty.out").touch()
@@ -92,8 +92,8 @@ def test_the_logs_of_a_run_that_failed_are_kept_and_bounded(shared, tmp_path):
 def test_no_logs_are_kept_where_nothing_broke(shared, tmp_path, error):
     def work() -> None:
         with scratch_folder(logs=tmp_path / "logs") as folder:
-            (folder / "session_2026-11-24" / "logs").mkdir(parents=True)
-            (folder / "session_2026-11-24" / "logs" / "raylet.out").write_text("a line")
+            (folder / "ray" / "session_2026-11-24" / "logs").mkdir(parents=True)
+            (folder / "ray" / "session_2026-11-24" / "logs" / "raylet.out").write_text("a line")
             if error is not None:
                 raise error
 
