@@ -73,6 +73,8 @@ _RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b|^ValueError: Faile
 _CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
 """The line of a traceback that says what was raised. What Ray Data adds below it is advice about its own retries."""
 
+_CLASS = re.compile(r"^\s+class_name: (\w+)$", re.MULTILINE)
+
 
 def is_lost(error: BaseException) -> bool:
     """Tells whether the run may go on after another start of its roles."""
@@ -100,6 +102,8 @@ def one_line(error: BaseException) -> str:
         first, *rest = str(error).strip().splitlines() or [""]
         # A trace follows an error of its constructor; otherwise its class, its ids and its node do.
         text = rest[-1].strip() if rest and "creation task" in first else first
+        if named := _CLASS.search(str(error)):
+            text = f"{named[1]}: {text}"
     else:
         text = " ".join(str(error).split())
     text = text.removeprefix("ray.exceptions.") or type(error).__name__

@@ -436,3 +436,9 @@ def test_an_actor_that_could_not_be_made_says_why():
     error = ActorDiedError()
     error.error_msg = f"{made}mempipe.actors.lost.RoleLost: weights is gone"
     assert one_line(error) == "mempipe.actors.lost.RoleLost: weights is gone"
+
+
+def test_the_line_of_a_dead_actor_names_its_class():
+    error = ActorDiedError()
+    error.error_msg = "The actor died unexpectedly before finishing this task.\n\tclass_name: Admission\n\tactor_id: ab"
+    assert one_line(error) == "Admission: The actor died unexpectedly before finishing this task."
