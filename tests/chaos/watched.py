@@ -26,10 +26,8 @@ from tools.processes import Marked, Running, command_line
 
 ROLES = {
     "engine": "ray::.*GeneratorActor",
-    "engine core": "VLLM::EngineCore",
     "retriever": "ray::.*RetrieverActor",
     "rank": "ray::.*LearnerActor",
-    "tracker": "ray::.*TrackerActor",
     "admission": "ray::.*Admission",
     "weight store": "ray::.*WeightStore",
     "worker": r"ray::MapWorker\(.*GroupStage",
