@@ -20,14 +20,16 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def whole_file(path: Path, *, durable: bool = True, make_folder: bool = True) -> Iterator[Path]:
     """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`,
     replacing an old one. Any number of threads, processes and machines may do so at the same time: the last one wins.
 
     With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new
-    one. The folder is made when it is missing. An OSError of a full disk names `path`.
+    one. The folder is made when it is missing, unless `make_folder` says otherwise: it may be a mount that is away.
+    An OSError of a full disk names `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
@@ -42,9 +44,9 @@ def whole_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, make_folder: bool = True) -> None:
     """Writes a small UTF-8 file as `whole_file` does."""
-    with whole_file(path) as partial:
+    with whole_file(path, make_folder=make_folder) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

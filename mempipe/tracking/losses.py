@@ -25,7 +25,7 @@ def write_losses(folder: Path, losses: Sequence[str]) -> None:
     """Keeps the sentences in place of those that were kept before. A folder that cannot be written is left as it is:
     what is lost was said in the terminal.
     """
-    if losses == read_losses(folder) or not folder.is_dir():  # perhaps a mount that is away: nothing is made there
+    if losses == read_losses(folder):
         return
-    with suppress(OSError):
-        write_text(folder / LOSSES_FILE, json.dumps(losses, indent=1, ensure_ascii=False) + "\n")
+    with suppress(OSError):  # perhaps a mount that is away, in whose place no folder may be made
+        write_text(folder / LOSSES_FILE, json.dumps(losses, indent=1, ensure_ascii=False) + "\n", make_folder=False)

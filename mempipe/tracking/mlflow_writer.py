@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -270,9 +269,7 @@ class MlflowRun:
         self._log_config(run_id, resumed=resumed is not None)
         if resumed is None:
             self._log_history(run_id)
-        if not self._folder.is_dir():  # a mount that is away, in whose place no folder may be made
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder))
-        write_text(self._folder / _RUN_ID_FILE, run_id + "\n")
+        write_text(self._folder / _RUN_ID_FILE, run_id + "\n", make_folder=False)  # it may be a mount that is away
         self.run_id = run_id
 
     def log_metrics(self, entries: Sequence[MetricEntry]) -> None:
@@ -412,12 +409,19 @@ def _is_temporary(error: Exception) -> bool:
 def _quiet_mlflow() -> None:
     """Turns usage statistics off, and MLflow's notes about its tables, and its own retries, since the writer tries
     again itself. Call it before the first import of mlflow.
+
+    A database that takes nothing would be a traceback in the terminal for every try; the writer says it in one line.
     """
+    logging.getLogger("mlflow.store.db.utils").addFilter(_has_no_trace)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+
+
+def _has_no_trace(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The record of a run, against real MLflow stores and real bad servers."""
 
 import json
+import logging
 import math
 import shutil
 import sqlite3
@@ -294,6 +295,17 @@ def test_a_locked_store_delays_but_loses_nothing(tmp_path):
     summary = tracker.finish()
     assert (summary.num_unwritten, summary.num_refused) == (0, 0)
     assert client_of(folder).get_run(summary.run_id).data.metrics == {"em": 0.5}
+
+
+def test_a_database_that_takes_nothing_is_no_traceback_in_the_terminal(tmp_path, caplog):
+    tracker = make_tracker(tmp_path / "a")
+    assert tracker.run_id(60.0)
+    try:
+        raise sqlite3.OperationalError("database or disk is full")
+    except sqlite3.OperationalError:
+        logging.getLogger("mlflow.store.db.utils").exception("as MLflow logs every such error")
+    tracker.finish()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_after_flush_the_metrics_are_in_mlflow(tmp_path):
