@@ -352,7 +352,12 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         saved = yaml.safe_load(file.read_text())
         if not isinstance(saved, dict):
             raise ValueError(f"it holds {type(saved).__name__}, not a mapping")
-    except (yaml.YAMLError, ValueError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); bring its folder back, or copy the YAML file that the run was "
+            "started with to it, and --resume goes on"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(
             f"{file} is damaged ({' '.join(str(error).split())}); copy the YAML file that the run was started with "
             "to it, with its overrides written into it, and --resume goes on"
