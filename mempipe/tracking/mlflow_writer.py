@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -439,4 +440,5 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _one_line(error: Exception) -> str:
     """Returns kind and message of an error, without the statement that a database adds to it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return without_passwords(text.partition(" [SQL:")[0])[:300]
+    text = re.sub(r"\(raised as a result of [^)]*\) ", "", text.partition(" [SQL:")[0])  # advice to who wrote MLflow
+    return without_passwords(text)[:300]
