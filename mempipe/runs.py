@@ -206,7 +206,7 @@ class Run:
         return "; ".join(lines)
 
     def _made(self) -> list[Path]:
-        """What a run makes of its policy while it goes on, or at its end, beside checkpoints."""
+        """Lists what a run makes of its policy while it goes on, or at its end, beside checkpoints."""
         return [
             path
             for pattern in ("evaluation/*.parquet", "exports/*", "best", "huggingface")

@@ -17,10 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ray.exceptions import RayError
-
 from mempipe.actors.launch import Roles
-from mempipe.actors.lost import ClusterLost, LaunchError, is_lost, one_line
+from mempipe.actors.lost import FAULTS_OF_RAY, ClusterLost, LaunchError, is_lost, one_line
 from mempipe.beacons import reached
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, checkpoints, position_of
@@ -58,10 +56,10 @@ class Supervisor:
         while True:
             try:
                 return work()
-            except (ConfigError, LaunchError, RuntimeError, RayError) as error:
+            except (ConfigError, RuntimeError, *FAULTS_OF_RAY) as error:
                 came_later = isinstance(error, ConfigError) and self._has_started
                 if not came_later and not is_lost(error):
-                    if isinstance(error, RayError):
+                    if isinstance(error, FAULTS_OF_RAY):
                         raise LaunchError(one_line(error)) from error
                     raise
                 pause = min(2 * pause or 5.0, LONGEST_PAUSE_S) if came_later else 0.0

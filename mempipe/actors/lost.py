@@ -20,6 +20,7 @@ from ray.exceptions import (
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
+    RayError,
     RayTaskError,
     RpcError,
     TaskCancelledError,
@@ -55,6 +56,8 @@ class LearnerLost(LearnerFailed):
     """A rank, or an engine that the ranks wait for, died or is late: another start may do better."""
 
 
+FAULTS_OF_RAY = (RayError,)
+"""All that Ray raises of itself, for callers that do not import it."""
 LOST_IN_RAY = (
     RayActorError,  # died and unavailable ones
     WorkerCrashedError,

@@ -38,7 +38,7 @@ class ChatFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMarks:
-    """What tells roles apart: special tokens, and plain text that no ordinary text holds."""
+    """Holds what tells roles apart in a prompt: special tokens, and plain text that no ordinary text holds."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]

@@ -20,7 +20,7 @@ _DEPTH = 3  # folders of an evaluation: EVALUATION/RUN/SET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What one file, or one run on one set of an evaluation, holds.
+    """Holds the groups of one file, or of one run on one set of an evaluation.
 
     `place` is the file, or the folder of the set. `phase` is RUN/SET of an evaluation; it is empty for the file of a
     training run, where every group's id begins with its phase. `settings` are those of the run that played, and empty
