@@ -65,6 +65,8 @@ class StopRequest:
         try:
             yield self
         except BaseException as error:
+            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # Ray's own handler, while it connects
+                raise Interrupted(signal.SIGTERM) from error
             if self._number and not isinstance(error, Interrupted):  # Ray raises its own KeyboardInterrupt
                 raise Interrupted(self._number) from error
             raise
