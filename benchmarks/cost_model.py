@@ -1,5 +1,5 @@
-"""Does the arithmetic that tells the seconds of a step (`mempipe.costs`, `mempipe doctor --gpu`) hold where it can be
-tried?
+"""Does the arithmetic that tells the seconds of a step (`mempipe.planning.costs`, `mempipe doctor --gpu`) hold
+where it can be tried?
 
     python -m benchmarks.cost_model [--contexts 4] [--tokens 256] [--repeats 3] [--threads 2]
 
@@ -23,8 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mempipe.capacity import Shape, model_shape
-from mempipe.costs import learner_seconds, reference_seconds
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.gpus import GPUS
 from mempipe.engines.learner import Learner
@@ -32,6 +30,8 @@ from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model_import import import_model
 from mempipe.engines.reference import ReferenceModel
 from mempipe.loader import load_config
+from mempipe.planning.capacity import Shape, model_shape
+from mempipe.planning.costs import learner_seconds, reference_seconds
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import pack_step
 from mempipe.types import TrainingSample

@@ -37,7 +37,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.runs import Run
-from mempipe.stream import stream_groups
+from mempipe.streams.groups import stream_groups
 from mempipe.types import Question, Trajectory
 from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start

@@ -32,12 +32,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.documents import DocumentMaker, stream_parts
 from mempipe.data.corpus import read_corpus
 from mempipe.loader import parse_section
 from mempipe.masking.documents import CommonEntities, MemtrainConfig, common_entities
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.manifest import read_manifest
+from mempipe.streams.documents import DocumentMaker, stream_parts
 
 WAYS = {"loop": 0, "1 worker": 1, "2 workers": 2}
 PART = 8

@@ -59,7 +59,7 @@ from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.runs import Run
-from mempipe.stream import Collector, DriverSpec, StepGroups, stream_groups
+from mempipe.streams.groups import Collector, DriverSpec, StepGroups, stream_groups
 from mempipe.types import Completion, Group, Question
 from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start

@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulate_cluster [--preset memsearcher_qwen2.5-3b] [--gpu H100] [--steps 8] [key=value ...]
 
-Nothing is measured here. The seconds of a token, a score, a learner step and a sync are those of `mempipe/costs.py`,
-and the admission of groups is the one that runs (`mempipe/actors/admission.py`); searches take no time. Trajectories
-differ: the number of contexts is uniform and a message's length is Gamma distributed around half of its limit. What
-grows with the number of GPUs are ranks, engines and references, in the shares that keep them equally busy.
+Nothing is measured here. The seconds of a token, a score, a learner step and a sync are those of
+`mempipe/planning/costs.py`, and the admission of groups is the one that runs (`mempipe/actors/admission.py`); searches
+take no time. Trajectories differ: the number of contexts is uniform and a message's length is Gamma distributed around
+half of its limit. Ranks, engines and references grow with the number of GPUs, in shares that keep them equally busy.
 
 Columns: seconds of a step, trained tokens a second and GPU, share of its time that engines and learner idle, versions
 by which a token is older than the learner, and gigabytes a step through the object store. An engine idles while it has
@@ -25,12 +25,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from mempipe.actors.admission import Admission
-from mempipe.capacity import GIB, Shape, model_shape
 from mempipe.config import RunConfig
-from mempipe.costs import DRIVER_S_PER_MILLION, Engine, Workload, engine_speed, step_costs, sync_seconds
 from mempipe.engines.gpus import GPUS, Gpu
 from mempipe.loader import load_config
-from mempipe.placement import Demand, Plan, plan
+from mempipe.planning.capacity import GIB, Shape, model_shape
+from mempipe.planning.costs import DRIVER_S_PER_MILLION, Engine, Workload, engine_speed, step_costs, sync_seconds
+from mempipe.planning.placement import Demand, Plan, plan
 
 CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
 SIZES = (8, 16, 32, 64, 128, 256, 512)

@@ -1,0 +1,3 @@
+from mempipe.moved import find_moved_modules
+
+find_moved_modules()

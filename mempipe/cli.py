@@ -352,7 +352,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _chain(arguments: argparse.Namespace) -> None:
     from mempipe.checks.chain import check_chain
-    from mempipe.evaluation.chain import load_chain
+    from mempipe.studies.chain import load_chain
 
     chain = load_chain(arguments.config, arguments.overrides)
     refuse(check_chain(chain))
@@ -376,7 +376,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> None:
     from mempipe.checks.sweep import check_sweep
-    from mempipe.evaluation.sweep import load_sweep
+    from mempipe.studies.sweep import load_sweep
 
     sweep = load_sweep(arguments.config, arguments.overrides)
     refuse(check_sweep(sweep))
@@ -390,8 +390,8 @@ def _compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mempipe.evaluation.compare import compare_runs, warnings
     from mempipe.evaluation.table import percent_text
+    from mempipe.studies.compare import compare_runs, warnings
 
     first, second = Path(arguments.first), Path(arguments.second)
     comparisons = compare_runs(first, second, metric=arguments.metric)
@@ -423,9 +423,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _budgets(arguments: argparse.Namespace) -> None:
-    from mempipe.evaluation.budgets import study_evaluation
-    from mempipe.evaluation.sweep import SWEEP_FILE, study_sweep
     from mempipe.reports.budgets import budget_lines, write_budget_report
+    from mempipe.studies.budgets import study_evaluation
+    from mempipe.studies.sweep import SWEEP_FILE, study_sweep
 
     folder = Path(arguments.evaluation)
     study_folder = study_sweep if (folder / SWEEP_FILE).exists() else study_evaluation
@@ -570,7 +570,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _key(arguments: argparse.Namespace) -> None:
-    from mempipe.serve.keys import new_key
+    from mempipe.serve.http.keys import new_key
 
     key, record = new_key(arguments.name)
     print(f"the key, shown this once: {key}", file=sys.stderr)

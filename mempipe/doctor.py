@@ -13,9 +13,7 @@ from mempipe.checks.run import check_run
 from mempipe.checks.sweep import check_sweep
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
-from mempipe.evaluation.chain import load_chain
 from mempipe.evaluation.suite import load_suite
-from mempipe.evaluation.sweep import load_sweep
 from mempipe.loader import (
     kind_of,
     load_config,
@@ -26,6 +24,8 @@ from mempipe.loader import (
 )
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
+from mempipe.studies.chain import load_chain
+from mempipe.studies.sweep import load_sweep
 
 
 def examine(

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mempipe.checksums import record_of
 from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
-from mempipe.files import sha256
-from mempipe.json_files import read_object, write_object
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import record_of
+from mempipe.storage.files import sha256
+from mempipe.storage.json_files import read_object, write_object
 from mempipe.types import Question, to_row
 
 MADE_OF = "made_of.json"

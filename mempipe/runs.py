@@ -32,9 +32,9 @@ from pydantic import ValidationError
 
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints, latest
-from mempipe.files import LOCK_FILE, lock, write_text
 from mempipe.provenance import MADE_OF, changed_inputs, differences, read_record, write_record
 from mempipe.settings import ConfigError
+from mempipe.storage.files import LOCK_FILE, lock, write_text
 
 Resume = Literal["never", "auto", "always"]
 

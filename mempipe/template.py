@@ -14,14 +14,14 @@ from pydantic.fields import FieldInfo
 
 from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
-from mempipe.evaluation.chain import ChainConfig
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.evaluation.sweep import SweepConfig
 from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of
 from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.settings import ConfigError, Section
+from mempipe.studies.chain import ChainConfig
+from mempipe.studies.sweep import SweepConfig
 
 WIDTH = 120
 KINDS = (*BUILT_IN, "chain", "evaluation", "sweep", "index", "documents", "service", "agent-service")

@@ -17,16 +17,16 @@ from pathlib import Path
 import polars as pl
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.finding import stream_candidates
 from mempipe.data.corpus import corpus_files
 from mempipe.data.plain_text import is_plain_text, write_corpus
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.files import recover_folder, whole_folder
-from mempipe.json_files import read_object, write_object
 from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress
 from mempipe.settings import ConfigError
+from mempipe.storage.files import recover_folder, whole_folder
+from mempipe.storage.json_files import read_object, write_object
+from mempipe.streams.candidates import stream_candidates
 
 MANIFEST = "cloze.json"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.indexing import stream_segments
 from mempipe.data.corpus import corpus_files
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, make_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.manifest import Manifest
+from mempipe.streams.segments import stream_segments
 
 
 def main(config: IndexConfig) -> Manifest:

@@ -26,11 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.documents import DOCUMENT_SCHEMA, REJECTED, stream_parts
-from mempipe.data.parquet import check_parquet, parquet_writer, read_metadata, read_table
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.files import lock
-from mempipe.json_files import read_object, write_object
 from mempipe.masking.documents import (
     REJECTIONS,
     CommonEntities,
@@ -41,6 +37,10 @@ from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress
 from mempipe.retrieval.manifest import check_index, read_manifest
 from mempipe.settings import ConfigError
+from mempipe.storage.files import lock
+from mempipe.storage.json_files import read_object, write_object
+from mempipe.storage.parquet import check_parquet, parquet_writer, read_metadata, read_table
+from mempipe.streams.documents import DOCUMENT_SCHEMA, REJECTED, stream_parts
 from mempipe.text import check_mask
 
 DOCUMENTS, HELD_OUT, SUMMARY, SETTINGS, PARTS, ENTITIES = (

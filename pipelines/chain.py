@@ -14,10 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mempipe.beacons import reached
-from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, check_stages
 from mempipe.progress import say
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages
+from mempipe.training.parent_run import parent_run
 from pipelines import evaluate, train
-from pipelines.parent_run import parent_run
 
 
 def main(chain: ChainConfig) -> list[Path]:

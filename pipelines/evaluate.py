@@ -36,7 +36,6 @@ from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.evaluation.table import Cell, percent_text, score_tables
-from mempipe.files import lock
 from mempipe.progress import Progress, say
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
@@ -44,10 +43,11 @@ from mempipe.retrieval.manifest import check_index
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
-from mempipe.stream import stream_groups
+from mempipe.storage.files import lock
+from mempipe.streams.groups import stream_groups
 from mempipe.tracking.tracker import Tracker, last_run_id
+from mempipe.training.repair import Supervisor
 from mempipe.types import Group
-from pipelines.repair import Supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

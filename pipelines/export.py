@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig
-from mempipe.files import recover_folder, whole_folder
 from mempipe.loader import load_config
 from mempipe.provenance import MADE_OF, questions_sha256, write_record
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.storage.files import recover_folder, whole_folder
 from mempipe.types import Group
 
 

@@ -13,13 +13,11 @@ from typing import Any
 
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.rendering import Renderer
-from mempipe.checksums import write_checksums
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.files import whole_folder
 from mempipe.masking.cloze import SPLITS, ClozeConfig
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import IndexConfig
@@ -27,6 +25,8 @@ from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.rollout import make_renderer
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import write_checksums
+from mempipe.storage.files import whole_folder
 from mempipe.types import Question
 
 NUM_HELD_OUT_WORLDS = 8

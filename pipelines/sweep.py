@@ -20,17 +20,17 @@ from mempipe.actors.cluster import connected
 from mempipe.actors.reservation import cluster_gpus
 from mempipe.actors.trials import TrialCommands, run_trials
 from mempipe.beacons import reached
-from mempipe.evaluation.budgets import BudgetStudy
 from mempipe.evaluation.suite import resolve_run
-from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
-from mempipe.files import lock, write_text
-from mempipe.placement import Demand, bundle_gpus, plan
+from mempipe.planning.placement import Demand, bundle_gpus, plan
 from mempipe.progress import say
 from mempipe.reports.budgets import reference_verdicts, verdict, write_budget_report
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
+from mempipe.storage.files import lock, write_text
+from mempipe.studies.budgets import BudgetStudy
+from mempipe.studies.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
 from mempipe.tracking.tracker import Tracker
-from pipelines.parent_run import parent_run
+from mempipe.training.parent_run import parent_run
 
 
 class TrialsFailed(RuntimeError):

@@ -43,14 +43,14 @@ from mempipe.rl.samples import to_samples
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
-from mempipe.stream import Collector, StepGroups, stream_groups
+from mempipe.streams.groups import Collector, StepGroups, stream_groups
 from mempipe.tracking.losses import read_losses
+from mempipe.training.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
+from mempipe.training.tracker_front import TrackerFront
+from mempipe.training.training_rows import TrainingRows
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
-from pipelines.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
-from pipelines.tracker import TrackerFront
-from pipelines.training_rows import TrainingRows
 from pipelines.warm_start import warm_start
 
 NUM_CANARIES = 4

@@ -25,11 +25,11 @@ from ray.exceptions import RayActorError
 
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
 from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
-from mempipe.capacity import object_store_bytes
 from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS
+from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
-from mempipe.scratch import RAY, scratch_folder
+from mempipe.storage.scratch import RAY, scratch_folder
 
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0

@@ -18,7 +18,7 @@ from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.proof import Proof
 from mempipe.engines.weights import WeightHandle
-from mempipe.placement import Transfer
+from mempipe.planning.placement import Transfer
 from mempipe.types import Completion
 
 Work = Literal["generate", "score"]

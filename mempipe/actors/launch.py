@@ -41,7 +41,7 @@ from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.proof import check_engines
 from mempipe.faults import retry_pauses
-from mempipe.placement import Demand, Plan, needs_reference, plan
+from mempipe.planning.placement import Demand, Plan, needs_reference, plan
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest

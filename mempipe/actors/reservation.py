@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mempipe.engines.devices import gpu_bytes
 from mempipe.environment import GROWING_SEGMENTS
-from mempipe.placement import Plan, Role, bundle_gpus
+from mempipe.planning.placement import Plan, Role, bundle_gpus
 from mempipe.settings import ConfigError
 
 INSPECTION_TIMEOUT_S = 120.0

@@ -8,7 +8,7 @@ from mempipe.checks.evaluation import check_benchmark
 from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
 from mempipe.checks.run import check_run
-from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table
 
 
 def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[Finding]:

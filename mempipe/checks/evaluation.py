@@ -14,8 +14,8 @@ from mempipe.data.qa import iter_questions
 from mempipe.data.rows import is_remote
 from mempipe.evaluation.benchmarks import find_file
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
-from mempipe.files import is_local_path
 from mempipe.settings import ConfigError
+from mempipe.storage.files import is_local_path
 
 
 def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> list[Finding]:

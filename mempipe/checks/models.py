@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.checks.findings import Finding, fatal, ok
-from mempipe.files import is_local_path
 from mempipe.runs import unfinished
+from mempipe.storage.files import is_local_path
 
 HUB_TIMEOUT_S = 8.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

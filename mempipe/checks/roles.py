@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import math
 
-from mempipe.capacity import (
+from mempipe.checks.findings import Finding, fatal, note, ok
+from mempipe.checks.machine import Devices
+from mempipe.config import RunConfig
+from mempipe.engines.gpus import GPUS
+from mempipe.planning.capacity import (
     GIB,
     Shape,
     engine_memory,
@@ -15,12 +19,8 @@ from mempipe.capacity import (
     trained_parameters,
     weight_width,
 )
-from mempipe.checks.findings import Finding, fatal, note, ok
-from mempipe.checks.machine import Devices
-from mempipe.config import RunConfig
-from mempipe.costs import step_costs
-from mempipe.engines.gpus import GPUS
-from mempipe.placement import Demand, Plan, needs_reference, plan
+from mempipe.planning.costs import step_costs
+from mempipe.planning.placement import Demand, Plan, needs_reference, plan
 from mempipe.settings import ConfigError
 
 

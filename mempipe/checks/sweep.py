@@ -8,8 +8,8 @@ from mempipe.checks.evaluation import check_benchmark, check_suite
 from mempipe.checks.findings import Finding, fatal
 from mempipe.checks.machine import Devices, check_writable
 from mempipe.checks.run import check_run
-from mempipe.evaluation.sweep import SweepConfig, Trial, trials
 from mempipe.settings import ConfigError
+from mempipe.studies.sweep import SweepConfig, Trial, trials
 
 
 def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[Finding]:

@@ -18,9 +18,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from mempipe.data.corpus import PASSAGE_COLUMNS
-from mempipe.data.parquet import write_table
 from mempipe.data.rows import JSONL, PARQUET
 from mempipe.settings import ConfigError
+from mempipe.storage.parquet import write_table
 from mempipe.text import replace_surrogates, sentences
 from mempipe.types import Passage
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from mempipe.data.parquet import write_table
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, InputFile, input_files, read_rows
 from mempipe.data.ruler import expand_context
 from mempipe.data.trajectories import arrow_schema
 from mempipe.settings import ConfigError
+from mempipe.storage.parquet import write_table
 from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 

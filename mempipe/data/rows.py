@@ -20,9 +20,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempipe.data.parquet import check_parquet
-from mempipe.files import sha256
 from mempipe.settings import ConfigError
+from mempipe.storage.files import sha256
+from mempipe.storage.parquet import check_parquet
 
 JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
 BLOCK_BYTES = 8 * 2**20

@@ -26,11 +26,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from mempipe.data.parquet import parquet_writer
 from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, input_files, parquet_batches, read_rows
-from mempipe.files import whole_file, write_text
 from mempipe.rl.rewards import normalize_answer
 from mempipe.settings import ConfigError
+from mempipe.storage.files import whole_file, write_text
+from mempipe.storage.parquet import parquet_writer
 from mempipe.text import replace_surrogates
 
 MAX_JOINED_DOCS = 10_000

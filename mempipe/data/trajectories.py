@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from mempipe.data.parquet import parquet_writer, read_metadata, read_table
 from mempipe.settings import ConfigError
+from mempipe.storage.parquet import parquet_writer, read_metadata, read_table
 from mempipe.types import Column, Group, Question, Trajectory, from_row, to_row
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mempipe.files import recover_folders, sha256
+from mempipe.storage.files import recover_folders, sha256
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

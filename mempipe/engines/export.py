@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
-from mempipe.checksums import write_checksums
 from mempipe.engines.checkpoint import CheckpointError, checkpoints, read_state, reason, step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import full_state_dict, load_policy
 from mempipe.engines.sharded_checkpoint import load_tensors
-from mempipe.files import whole_folder
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import write_checksums
+from mempipe.storage.files import whole_folder
 
 _COPIED_FILES = (
     "tokenizer.json",

@@ -42,9 +42,9 @@ from mempipe.engines.model import (
     weight_checksums,
 )
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
-from mempipe.files import in_turn
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
 from mempipe.rl.packing import Floats, MicroBatch
+from mempipe.storage.files import in_turn
 
 
 class Learner:

@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mempipe.checksums import check_folder
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.tokenizer import MEND
-from mempipe.files import recover_folder
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import check_folder
+from mempipe.storage.files import recover_folder
 
 ATTENTION_NAME = "mempipe_packed"
 MAX_LOGITS = 2**26

@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from mempipe.checksums import write_checksums
 from mempipe.engines.gguf_file import find_gguf
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
-from mempipe.files import whole_folder
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import write_checksums
+from mempipe.storage.files import whole_folder
 
 PROBES = (
     "The capital of France is Paris, founded in the 3rd century BC.",

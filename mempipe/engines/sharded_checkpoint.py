@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import MANIFEST, STATE, CheckpointError, TrainingState, checkpoints, read_state, reason
-from mempipe.files import discard_folder, finish_folder, partial_folder, remove_folder, sha256, start_folder
+from mempipe.storage.files import discard_folder, finish_folder, partial_folder, remove_folder, sha256, start_folder
 
 T = TypeVar("T")
 

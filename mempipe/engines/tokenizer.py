@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from mempipe.agents.protocol import ChatTemplateError
-from mempipe.checksums import check_folder
-from mempipe.files import is_local_path, recover_folder
-from mempipe.json_files import read_object
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import check_folder
+from mempipe.storage.files import is_local_path, recover_folder
+from mempipe.storage.json_files import read_object
 from mempipe.text import replace_surrogates
 
 MEND = "copy the model again, or export it again"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mempipe.engines.config import ModelConfig
-from mempipe.files import whole_file
+from mempipe.storage.files import whole_file
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mempipe.data.parquet import read_table, write_table
 from mempipe.data.trajectories import records_to_table
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
@@ -22,6 +21,7 @@ from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
 from mempipe.provenance import differences, read_record, write_record
 from mempipe.settings import ConfigError
+from mempipe.storage.parquet import read_table, write_table
 from mempipe.types import EndReason, Group, from_row
 
 SETTINGS = "settings.json"

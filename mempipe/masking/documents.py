@@ -4,7 +4,7 @@ A document is a pivot passage, the passages most related to it and random ones, 
 is replaced by a mask wherever the document writes it, in whatever form. The text is cut into chunks, which are read one
 after the other; a cut never goes through a word or a mask.
 
-Everything here depends on its arguments alone; `mempipe.actors.documents` runs it on a cluster.
+Everything here depends on its arguments alone; `mempipe.streams.documents` runs it on a cluster.
 """
 
 from __future__ import annotations

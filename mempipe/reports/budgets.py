@@ -10,7 +10,16 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from mempipe.evaluation.budgets import (
+from mempipe.evaluation.causes import Cause
+from mempipe.evaluation.metrics import definitions
+from mempipe.evaluation.results import ResultRow
+from mempipe.evaluation.statistics import Interval
+from mempipe.evaluation.table import NO_INTERVAL
+from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent, with_legend
+from mempipe.reports.evaluation import TableSection, markdown_table
+from mempipe.reports.pages import render
+from mempipe.storage.files import write_text
+from mempipe.studies.budgets import (
     ALPHA,
     POWER,
     BudgetCurve,
@@ -21,15 +30,6 @@ from mempipe.evaluation.budgets import (
     Reference,
     tokens_per_attempt,
 )
-from mempipe.evaluation.causes import Cause
-from mempipe.evaluation.metrics import definitions
-from mempipe.evaluation.results import ResultRow
-from mempipe.evaluation.statistics import Interval
-from mempipe.evaluation.table import NO_INTERVAL
-from mempipe.files import write_text
-from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent, with_legend
-from mempipe.reports.evaluation import TableSection, markdown_table
-from mempipe.reports.pages import render
 
 PLOT_FILE = "budgets.svg"
 CAUSES_FILE = "causes.svg"

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 from mempipe.config import RunConfig
-from mempipe.evaluation.compare import compare_rows
 from mempipe.evaluation.metrics import METRICS, definitions
 from mempipe.evaluation.statistics import Interval, bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
@@ -29,7 +28,6 @@ from mempipe.evaluation.table import (
     percent_text,
     score_tables,
 )
-from mempipe.files import write_text
 from mempipe.reports.charts import Figure, with_legend
 from mempipe.reports.evaluation_figures import (
     cause_lines,
@@ -40,6 +38,8 @@ from mempipe.reports.evaluation_figures import (
     scores_by_set,
 )
 from mempipe.reports.pages import render
+from mempipe.storage.files import write_text
+from mempipe.studies.compare import compare_rows
 from mempipe.tracking.mlflow_writer import without_credentials
 
 PLOT_FILE = "context_tokens_by_turn.svg"

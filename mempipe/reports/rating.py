@@ -13,9 +13,9 @@ import numpy as np
 import scipy
 
 from mempipe.evaluation.memory_quality import is_memory_turn
-from mempipe.files import whole_file
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
+from mempipe.storage.files import whole_file
 
 RATINGS = {
     "facts_kept": "does the new memory keep every needed fact that the old one or the passages hold?",

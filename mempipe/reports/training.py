@@ -6,9 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mempipe.files import write_text
 from mempipe.reports.training_data import ReportData, comparable, read_report_data, summarise
 from mempipe.reports.training_page import render_page
+from mempipe.storage.files import write_text
 from mempipe.tracking.mlflow_writer import without_credentials
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from markupsafe import Markup
 
 from mempipe.evaluation.memory_quality import FactState, fact_states, finds, is_memory_turn
-from mempipe.files import write_text
 from mempipe.reports.examples import memory_diff
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced
+from mempipe.storage.files import write_text
 from mempipe.types import Context, Passage, Question
 
 MAX_TRAJECTORIES = 3000  # a browser holds them, and their file stays below some tens of megabytes

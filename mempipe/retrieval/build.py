@@ -12,7 +12,7 @@ Every file appears by a rename when it is whole and depends on corpus and settin
 with the same bytes as an undisturbed one. Its checksum is taken before the rename and compared before it is used by a
 later step and at the end, so that a byte which changes meanwhile is noticed. Memory does not grow with the corpus,
 except for 16 bytes per passage (ids seen), one shard of vectors, and the BM25 index. This module needs no Ray:
-`mempipe.actors.indexing` runs `read` and `encode_segment` as a stream.
+`mempipe.streams.segments` runs `read` and `encode_segment` as a stream.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from mempipe.beacons import reached
-from mempipe.checksums import NUM_THREADS, FileRecord, record_of
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
-from mempipe.files import sync, whole_file, whole_folder
-from mempipe.json_files import read_object, write_object
 from mempipe.retrieval.bm25 import LexicalIndex
 from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.config import FaissConfig, IndexConfig
@@ -64,6 +61,9 @@ from mempipe.retrieval.vectors import (
     set_search_parameters,
 )
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import NUM_THREADS, FileRecord, record_of
+from mempipe.storage.files import sync, whole_file, whole_folder
+from mempipe.storage.json_files import read_object, write_object
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mempipe.checksums import FileRecord, changed_files, verify_once
-from mempipe.json_files import parse_object, without_checksum, write_object
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import FileRecord, changed_files, verify_once
+from mempipe.storage.json_files import parse_object, without_checksum, write_object
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -74,7 +74,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def open_manifest(folder: Path) -> tuple[Manifest, str]:
     """Does what `read_manifest` does, and compares the files with the manifest's checksums unless that was done since
-    they last changed (`mempipe.checksums`).
+    they last changed (`mempipe.storage.checksums`).
 
     Raises ConfigError for a file that was changed, so that no byte of another one becomes an answer.
     """

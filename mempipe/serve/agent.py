@@ -24,13 +24,13 @@ from mempipe.checks.findings import refuse
 from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
-from mempipe.serve import front
-from mempipe.serve.agent_replica import AgentReplica
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
-from mempipe.serve.generator_replica import GeneratorReplica
-from mempipe.serve.keys import load_keys
+from mempipe.serve.http import front
+from mempipe.serve.http.keys import load_keys
 from mempipe.serve.local import local_serve
-from mempipe.serve.retriever_replica import RetrieverReplica
+from mempipe.serve.replicas.agent_replica import AgentReplica
+from mempipe.serve.replicas.generator_replica import GeneratorReplica
+from mempipe.serve.replicas.retriever_replica import RetrieverReplica
 from mempipe.serve.served_run import ServedRun, check_agent_service, resolve, weights_version
 from mempipe.settings import ConfigError
 

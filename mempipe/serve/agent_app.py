@@ -13,17 +13,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from mempipe.serve.answer_jobs import AnswerJobs
-from mempipe.serve.answering import Answering
+from mempipe.serve.answers.answer_jobs import AnswerJobs
+from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.journal import Journal, Metrics, NoMetrics
+from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.errors import FAILED, ApiError, error_reply, refuse, sentence
-from mempipe.serve.gate import Gate
-from mempipe.serve.journal import Journal, Metrics, NoMetrics
-from mempipe.serve.keys import Access, KeyRecord
+from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sentence
+from mempipe.serve.http.gate import Gate
+from mempipe.serve.http.keys import Access, KeyRecord
 from mempipe.serve.routes import answers, chat, documents, operations, page, sessions
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.parts import Health, Parts
-from mempipe.serve.store import Store
 
 ROUTERS = [each.router for each in (answers, chat, sessions, documents, operations, page)]
 SLACK_S = 30.0

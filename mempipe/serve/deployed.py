@@ -13,7 +13,7 @@ from mempipe.checks.machine import LOOPBACK, Devices, check_port
 from mempipe.evaluation.suite import merged
 from mempipe.loader import AGENT_APP, ENGINE_APP, load_values, parse_overrides, parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig
-from mempipe.serve.keys import load_keys
+from mempipe.serve.http.keys import load_keys
 from mempipe.serve.served_run import check_agent_service
 from mempipe.settings import ConfigError
 

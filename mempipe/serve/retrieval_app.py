@@ -31,8 +31,8 @@ from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
-from mempipe.serve.errors import sentence
-from mempipe.serve.gate import Gate, problem, retry_header
+from mempipe.serve.http.errors import sentence
+from mempipe.serve.http.gate import Gate, problem, retry_header
 from mempipe.types import Passage, SearchResult
 
 SNAPSHOT_HEADER = "x-mempipe-snapshot"

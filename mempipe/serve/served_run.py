@@ -15,7 +15,7 @@ from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.keys import load_keys
+from mempipe.serve.http.keys import load_keys
 from mempipe.tracking.tracker import tracking_uri
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mempipe.files import write_text
+from mempipe.storage.files import write_text
 
 LOSSES_FILE = "lost_records.json"
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mempipe.files import whole_file
+from mempipe.storage.files import whole_file
 
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.credentials import without_passwords
-from mempipe.files import write_text
+from mempipe.storage.files import write_text
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database
 from mempipe.tracking.traces import Wording, build_trace

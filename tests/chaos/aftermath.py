@@ -13,7 +13,7 @@ from safetensors import safe_open
 from watched import Missed, Watched
 
 from mempipe.engines.checkpoint import CheckpointError, latest, read_state
-from mempipe.files import sha256
+from mempipe.storage.files import sha256
 
 LONGEST_LINE = 400
 NOISE = re.compile(r"Traceback \(most recent call last\)|^\s+File \"|ray\.exceptions\.|\(pid=\d+", re.MULTILINE)

@@ -362,8 +362,8 @@ def _texts(folder: Path) -> list[Specimen]:
 
 
 def _model(folder: Path) -> list[Specimen]:
-    from mempipe.checksums import write_checksums
     from mempipe.engines.tiny import build_model, build_tokenizer
+    from mempipe.storage.checksums import write_checksums
 
     checked, older = folder / "model", folder / "without_checksums"
     build_tokenizer(checked)
@@ -432,7 +432,7 @@ def _run(folder: Path) -> list[Specimen]:
 
 def _made(folder: Path) -> list[Specimen]:
     """What the builds of questions and documents keep about themselves."""
-    from mempipe.json_files import write_object
+    from mempipe.storage.json_files import write_object
     from pipelines import build_cloze, build_memtrain
 
     settings = {"corpus": "wiki.jsonl", "finder": "rules", "seed": 3}

@@ -14,7 +14,7 @@ from pathlib import Path
 from miniature import QUICKSTART
 from watched import Missed, Watched, at
 
-from mempipe.files import lock
+from mempipe.storage.files import lock
 from tools.processes import ROOT
 
 NUM_STEPS = 10

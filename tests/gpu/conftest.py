@@ -9,7 +9,7 @@ import pytest
 import torch
 from shapes import GPU, start_afresh
 
-from mempipe.capacity import GIB
+from mempipe.planning.capacity import GIB
 
 ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_job_gpu"]
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from mempipe.capacity import KNOWN, Shape
 from mempipe.config import RunConfig
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.loader import load_config
+from mempipe.planning.capacity import KNOWN, Shape
 from mempipe.types import TrainingSample
 from tools.processes import ROOT
 

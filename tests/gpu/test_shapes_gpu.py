@@ -23,10 +23,10 @@ from shapes import (
     start_afresh,
 )
 
-from mempipe.capacity import GIB, learner_memory, reference_memory
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.proof import check_canary
 from mempipe.engines.reference import ReferenceModel
+from mempipe.planning.capacity import GIB, learner_memory, reference_memory
 from mempipe.rl.packing import MicroBatch, pack_step
 
 pytestmark = pytest.mark.gpu

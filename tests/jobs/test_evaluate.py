@@ -18,8 +18,8 @@ from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.evaluation.results import read_groups, read_results
 from mempipe.evaluation.suite import load_suite
-from mempipe.files import lock
 from mempipe.settings import ConfigError
+from mempipe.storage.files import lock
 from mempipe.tracking.tracker import last_run_id
 from mempipe.types import Question
 from pipelines.evaluate import main

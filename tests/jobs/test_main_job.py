@@ -41,12 +41,12 @@ from mempipe.loader import load_config
 from mempipe.reports.trace import trajectory_lines
 from mempipe.rollout import make_renderer
 from mempipe.runs import Run
-from mempipe.stream import stream_groups
+from mempipe.streams.groups import stream_groups
 from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
+from mempipe.training.tracker_front import TrackerFront
+from mempipe.training.training_rows import TrainingRows
 from mempipe.types import Context, Group, Question
-from pipelines.tracker import TrackerFront
 from pipelines.train import learn
-from pipelines.training_rows import TrainingRows
 from tools.processes import Marked, Running, run
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module

@@ -30,7 +30,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
 
-from mempipe.checksums import write_checksums
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
@@ -41,6 +40,7 @@ from mempipe.rollout import make_agent
 from mempipe.serve.agent import LocalService, served_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import resolve, weights_version
+from mempipe.storage.checksums import write_checksums
 from mempipe.types import Completion, Question, Trajectory
 from tools.processes import Marked, free_ports
 from tools.processes import Running as RunningCommand

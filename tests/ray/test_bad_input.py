@@ -16,10 +16,10 @@ from miniature import locked_elsewhere
 
 from mempipe.actors.launch import launch
 from mempipe.actors.lost import LaunchError
-from mempipe.checksums import CHECKSUMS
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
 from mempipe.config import RunConfig
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import CHECKSUMS
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from mempipe.actors import launch as launching
 from mempipe.actors import reservation
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import Roles, launch, launch_learners, launch_rollout_actors
-from mempipe.capacity import GIB
 from mempipe.config import RunConfig
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
+from mempipe.planning.capacity import GIB
 from mempipe.settings import ConfigError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module

@@ -27,7 +27,7 @@ from mempipe.engines.engine_faults import EngineFault
 from mempipe.engines.reference import ReferenceModel
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.rl.samples import to_samples
-from mempipe.stream import Collector, DriverSpec, stream_groups
+from mempipe.streams.groups import Collector, DriverSpec, stream_groups
 from mempipe.types import Completion, EndReason, FinishReason, Group
 from tools.processes import command_line
 

@@ -23,10 +23,10 @@ from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answering import Answering, Record, nowhere
+from mempipe.serve.answers.answering import Answering, Record, nowhere
+from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.keys import KeyRecord
-from mempipe.serve.store import Store
+from mempipe.serve.http.keys import KeyRecord
 from mempipe.types import Completion, FinishReason, SearchResult
 from mempipe.user_code import load_user_object
 

@@ -23,7 +23,7 @@ from mempipe.actors.admission import Admission
 from mempipe.checks import run as run_checks
 from mempipe.data.qa import write_questions
 from mempipe.engines.checkpoint import MANIFEST, STATE, Position, TrainingState
-from mempipe.files import sha256, whole_folder
+from mempipe.storage.files import sha256, whole_folder
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
 from pipelines import train
 

@@ -12,16 +12,6 @@ import pytest
 from result_builders import answered
 
 from mempipe.cli import main
-from mempipe.evaluation.budgets import (
-    BudgetStudy,
-    MeasuredRun,
-    ModelSize,
-    budget_curve,
-    measured_runs,
-    pooled,
-    study_evaluation,
-    study_runs,
-)
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
 from mempipe.reports.budgets import (
     budget_lines,
@@ -32,6 +22,16 @@ from mempipe.reports.budgets import (
     write_budget_report,
 )
 from mempipe.settings import ConfigError
+from mempipe.studies.budgets import (
+    BudgetStudy,
+    MeasuredRun,
+    ModelSize,
+    budget_curve,
+    measured_runs,
+    pooled,
+    study_evaluation,
+    study_runs,
+)
 
 
 def rows(rights: list[bool]) -> list[ResultRow]:

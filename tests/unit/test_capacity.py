@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mempipe.capacity import CONTEXT, GIB, KNOWN, engine_memory, learner_memory, object_store_bytes, reference_memory
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import load_config
+from mempipe.planning.capacity import (
+    CONTEXT,
+    GIB,
+    KNOWN,
+    engine_memory,
+    learner_memory,
+    object_store_bytes,
+    reference_memory,
+)
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]

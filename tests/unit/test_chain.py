@@ -14,12 +14,12 @@ from mempipe.checks.chain import check_chain
 from mempipe.cli import main as command
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.evaluation.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.loader import load_config, parse_section
 from mempipe.provenance import model_sha256
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain
 from mempipe.tracking.tracker import Tracker, last_run_id
 from pipelines import chain as pipeline
 from pipelines.prepare import prepare

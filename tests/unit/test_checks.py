@@ -21,7 +21,6 @@ import yaml
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
-from mempipe.capacity import Shape, model_shape, trained_parameters
 from mempipe.checks import models
 from mempipe.checks.findings import Finding
 from mempipe.checks.inputs import hash_inputs
@@ -33,6 +32,7 @@ from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_config
+from mempipe.planning.capacity import Shape, model_shape, trained_parameters
 from mempipe.provenance import changed_inputs
 from mempipe.retrieval.build import build_index
 from mempipe.settings import ConfigError

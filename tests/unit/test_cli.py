@@ -12,12 +12,12 @@ import yaml
 from mempipe.agents.registry import BUILT_IN
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
-from mempipe.evaluation.chain import load_chain
 from mempipe.evaluation.suite import load_suite
-from mempipe.evaluation.sweep import load_sweep
 from mempipe.loader import load_config, load_documents_config, load_index_config, load_service_config, parse_section
 from mempipe.retrieval.build import build_index
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.studies.chain import load_chain
+from mempipe.studies.sweep import load_sweep
 from mempipe.template import KINDS
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mempipe.cli import main
-from mempipe.evaluation.compare import OVERALL, compare_runs, warnings
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.settings import ConfigError
+from mempipe.studies.compare import OVERALL, compare_runs, warnings
 from mempipe.types import EndReason, Group, Question, Trajectory
 
 SETTINGS = {"sampling": {"temperature": 0.0}, "judge": None}

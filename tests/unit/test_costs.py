@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from mempipe.capacity import GIB, KNOWN
 from mempipe.cli import main
-from mempipe.costs import COMPUTE_SHARE, MEMORY_SHARE, StepCosts, Workload, engine_speed, step_costs, sync_seconds
 from mempipe.doctor import examine
 from mempipe.engines.gpus import GPUS
 from mempipe.loader import load_config
-from mempipe.placement import Demand, Plan, plan
+from mempipe.planning.capacity import GIB, KNOWN
+from mempipe.planning.costs import (
+    COMPUTE_SHARE,
+    MEMORY_SHARE,
+    StepCosts,
+    Workload,
+    engine_speed,
+    step_costs,
+    sync_seconds,
+)
+from mempipe.planning.placement import Demand, Plan, plan
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 THREE = KNOWN["Qwen/Qwen2.5-3B-Instruct"]

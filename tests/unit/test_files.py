@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 from dying_process import killed_at
 
-from mempipe import files
-from mempipe.files import in_turn, recover_folder, recover_folders, remove_folder, whole_file, whole_folder, write_text
+from mempipe.storage import files
+from mempipe.storage.files import (
+    in_turn,
+    recover_folder,
+    recover_folders,
+    remove_folder,
+    whole_file,
+    whole_folder,
+    write_text,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from simulated_time import simulated
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from mempipe.serve import gate as gates
-from mempipe.serve.gate import Gate
+from mempipe.serve.http import gate as gates
+from mempipe.serve.http.gate import Gate
 
 
 class Work:

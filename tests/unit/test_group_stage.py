@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mempipe import stream
 from mempipe.data.trajectories import table_to_groups
-from mempipe.stream import QUESTION_ROW, GroupStage
+from mempipe.streams import groups as stream
+from mempipe.streams.groups import QUESTION_ROW, GroupStage
 from mempipe.types import Group, Question, to_row
 
 IN_FLIGHT = 4

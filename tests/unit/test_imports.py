@@ -23,12 +23,12 @@ ALLOWED = {
     "mempipe.config": (),
     "mempipe.loader": (),
     "mempipe.text": (),
-    "mempipe.files": (),
+    "mempipe.storage.files": (),
     "mempipe.http_client": (),
     "mempipe.cli": (),
-    "mempipe.capacity": (),
-    "mempipe.placement": (),
-    "mempipe.costs": (),
+    "mempipe.planning.capacity": (),
+    "mempipe.planning.placement": (),
+    "mempipe.planning.costs": (),
     "mempipe.template": (),
     "mempipe.checks.run": (),
     "mempipe.checks.evaluation": (),
@@ -59,12 +59,12 @@ ALLOWED = {
     "mempipe.evaluation.metrics": (),
     "mempipe.evaluation.statistics": (),
     "mempipe.evaluation.suite": (),
-    "mempipe.evaluation.chain": (),
+    "mempipe.studies.chain": (),
     "mempipe.evaluation.benchmarks": (),
     "mempipe.evaluation.results": (),
-    "mempipe.evaluation.compare": (),
-    "mempipe.evaluation.budgets": (),
-    "mempipe.evaluation.sweep": (),
+    "mempipe.studies.compare": (),
+    "mempipe.studies.budgets": (),
+    "mempipe.studies.sweep": (),
     "mempipe.evaluation.judge": (),
     "mempipe.evaluation.recall": (),
     "mempipe.evaluation.closed_book": (),
@@ -79,7 +79,7 @@ ALLOWED = {
     "mempipe.actors.retriever": ("ray",),
     "mempipe.actors.launch": ("ray", "transformers"),
     "mempipe.actors.driver": ("ray", "transformers"),
-    "mempipe.stream": ("ray", "transformers"),
+    "mempipe.streams.groups": ("ray", "transformers"),
     "mempipe.engines.tokenizer": ("transformers",),
     "mempipe.engines.endpoint": (),
     "mempipe.engines.checkpoint": (),
@@ -97,12 +97,12 @@ ALLOWED = {
     "mempipe.retrieval.build": ("faiss",),
     "mempipe.retrieval.retriever": ("faiss",),
     "mempipe.retrieval.remote": ("faiss",),
-    "mempipe.serve.gate": (),
+    "mempipe.serve.http.gate": (),
     "mempipe.serve.agent_app": (),
-    "mempipe.serve.agent_replica": ("ray", "transformers"),
-    "mempipe.serve.retriever_replica": ("faiss",),
+    "mempipe.serve.replicas.agent_replica": ("ray", "transformers"),
+    "mempipe.serve.replicas.retriever_replica": ("faiss",),
     "mempipe.serve.retrieval_app": ("faiss",),
-    "pipelines.training_rows": (),
+    "mempipe.training.training_rows": (),
 }
 
 
@@ -147,27 +147,40 @@ def sources(folder: str) -> list[Path]:
 @pytest.mark.parametrize("path", sources("mempipe"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_ray_appears_only_in_the_files_that_are_for_it(path):
     place = path.relative_to(ROOT / "mempipe").as_posix()
-    allowed = place.startswith(("actors/", "serve/")) or place == "stream.py"
+    allowed = place.startswith(("actors/", "serve/", "streams/"))
     text = path.read_text()
     assert allowed or ("ray" not in {name.split(".")[0] for name in imports(path)} and ".remote(" not in text)
 
 
 LAYERS = [
-    {"types", "settings", "faults", "text", "files", "json_files", "checksums"}
-    | {"user_code", "http_client", "environment", "beacons", "credentials", "scratch"},
+    {
+        "types",
+        "settings",
+        "faults",
+        "text",
+        "storage",
+        "user_code",
+        "http_client",
+        "environment",
+        "beacons",
+        "credentials",
+        "moved",
+    },
     {"rl"},
     {"data"},
     {"agents", "retrieval", "masking"},
     {"provenance", "request_seeds"},
     {"engines", "tracking"},
     {"config"},
-    {"loader", "rollout", "runs", "capacity"},
-    {"evaluation", "placement"},
-    {"costs"},
+    {"loader", "rollout", "runs"},
+    {"planning"},
+    {"evaluation"},
+    {"studies"},
     {"reports", "checks", "progress"},
     {"stop"},
     {"actors"},
-    {"stream", "serve"},
+    {"streams"},
+    {"training", "serve"},
     {"doctor", "template"},
     {"cli"},
 ]

@@ -15,7 +15,6 @@ import pytest
 from dying_process import killed_at
 from killed_build import build, run_and_die
 
-from mempipe.checksums import STAMP
 from mempipe.data.corpus import corpus_files
 from mempipe.loader import load_index_config
 from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
@@ -25,6 +24,7 @@ from mempipe.retrieval.manifest import read_manifest, verify
 from mempipe.retrieval.passages import line_offsets
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import STAMP
 from mempipe.types import Passage
 
 ENCODER = {"kind": "hashing", "dimension": 32}

@@ -32,7 +32,7 @@ from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
-from mempipe.stream import StepGroups
+from mempipe.streams.groups import StepGroups
 from mempipe.types import Completion, FinishReason, Group, Question, TrainingSample, Trajectory, from_row, to_row
 from pipelines import warm_start
 from pipelines.train import train_step

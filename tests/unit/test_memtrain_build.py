@@ -10,7 +10,6 @@ from typing import Any
 import polars as pl
 import pytest
 
-from mempipe.actors.documents import DocumentMaker
 from mempipe.agents.memtrain import MemTrainRenderer
 from mempipe.cli import main as command
 from mempipe.data.qa import read_questions
@@ -22,6 +21,7 @@ from mempipe.masking.entities import can_be_read
 from mempipe.retrieval.build import build_index
 from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
+from mempipe.streams.documents import DocumentMaker
 from mempipe.types import Passage
 from pipelines import build_memtrain
 

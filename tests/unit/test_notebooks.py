@@ -16,8 +16,8 @@ import yaml
 from mempipe.data.trajectories import write_trajectories
 from mempipe.data.world import make_questions, make_worlds
 from mempipe.evaluation.results import ResultFolder, result_row
-from mempipe.evaluation.sweep import SWEEP_FILE, SweepConfig, trials, write_configs
-from mempipe.files import write_text
+from mempipe.storage.files import write_text
+from mempipe.studies.sweep import SWEEP_FILE, SweepConfig, trials, write_configs
 from mempipe.types import Context, EndReason, Group, Question, Recall, Search, Trajectory
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))

@@ -14,8 +14,8 @@ from mlflow import MlflowClient
 from mempipe.settings import Section
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.tracker import Tracker
-from pipelines import parent_run as module
-from pipelines.parent_run import parent_run
+from mempipe.training import parent_run as module
+from mempipe.training.parent_run import parent_run
 
 
 class Settings(Section):

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mempipe.data.parquet import check_parquet, parquet_writer, read_metadata, read_table, write_table
 from mempipe.settings import ConfigError
+from mempipe.storage.parquet import check_parquet, parquet_writer, read_metadata, read_table, write_table
 
 TABLE = pa.table({"id": [f"q{i}" for i in range(300)], "score": [i / 7 for i in range(300)]})
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mempipe.capacity import GIB
 from mempipe.config import RunConfig
 from mempipe.loader import load_config
-from mempipe.placement import Demand, Plan, bundle_gpus, plan
+from mempipe.planning.capacity import GIB
+from mempipe.planning.placement import Demand, Plan, bundle_gpus, plan
 from mempipe.settings import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"

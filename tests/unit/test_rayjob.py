@@ -12,7 +12,7 @@ import yaml
 
 from mempipe.cli import _parser
 from mempipe.loader import load_config
-from mempipe.placement import Demand, plan
+from mempipe.planning.placement import Demand, plan
 
 ROOT = Path(__file__).parents[2]
 SPEC_FIELDS = {  # of RayJobSpec in ray.io/v1

@@ -19,10 +19,10 @@ from mempipe.engines.generator import EngineDead, EngineFault
 from mempipe.loader import parse_config
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted
-from mempipe.stream import StepGroups
+from mempipe.streams.groups import StepGroups
+from mempipe.training import repair
+from mempipe.training.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
-from pipelines import repair
-from pipelines.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
 
 UPDATES_PER_STEP = 2
 

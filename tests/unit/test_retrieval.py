@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mempipe.checksums import STAMP
 from mempipe.cli import main
 from mempipe.data.corpus import read_corpus
 from mempipe.data.qa import read_questions
@@ -36,6 +35,7 @@ from mempipe.retrieval.encoders import Encoder, HashingEncoder
 from mempipe.retrieval.manifest import check_index, read_manifest, verify
 from mempipe.retrieval.retriever import BatchingRetriever, Query, RetrievalError, RetrievalTimeout, Retriever
 from mempipe.settings import ConfigError
+from mempipe.storage.checksums import STAMP
 from mempipe.types import Passage, SearchResult
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

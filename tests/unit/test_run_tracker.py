@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.loader import parse_config
 from mempipe.tracking.tracker import last_run_id
-from pipelines.tracker import TrackerFront
+from mempipe.training.tracker_front import TrackerFront
 from tests.unit.test_restarts import group
 
 pytestmark = pytest.mark.slow  # MLflow and its store

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mempipe import scratch
 from mempipe.environment import SHARED_TEMP
-from mempipe.files import in_turn
-from mempipe.scratch import KEPT_BYTES, scratch_folder
 from mempipe.settings import ConfigError
+from mempipe.storage import scratch
+from mempipe.storage.files import in_turn
+from mempipe.storage.scratch import KEPT_BYTES, scratch_folder
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_what_a_process_and_its_children_leave_goes_with_the_run(shared):
 
 def test_the_folder_of_a_process_that_was_killed_goes_at_the_next_start(shared):
     work = "with scratch_folder(): tempfile.mkdtemp(); os.kill(os.getpid(), 9)"
-    assert child(f"import os, tempfile; from mempipe.scratch import *\n{work}").returncode == -9
+    assert child(f"import os, tempfile; from mempipe.storage.scratch import *\n{work}").returncode == -9
     assert len(list(shared.iterdir())) == 1
     with scratch_folder() as folder:
         assert list(shared.iterdir()) == [folder]
@@ -59,7 +59,7 @@ def test_the_folder_of_a_living_process_and_other_peoples_folders_stay(shared):
         (first / "file").touch()
         with scratch_folder() as second:
             assert second.parent == shared  # a run within a run
-        child("from mempipe.scratch import scratch_folder\nwith scratch_folder(): pass")
+        child("from mempipe.storage.scratch import scratch_folder\nwith scratch_folder(): pass")
         scratch.remove_abandoned(shared)
         assert (first / "file").exists()
     assert [file.name for file in shared.iterdir()] == [f"mempipe-{os.getuid()}-someone"]

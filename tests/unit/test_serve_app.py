@@ -27,11 +27,11 @@ from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
-from mempipe.serve import attempt_events, replies
-from mempipe.serve.api import AnswerReply
-from mempipe.serve.conversation import fitted, noted
-from mempipe.serve.keys import new_key
-from mempipe.serve.replies import changes, passage_reply
+from mempipe.serve.answers import attempt_events, replies
+from mempipe.serve.answers.api import AnswerReply
+from mempipe.serve.answers.conversation import fitted, noted
+from mempipe.serve.answers.replies import changes, passage_reply
+from mempipe.serve.http.keys import new_key
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -501,7 +501,7 @@ def test_a_request_keeps_the_weights_that_it_began_with(service):
 
 
 def test_every_request_is_logged_with_its_id_and_without_its_question(service, caplog):
-    with caplog.at_level(logging.INFO, logger="mempipe.serve.journal"):
+    with caplog.at_level(logging.INFO, logger="mempipe.serve.answers.journal"):
         given = httpx.post(
             f"{service.url}/v1/answer", json={"question": TWO_HOPS.text}, headers={"x-request-id": "abc"}, timeout=20
         )

@@ -11,8 +11,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from mempipe.loader import parse_section
-from mempipe.serve import front
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.http import front
 
 JOBS = Path(__file__).parents[2] / "jobs"
 

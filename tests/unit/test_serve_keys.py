@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mempipe.cli import main
-from mempipe.serve import keys as module
-from mempipe.serve.errors import ApiError
-from mempipe.serve.keys import Access, Allowance, KeyRecord, load_keys, new_key
+from mempipe.serve.http import keys as module
+from mempipe.serve.http.errors import ApiError
+from mempipe.serve.http.keys import Access, Allowance, KeyRecord, load_keys, new_key
 from mempipe.settings import ConfigError
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mempipe.serve.errors import ApiError
-from mempipe.serve.store import Store
+from mempipe.serve.answers.store import Store
+from mempipe.serve.http.errors import ApiError
 from mempipe.settings import ConfigError
 
 
@@ -22,7 +22,7 @@ def open_store(folder, **limits) -> Store:
 def later(monkeypatch) -> Callable[[float], None]:
     """Moves the store's time on by that many seconds; it stands still otherwise."""
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr("mempipe.serve.store.time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr("mempipe.serve.answers.store.time", SimpleNamespace(time=lambda: clock.now))
     return lambda seconds: setattr(clock, "now", clock.now + seconds)
 
 

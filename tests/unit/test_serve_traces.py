@@ -10,9 +10,9 @@ from service_builders import QUESTIONS, build_service, config_of, running
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
-from mempipe.serve import traces
+from mempipe.serve.replicas import traces
+from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.served_run import ServedRun
-from mempipe.serve.traces import SampledTraces
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.tracker import last_run_id
 
@@ -34,7 +34,9 @@ def served(folder, uri: str) -> ServedRun:
 
 @pytest.mark.slow  # an MLflow store
 def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("mempipe.serve.traces.FINISH_TIMEOUT_S", 120.0)  # a busy machine makes a database slowly
+    monkeypatch.setattr(
+        "mempipe.serve.replicas.traces.FINISH_TIMEOUT_S", 120.0
+    )  # a busy machine makes a database slowly
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     of_service = served(tmp_path, uri)
     for _ in range(2):  # a restart goes on with the same MLflow run

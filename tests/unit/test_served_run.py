@@ -17,7 +17,7 @@ from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_section
 from mempipe.retrieval.build import build_index
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.generator_replica import GeneratorReplica, WrongWeights
+from mempipe.serve.replicas.generator_replica import GeneratorReplica, WrongWeights
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
 from mempipe.settings import ConfigError
 from mempipe.types import Passage

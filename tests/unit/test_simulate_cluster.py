@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate_cluster import Clock, EngineReplica, Message, Simulation
-from mempipe.capacity import GIB, KNOWN
-from mempipe.costs import Engine
 from mempipe.engines.gpus import GPUS
 from mempipe.loader import load_config
-from mempipe.placement import Demand, plan
+from mempipe.planning.capacity import GIB, KNOWN
+from mempipe.planning.costs import Engine
+from mempipe.planning.placement import Demand, plan
 
 PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-3b.yaml"
 SPEED = Engine(weight_seconds=1.0, cache_seconds=0.5, compute_seconds=0.0, most_sequences=2)

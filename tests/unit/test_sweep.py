@@ -14,7 +14,11 @@ from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.evaluation.suite import resolve_run
-from mempipe.evaluation.sweep import (
+from mempipe.loader import load_config, parse_section
+from mempipe.provenance import model_sha256, read_record, write_record
+from mempipe.settings import ConfigError
+from mempipe.storage.files import write_text
+from mempipe.studies.sweep import (
     SWEEP_FILE,
     SweepConfig,
     Trial,
@@ -24,10 +28,6 @@ from mempipe.evaluation.sweep import (
     trials,
     write_configs,
 )
-from mempipe.files import write_text
-from mempipe.loader import load_config, parse_section
-from mempipe.provenance import model_sha256, read_record, write_record
-from mempipe.settings import ConfigError
 from mempipe.tracking.config import TrackingConfig
 from pipelines.sweep import TrialsFailed, begin, in_order, run_missing, trials_at_once
 from pipelines.sweep import main as sweep_main

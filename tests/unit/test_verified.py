@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mempipe import checksums
-from mempipe.checksums import STAMP
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.manifest import open_manifest
 from mempipe.retrieval.retriever import Retriever
 from mempipe.settings import ConfigError
+from mempipe.storage import checksums
+from mempipe.storage.checksums import STAMP
 from mempipe.types import Passage
 
 

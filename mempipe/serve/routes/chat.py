@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 
-from mempipe.serve.answering import Answering
-from mempipe.serve.api import AnswerReply, AttemptReply, ModelReply, ModelsReply
-from mempipe.serve.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
-from mempipe.serve.chat_reading import Chat, in_chat, read_chat
-from mempipe.serve.errors import ApiError
-from mempipe.serve.event_stream import Event, event_stream, events
+from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.api import AnswerReply, AttemptReply, ModelReply, ModelsReply
+from mempipe.serve.answers.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
+from mempipe.serve.answers.chat_reading import Chat, in_chat, read_chat
+from mempipe.serve.answers.event_stream import Event, event_stream, events
+from mempipe.serve.http.errors import ApiError
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp, RequestId
 

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from mempipe.serve.errors import ErrorReply
-from mempipe.serve.gate import retry_header
+from mempipe.serve.http.errors import ErrorReply
+from mempipe.serve.http.gate import retry_header
 
 _MEANINGS = {
     400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",
@@ -37,7 +37,7 @@ BEARER = [Security(HTTPBearer(auto_error=False, description="An API key; `mempip
 ALWAYS = refusals(400, 401, 403, 429)
 """Refusals of every route that wants a key."""
 OF_A_BODY = refusals(408, 413, 503)
-"""Refusals of a route that the gate counts (`mempipe.serve.gate.Gate`)."""
+"""Refusals of a route that the gate counts (`mempipe.serve.http.gate.Gate`)."""
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer, or a stream of events.",

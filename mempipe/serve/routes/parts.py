@@ -7,9 +7,9 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from mempipe.serve.answer_jobs import AnswerJobs
-from mempipe.serve.answering import Answering
-from mempipe.serve.store import Store
+from mempipe.serve.answers.answer_jobs import AnswerJobs
+from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.store import Store
 
 
 class Health(Protocol):
@@ -44,6 +44,6 @@ async def _request_id(request: Request) -> str:
 
 PartsOfApp = Annotated[Parts, Depends(_parts)]
 Owner = Annotated[str, Depends(_owner)]
-"""The name of the caller's key (`mempipe.serve.keys.Access`)."""
+"""The name of the caller's key (`mempipe.serve.http.keys.Access`)."""
 RequestId = Annotated[str, Depends(_request_id)]
-"""The id of the request (`mempipe.serve.journal.Journal`)."""
+"""The id of the request (`mempipe.serve.answers.journal.Journal`)."""

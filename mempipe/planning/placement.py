@@ -1,0 +1,261 @@
+"""Which role works on which GPUs: from the GPUs of every node and what the config asks for to one plan.
+
+`separate`: every role has GPUs of its own, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
+rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits: separate;
+separate, but with the references on GPUs of the learner; colocated on all GPUs. The numbers of ranks and of engines and
+the tensor parallelism change nothing of what is learnt, so where GPUs are few a plan differs from the config in them.
+
+docs/scale.md has the rules with examples. Nothing here imports ray or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mempipe.config import RunConfig
+from mempipe.planning.capacity import GIB, engine_memory, learner_memory, model_shape, reference_memory
+from mempipe.settings import ConfigError
+
+Transfer = Literal["mempipe_shm", "nccl", "ipc"]
+"""How weights reach an engine: as bytes through the object store, from GPU to GPU, or on the GPU that both are on."""
+Role = Literal["learner", "generator", "reference", "retrieval"]
+Bundle = dict[Role, float]
+"""The GPUs, or the share of one, of each role that works in one place; a bundle lies on one node."""
+RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
+"""What Ray counts for the roles of a shared GPU. Memory is divided by `Plan.gpu_memory_utilization`."""
+UNKNOWN_UTILIZATION = 0.4
+"""An engine's part of a shared GPU when the sizes of GPU or model are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Holds what a job asks for; a role that is not part of it counts 0."""
+
+    learners: int = 0
+    engines: int = 0
+    tensor_parallel: int = 1
+    references: int = 0
+    holders: int = 0
+    """Actors that hold vectors on GPUs. They never share."""
+    gpus_per_holder: int = 0
+
+    @classmethod
+    def of_training(cls, config: RunConfig) -> Demand:
+        return cls(
+            learners=config.learner.num_ranks,
+            engines=config.generation.num_replicas,
+            tensor_parallel=config.generation.tensor_parallel,
+            references=config.reference.num_replicas if needs_reference(config) else 0,
+            **_holders(config),
+        )
+
+    @classmethod
+    def of_rollouts(cls, config: RunConfig) -> Demand:
+        generation = config.generation
+        return cls(engines=generation.num_replicas, tensor_parallel=generation.tensor_parallel, **_holders(config))
+
+    @property
+    def by_role(self) -> dict[Role, int]:
+        """GPUs of the roles, if each had its own; without the roles that have none."""
+        gpus: dict[Role, int] = {
+            "learner": self.learners,
+            "generator": self.engines * self.tensor_parallel,
+            "reference": self.references,
+            "retrieval": self.holders * self.gpus_per_holder,
+        }
+        return {role: count for role, count in gpus.items() if count}
+
+
+def _holders(config: RunConfig) -> dict[str, int]:
+    retrieval = config.retrieval
+    holders = (retrieval.shard_actors or retrieval.num_replicas) if retrieval.index and retrieval.num_gpus else 0
+    return {"holders": holders, "gpus_per_holder": retrieval.num_gpus}
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Tells whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
+    return config.algorithm.uses_reference and not config.model.lora_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Says where every role goes. Without GPUs there are no bundles, and every role goes anywhere."""
+
+    kind: Literal["cpu", "separate", "colocated"]
+    num_ranks: int
+    num_engines: int
+    tensor_parallel: int
+    gpu_memory_utilization: float
+    """An engine's share of a GPU's memory."""
+    bundles: list[Bundle] = field(default_factory=list)
+    transfer: Transfer = "mempipe_shm"
+    sleeps: bool = False
+    """Whether engines give their memory back while the learner works."""
+    unused_gpus: int = 0
+
+    def seats(self, role: Role) -> list[tuple[int, float]]:
+        """(bundle, GPUs) of every actor of the role."""
+        return [(i, bundle[role]) for i, bundle in enumerate(self.bundles) if role in bundle]
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The config as the plan runs it. An engine that sleeps answers late: its deadline grows by the learner's."""
+        generation = {
+            "num_replicas": self.num_engines,
+            "tensor_parallel": self.tensor_parallel,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "timeout_s": config.generation.timeout_s + (config.learner.timeout_s if self.sleeps else 0.0),
+        }
+        learner = {"num_ranks": self.num_ranks or config.learner.num_ranks}
+        return config.model_copy(
+            update={
+                "generation": config.generation.model_copy(update=generation),
+                "learner": config.learner.model_copy(update=learner),
+            }
+        )
+
+    def __str__(self) -> str:
+        if not self.bundles:
+            return "every role on CPUs"
+        groups = Counter(tuple(bundle.items()) for bundle in self.bundles)
+        places = ", ".join(
+            f"{count} x {math.ceil(sum(gpus for _, gpus in roles))} GPU for {' + '.join(role for role, _ in roles)}"
+            for roles, count in groups.items()
+        )
+        sleep = "; engines sleep while the learner works" if self.sleeps else ""
+        unused = f"; {self.unused_gpus} GPUs stay unused" if self.unused_gpus else ""
+        return f"{self.kind}: {places}; weights by {self.transfer}{sleep}{unused}"
+
+
+def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Plan:
+    """The plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
+
+    Raises ConfigError, which names the settings to change, when the demand does not fit.
+    """
+    separate = _separate(demand)
+    if not sum(gpus_per_node) or not separate:
+        return _plan(config, demand, "cpu", [], gpus_per_node)
+    if _fits(separate, gpus_per_node) and (config.placement != "colocated" or not (demand.learners and demand.engines)):
+        return _plan(config, demand, "separate", separate, gpus_per_node)
+    if config.placement == "separate":
+        raise _shortage(config, demand, gpus_per_node)
+    if config.placement == "auto" and demand.learners >= demand.references > 0:
+        sharing = _separate(demand, references_share=True)
+        if _fits(sharing, gpus_per_node):
+            return _plan(config, demand, "separate", sharing, gpus_per_node)
+    return _fewer(config, demand, gpus_per_node, gpu_bytes=gpu_bytes)
+
+
+def _separate(demand: Demand, *, references_share: bool = False) -> list[Bundle]:
+    shared = demand.references if references_share else 0
+    rank_with_reference: Bundle = {"learner": 1 - REFERENCE_SHARE, "reference": REFERENCE_SHARE}
+    ranks: list[Bundle] = [{"learner": 1} for _ in range(demand.learners - shared)]
+    ranks += [rank_with_reference for _ in range(shared)]
+    engines: list[Bundle] = [{"generator": demand.tensor_parallel} for _ in range(demand.engines)]
+    references: list[Bundle] = [{"reference": 1} for _ in range(demand.references - shared)]
+    return ranks + engines + references + _holder_bundles(demand)
+
+
+def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:
+    """Sharing every GPU where there are learner and engines; with one of both, as many of them as there are GPUs."""
+    holders = _holder_bundles(demand)
+    room = min(sum(gpus_per_node) - demand.holders * demand.gpus_per_holder, sum(demand.by_role.values()))
+    if not demand.learners or not demand.engines:
+        size = demand.tensor_parallel if demand.engines else 1
+        role: Role = "generator" if demand.engines else "learner"
+        for count in range(room // size, 0, -1):
+            alone: list[Bundle] = [{role: size} for _ in range(count)]
+            if _fits(alone + holders, gpus_per_node):
+                return _plan(config, demand, "separate", alone + holders, gpus_per_node)
+        raise _shortage(config, demand, gpus_per_node)
+    references = min(demand.references, room)
+    without: Bundle = {"learner": RANK_SHARE, "generator": ENGINE_SHARE}
+    with_reference: Bundle = {**without, "reference": REFERENCE_SHARE}
+    bundles = [without] * (room - references) + [with_reference] * references
+    if not bundles or not _fits(bundles + holders, gpus_per_node):
+        raise _shortage(config, demand, gpus_per_node)
+    share, sleeps = _engine_share(config, num_ranks=room, reference=references > 0, gpu_bytes=gpu_bytes)
+    return _plan(config, demand, "colocated", bundles + holders, gpus_per_node, share=share, sleeps=sleeps)
+
+
+def _holder_bundles(demand: Demand) -> list[Bundle]:
+    return [{"retrieval": demand.gpus_per_holder} for _ in range(demand.holders)]
+
+
+def _plan(
+    config: RunConfig,
+    demand: Demand,
+    kind: Literal["cpu", "separate", "colocated"],
+    bundles: list[Bundle],
+    gpus_per_node: Sequence[int],
+    *,
+    share: float | None = None,
+    sleeps: bool = False,
+) -> Plan:
+    engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
+    ranks = sum("learner" in bundle for bundle in bundles)
+    # A sender of GPU memory knows full parameters only: an adapter, or what it is merged with, goes as bytes.
+    on_gpus = bool(engines and ranks and not config.model.lora_rank)
+    return Plan(
+        kind=kind,
+        num_ranks=ranks or demand.learners,
+        num_engines=len(engines) or demand.engines,
+        tensor_parallel=1 if kind == "colocated" else demand.tensor_parallel,
+        gpu_memory_utilization=config.generation.gpu_memory_utilization if share is None else share,
+        bundles=bundles,
+        transfer="mempipe_shm" if not on_gpus else "ipc" if kind == "colocated" else "nccl",
+        sleeps=sleeps,
+        unused_gpus=sum(gpus_per_node) - sum(map(bundle_gpus, bundles)) if bundles else 0,
+    )
+
+
+def bundle_gpus(bundle: Bundle) -> int:
+    """Whole GPUs of a bundle."""
+    return math.ceil(round(sum(bundle.values()), 6))
+
+
+def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
+    """Tells whether every bundle finds one node; the largest choose first."""
+    free = list(gpus_per_node)
+    for size in sorted(map(bundle_gpus, bundles), reverse=True):
+        node = next((i for i, gpus in enumerate(free) if gpus >= size), None)
+        if node is None:
+            return False
+        free[node] -= size
+    return True
+
+
+def _shortage(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int]) -> ConfigError:
+    wanted = ", ".join(f"{role} {count}" for role, count in demand.by_role.items())
+    nodes = f" on nodes of {' + '.join(map(str, gpus_per_node))}" if len(gpus_per_node) > 1 else ""
+    return ConfigError(
+        f"placement is {config.placement!r}, and the roles need {sum(demand.by_role.values())} GPUs ({wanted}), but "
+        f"the cluster has {sum(gpus_per_node)}{nodes}; lower learner.num_ranks, generation.num_replicas, "
+        "generation.tensor_parallel or retrieval.num_gpus, or set placement to auto"
+    )
+
+
+def _engine_share(config: RunConfig, *, num_ranks: int, reference: bool, gpu_bytes: int | None) -> tuple[float, bool]:
+    """An engine's part of the memory of a GPU that it shares, and whether it sleeps while the learner works.
+
+    Raises ConfigError when even turns do not help.
+    """
+    most = config.generation.gpu_memory_utilization
+    shape = model_shape(config.model)
+    if shape is None or gpu_bytes is None:
+        return min(most, UNKNOWN_UTILIZATION), True
+    learner = learner_memory(config, shape, num_ranks=num_ranks)
+    engine = engine_memory(config, shape, tensor_parallel=1)
+    beside = gpu_bytes - (reference_memory(config, shape).peak if reference else 0)
+    for room, sleeps in ((beside - learner.peak, False), (beside - learner.held, True)):
+        if room >= engine.peak and (not sleeps or beside >= learner.peak):
+            return min(most, math.floor(100 * room / gpu_bytes) / 100), sleeps
+    needs = f"learner {learner.peak / GIB:.1f}, engine {engine.peak / GIB:.1f}"
+    raise ConfigError(
+        f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share has no room ({needs} GiB over {num_ranks} "
+        "ranks); set model.lora_rank or model.gradient_checkpointing, lower learner.max_tokens_per_micro_batch, or "
+        "take more GPUs"
+    )

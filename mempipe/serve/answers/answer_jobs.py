@@ -1,0 +1,70 @@
+"""Takes a request for an answer from its documents and its session to its reply."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from mempipe.serve.answers.answering import Answering, Plan
+from mempipe.serve.answers.api import AnswerReply, AnswerRequest
+from mempipe.serve.answers.attempt_events import Emit
+from mempipe.serve.answers.journal import Metrics
+from mempipe.serve.answers.store import Store
+from mempipe.serve.http.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerJob:
+    """A question that is ready to be played."""
+
+    plan: Plan
+    request_id: str
+    session: str | None = None
+    """The session that the job has claimed; `AnswerJobs.run` frees it."""
+
+
+class AnswerJobs:
+    """Plans requests and plays them, with the memory of a session where one is named."""
+
+    def __init__(self, answering: Answering, store: Store, metrics: Metrics, *, claim_s: float) -> None:
+        """`claim_s` is how long one question may keep a session in seconds."""
+        self._answering = answering
+        self._store = store
+        self._metrics = metrics
+        self._claim_s = claim_s
+
+    async def plan(self, asked: AnswerRequest, *, owner: str, request_id: str, history: str | None = None) -> AnswerJob:
+        """Returns the request's job, with its session claimed and its document read.
+
+        `history` holds the earlier messages of a chat as a memory. Raises ApiError.
+        """
+        if asked.session is not None and history is not None:
+            raise ApiError(400, "give a session or earlier messages, not both", param="session")
+        text = asked.text or ""
+        if asked.document is not None:
+            text = await self._store.text(asked.document, owner)
+        if asked.session is None:
+            return AnswerJob(await self._answering.plan(asked, text=text, memory=history), request_id)
+        session = await self._store.claim(asked.session, owner, for_s=self._claim_s)
+        try:
+            plan = await self._answering.plan(asked, text=text, memory=session.memory)
+        except BaseException:
+            await asyncio.shield(self._store.release(session.id, None))
+            raise
+        return AnswerJob(plan, request_id, session.id)
+
+    async def run(self, job: AnswerJob, emit: Emit | None = None) -> AnswerReply:
+        """Plays the job and returns its answer. Frees the job's session, also when there is no answer.
+
+        `emit` hears what happens meanwhile; None for a caller that waits for the answer alone.
+        """
+        memory = None
+        try:
+            reply, memory = await self._answering.answer(
+                job.plan, request_id=job.request_id, session=job.session, emit=emit
+            )
+            self._metrics.answered(reply)
+            return reply
+        finally:
+            if job.session is not None:
+                await asyncio.shield(self._store.release(job.session, memory))

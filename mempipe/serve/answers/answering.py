@@ -1,0 +1,318 @@
+"""Answers a request with the agent of training and evaluation, bound to the engine and the retriever of the service.
+
+It knows neither Ray nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.memagent import MemAgentRenderer
+from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
+from mempipe.agents.registry import BUILT_IN, AgentSpec
+from mempipe.agents.rendering import Renderer
+from mempipe.config import RunConfig
+from mempipe.engines.config import SamplingConfig
+from mempipe.evaluation.benchmarks import joined_texts
+from mempipe.faults import InfrastructureFault
+from mempipe.loader import parse_section
+from mempipe.request_seeds import RequestSeeds
+from mempipe.rl.rewards import split_answers
+from mempipe.serve.answers.api import AnswerReply, AnswerRequest, AttemptReply, BudgetChanges, Sampling, TurnReply
+from mempipe.serve.answers.attempt_events import AttemptEvents, Emit
+from mempipe.serve.answers.conversation import next_memory, starting_from
+from mempipe.serve.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
+from mempipe.serve.http.errors import ApiError
+from mempipe.settings import ConfigError
+from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
+from mempipe.user_code import user_code
+
+Record = Callable[[Group, AgentSpec, Mapping[str, str]], None]
+"""Takes the attempts at a question, their agent and the request's metadata (`mempipe.serve.replicas.traces`)."""
+KEPT_RENDERERS = 32
+
+
+def nowhere(group: Group, spec: AgentSpec, metadata: Mapping[str, str]) -> None:
+    """Records nothing."""
+
+
+class Engine(Protocol):
+    """The weights that one question is answered with, from its first turn to its last."""
+
+    @property
+    def version(self) -> str: ...
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
+        """Samples one message after `token_ids`. Raises InfrastructureFault."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checked request, ready to be played."""
+
+    agent: str
+    config: RunConfig
+    renderer: Renderer[Any]
+    question: Question
+    num_objectives: int
+    sampling: SamplingConfig
+    max_message_tokens: int | None
+    seed: int | None
+    num_samples: int
+    logprobs: bool
+    metadata: Mapping[str, str]
+
+    def turn_replies(self, contexts: Iterable[Context]) -> Iterator[TurnReply]:
+        """Yields the turns of one attempt as the service shows them (`mempipe.serve.answers.replies`)."""
+        limit = self.renderer.budget.memory_limit
+        return turn_replies(contexts, thought=self.config.agent_spec.thought, memory_limit=limit)
+
+
+class Answering:
+    """Answers questions with the agents of a run."""
+
+    def __init__(
+        self,
+        name: str,
+        agents: Mapping[str, RunConfig],
+        *,
+        tokenizer: Tokenizer,
+        engine: Callable[[], Engine],
+        search: SearchFn,
+        sampling: SamplingConfig,
+        max_turns: int,
+        timeout_s: float,
+        record: Record = nowhere,
+    ) -> None:
+        """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
+        that are served now; a request keeps those that it began with. `max_turns` is the most that a request
+        may ask for; `record` takes what was played. Raises ConfigError when an agent's prompts and budget do not fit.
+        """
+        self.name = name
+        self.created = int(time.time())
+        self.keeps_metadata = record is not nowhere
+        self.is_greedy = sampling.temperature == 0
+        self.agents = dict(agents)
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._search = search
+        self._sampling = sampling
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._record = record
+        self._kept = functools.lru_cache(maxsize=KEPT_RENDERERS)(self._render)
+        for agent in self.agents:
+            self._kept(agent, "{}")
+
+    def takes_instructions(self, agent: str | None) -> bool:
+        """Tells whether an agent, None for the service's own, has a place for instructions of whoever asks."""
+        name = agent or next(iter(self.agents))
+        return name in self.agents and self._kept(name, "{}").takes_instructions
+
+    async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None) -> Plan:
+        """Checks a request in a thread, since the encoding of a long text takes time.
+
+        The agent reads `text` and starts from `memory`, or from its own beginning for None. Raises ApiError.
+        """
+        return await asyncio.to_thread(self._plan, request, text, memory)
+
+    async def answer(
+        self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None
+    ) -> tuple[AnswerReply, str]:
+        """Plays the agent; returns the answer and the memory for the next question of a session.
+
+        `emit` hears each event when it happens; None where nobody listens. Raises ApiError: 503 when engine or
+        retriever fail or take too long, 400 for what they refuse.
+        """
+        engine, started = self.engine(), time.perf_counter()
+        if emit is not None:
+            version = engine.version
+            emit("started", {"id": request_id, "model": self.name, "model_version": version, "agent": plan.agent})
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                trajectories = await self._play_all(plan, engine, request_id, emit)
+        except TimeoutError as error:
+            raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
+        except InfrastructureFault as fault:
+            raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+        group = Group(id=request_id, question=plan.question, trajectories=trajectories)
+        self._record(group, plan.config.agent_spec, plan.metadata)
+        chosen, confidence = most_frequent(trajectories)
+        others = [trajectory for trajectory in trajectories if trajectory is not chosen]
+        reply = AnswerReply(
+            id=request_id,
+            created=int(time.time()),
+            model=self.name,
+            model_version=engine.version,
+            agent=plan.agent,
+            question=plan.question.text,
+            answer=chosen.answer,
+            answers=_by_objective(chosen.answer, plan.num_objectives) if plan.num_objectives > 1 else [],
+            end_reason=chosen.end_reason,
+            confidence=confidence,
+            attempts=[self._attempt(plan, trajectory) for trajectory in (chosen, *others)],
+            turns=list(plan.turn_replies(chosen.contexts)),
+            usage=usage_of(trajectories),
+            seconds=time.perf_counter() - started,
+            session=session,
+        )
+        return reply, next_memory(plan.question, chosen)
+
+    def _attempt(self, plan: Plan, trajectory: Trajectory) -> AttemptReply:
+        """Says how an attempt ended. Raises ApiError 400 for log-probs that the engine did not give."""
+        logprobs = answer_logprobs(trajectory, self._tokenizer.decode) if plan.logprobs else None
+        if logprobs is not None and any(math.isnan(each.logprob) for each in logprobs):
+            raise ApiError(400, "the engine of this service gives no logprobs; leave it out", param="logprobs")
+        return AttemptReply(answer=trajectory.answer, end_reason=trajectory.end_reason, logprobs=logprobs)
+
+    def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:
+        agent = request.agent or next(iter(self.agents))
+        if request.model not in (None, self.name):
+            message = f"model is {request.model!r}; this service has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if agent not in self.agents:
+            raise ApiError(400, f"agent is {agent!r}; this service has {', '.join(self.agents)}", param="agent")
+        sampling = self._changed_sampling(request.sampling)
+        if request.num_samples > 1 and sampling.temperature == 0:
+            raise ApiError(
+                400,
+                f"num_samples is {request.num_samples} at temperature 0, where all are the same; set a temperature",
+                param="num_samples",
+            )
+        renderer = self._renderer(agent, request.budget)
+        if memory is not None:
+            renderer = starting_from(renderer, memory, agent=agent)
+        if request.instructions is not None:
+            if not renderer.takes_instructions:
+                message = f"the prompt set of agent {agent!r} has no place for instructions; leave them out"
+                raise ApiError(400, message, param="instructions")
+            renderer = renderer.instructed(request.instructions)
+        objectives = request.objectives or []
+        asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
+        question = Question(
+            id="of the request", text=asked, golden_answers=[], partition=request.partition, context=text
+        )
+        try:
+            renderer.check(question)
+            if isinstance(renderer, MemAgentRenderer):
+                renderer.chunks(question)  # kept for the rollout, which must not hold up the others while it encodes
+        except UnfitQuestion as error:
+            raise ApiError(400, str(error), param="question") from error
+        if text and not self.agents[agent].agent_spec.reads:
+            raise ApiError(400, f"agent {agent!r} searches; it reads no text or document of a request", param="text")
+        return Plan(
+            agent=agent,
+            config=self.agents[agent],
+            renderer=renderer,
+            question=question,
+            num_objectives=max(len(objectives), 1),
+            sampling=sampling,
+            max_message_tokens=request.sampling.max_tokens,
+            seed=request.sampling.seed,
+            num_samples=request.num_samples,
+            logprobs=request.logprobs,
+            metadata=request.metadata,
+        )
+
+    def _changed_sampling(self, changes: Sampling) -> SamplingConfig:
+        changed = changes.model_dump(exclude_none=True, include=set(SamplingConfig.model_fields))
+        return SamplingConfig.model_validate(self._sampling.model_dump() | changed)
+
+    def _renderer(self, agent: str, changes: BudgetChanges) -> Renderer[Any]:
+        """Returns the agent's renderer within the changed budget. Raises ApiError 400."""
+        if changes.max_turns is not None and changes.max_turns > self._max_turns:
+            message = f"budget.max_turns is {changes.max_turns}, more than the {self._max_turns} that are allowed"
+            raise ApiError(400, message, param="budget.max_turns")
+        # A reading agent's renderer keeps the text that it cut last: each request needs its own.
+        make = self._render if self.agents[agent].agent_spec.reads else self._kept
+        try:
+            return make(agent, changes.model_dump_json(exclude_none=True))
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="budget") from error
+
+    def _render(self, agent: str, changes: str) -> Renderer[Any]:
+        """Makes the renderer of an agent within its budget and the JSON object `changes`. Raises ConfigError."""
+        config = self.agents[agent]
+        limits = BudgetChanges.model_validate_json(changes).model_dump(exclude_none=True)
+        budget = config.budget
+        if limits:
+            kind = config.agent_spec.budget
+            if unknown := limits.keys() - kind.model_fields.keys():
+                raise ConfigError(f"budget.{min(unknown)} means nothing to agent {agent!r}")
+            if isinstance(budget, MemoryBudget) and "memory_tokens" in limits:  # room for its tags stays as it is
+                tags = budget.memory_message_limit - budget.memory_tokens
+                limits["memory_message_tokens"] = limits["memory_tokens"] + tags
+            budget = parse_section(budget.model_dump(exclude_unset=True) | limits, kind)
+        return config.agent_spec.renderer(config.agent, budget, limits=config.retrieval, tokenizer=self._tokenizer)
+
+    async def _play_all(self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None) -> list[Trajectory]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                attempts = [
+                    tasks.create_task(self._play(plan, engine, request_id, member, emit))
+                    for member in range(plan.num_samples)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [attempt.result() for attempt in attempts]
+
+    async def _play(self, plan: Plan, engine: Engine, request_id: str, member: int, emit: Emit | None) -> Trajectory:
+        """Plays one attempt and tells what happens where somebody listens."""
+        spec, told = plan.config.agent_spec, None
+        if emit is not None:
+            told = AttemptEvents(
+                emit,
+                sample=member,
+                decode=self._tokenizer.decode,
+                thought=spec.thought,
+                turn_replies=plan.turn_replies,
+            )
+
+        # Not with the request's id, so that another request with this seed samples the same.
+        seeds = RequestSeeds(plan.seed, group_id="", member=member) if plan.seed is not None else None
+
+        async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+            limit = min(max_tokens, plan.max_message_tokens or max_tokens)
+            seed = seeds.next(token_ids) if seeds is not None else None
+            completion = await engine.generate(token_ids, max_tokens=limit, sampling=plan.sampling, seed=seed)
+            if told is not None:
+                told.message(completion)
+            return completion
+
+        async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
+            if told is not None:
+                told.search(query)
+            try:
+                result = await self._search(query, num_passages=num_passages, partition=partition)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="partition") from error
+            if told is not None:
+                told.passages(query, result)
+            return result
+
+        agent = spec.agent(plan.renderer, generate=generate, search=search)
+        of_user = plan.config.agent.name not in BUILT_IN
+        with user_code(f"agent {plan.agent} failed", passing=(ApiError,)) if of_user else nullcontext():
+            return await agent.rollout(
+                plan.question,
+                trajectory_id=f"{request_id}/{member}",
+                group_id=request_id,
+                member=member,
+                on_context=told.turn if told is not None else None,
+            )
+
+
+def _by_objective(answer: str | None, count: int) -> list[str]:
+    """Returns the answers to `count` objectives in order; "" for each that is missing."""
+    return [text or "" for text in split_answers(answer or "", count)]

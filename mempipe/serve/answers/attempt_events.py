@@ -1,0 +1,56 @@
+"""Tells whoever listens what happens in one attempt at a question, when it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mempipe.serve.answers.api import TurnReply
+from mempipe.serve.answers.replies import passage_reply
+from mempipe.types import Completion, Context, SearchResult
+
+Emit = Callable[[str, dict[str, Any]], None]
+"""Takes an event: its name and its data."""
+
+
+class AttemptEvents:
+    """Makes the events of one attempt: message, search, passages and turn."""
+
+    def __init__(
+        self,
+        emit: Emit,
+        *,
+        sample: int,
+        decode: Callable[[Sequence[int]], str],
+        thought: Callable[[str], str],
+        turn_replies: Callable[[Iterable[Context]], Iterator[TurnReply]],
+    ) -> None:
+        """`sample` is the number of the attempt; `thought` finds it in the text of a message; `turn_replies` makes what
+        is shown of each turn (`mempipe.serve.answers.replies`).
+        """
+        self._emit = emit
+        self._sample = sample
+        self._decode = decode
+        self._thought = thought
+        self._contexts: list[Context] = []
+        self._turns = turn_replies(self._contexts)
+
+    def message(self, completion: Completion) -> None:
+        text = self._decode(completion.token_ids)
+        self._tell("message", thought=self._thought(text), text=text)
+
+    def search(self, query: str) -> None:
+        self._tell("search", query=query)
+
+    def passages(self, query: str, result: SearchResult) -> None:
+        found = [passage_reply(passage).model_dump() for passage in result.passages]
+        self._tell("passages", query=query, passages=found)
+
+    def turn(self, context: Context) -> None:
+        """Tells that a turn is finished."""
+        self._contexts.append(context)
+        self._emit("turn", {"sample": self._sample, **next(self._turns).model_dump()})
+
+    def _tell(self, name: str, **data: Any) -> None:
+        """Tells what happens in the turn that is under way."""
+        self._emit(name, {"sample": self._sample, "turn": len(self._contexts), **data})

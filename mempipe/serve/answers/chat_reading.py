@@ -1,0 +1,125 @@
+"""Reads a chat request as a question to the agent: what is asked, what is taken and ignored, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from mempipe.serve.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
+from mempipe.serve.answers.chat_api import ChatRequest
+from mempipe.serve.answers.conversation import history
+from mempipe.serve.http.errors import ApiError
+
+MAX_LISTED = 50
+INSTRUCTIONS = ("system", "developer")
+"""Roles whose messages are instructions, wherever they stand."""
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": ([], ["text"]),
+    "moderation": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "web_search_options": (),
+}
+"""Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
+_UNREAD = frozenset(name for name, field in ChatRequest.model_fields.items() if field.annotation is Any)
+"""Fields without a meaning here: those above, and those that change nothing of an answer whatever they hold."""
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A chat as the agent takes it."""
+
+    asked: AnswerRequest
+    history: str | None
+    """What was said before, as a memory; None where nothing was."""
+    num_choices: int
+    ignored: list[str]
+    """Names of what was sent and has no meaning here, for a response header."""
+
+
+def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bool, is_greedy: bool) -> Chat:
+    """Returns the question of a chat.
+
+    `takes_instructions` says whether the agent's prompt set has a place for them, `keeps_metadata` whether questions
+    are traced, and `is_greedy` that the service takes the likeliest tokens unless it is told a temperature. Raises
+    ApiError 400 with the field that is wrong or cannot be had.
+    """
+    _refuse_what_cannot_be_had(chat)
+    instructions = [message for message in chat.messages if message.role in INSTRUCTIONS]
+    said = [message for message in chat.messages if message.role not in INSTRUCTIONS]
+    if not said or said[-1].role != "user" or not said[-1].content.strip():
+        raise ApiError(400, "messages: the last one is the question, of role 'user' and not blank", param="messages")
+    question = said[-1].content
+    options, sampling = chat.mempipe or Options(), chat.sampling
+    num_choices = chat.n or 1
+    if num_choices > 1:
+        if chat.temperature == 0:
+            message = f"n is {num_choices} at temperature 0, where all choices are the same; raise temperature"
+            raise ApiError(400, message, param="n")
+        if options.num_samples not in (1, num_choices):
+            raise ApiError(400, f"n is {num_choices} and mempipe.num_samples {options.num_samples}; set one", param="n")
+        options = options.model_copy(update={"num_samples": num_choices})
+        if chat.temperature is None and is_greedy:  # the default of the OpenAI API
+            sampling = sampling.model_copy(update={"temperature": 1.0})
+    orders = "\n".join(message.content for message in instructions if message.content.strip())
+    for what, text in (("the question", question), ("the instructions", orders if takes_instructions else "")):
+        if len(text) > MAX_QUESTION_CHARS:
+            message = f"messages: {what} should have at most {MAX_QUESTION_CHARS} characters, not {len(text)}"
+            raise ApiError(400, message, param="messages")
+    asked = AnswerRequest(
+        question=question,
+        instructions=orders if orders and takes_instructions else None,
+        model=chat.model,
+        sampling=sampling,
+        logprobs=bool(chat.logprobs),
+        metadata=chat.metadata or {},
+        **dict(options),
+    )
+    unread = () if takes_instructions else {message.role for message in instructions}
+    ignored = _ignored(chat, unread, keeps_metadata=keeps_metadata)
+    return Chat(asked=asked, history=history(said[:-1]), num_choices=num_choices, ignored=ignored)
+
+
+def in_chat(error: ApiError) -> ApiError:
+    """Returns the refusal of a chat's question with the field of the chat that it is about."""
+    param = error.param
+    if param in ("question", "instructions"):
+        param = "messages"
+    elif param is not None and param.partition(".")[0] in Options.model_fields:
+        param = f"mempipe.{param}"
+    return ApiError(error.status, str(error), param=param, code=error.code)
+
+
+def _refuse_what_cannot_be_had(chat: ChatRequest) -> None:
+    for name, idle in _IDLE.items():
+        value = getattr(chat, name)
+        if value is None or value in idle:
+            continue
+        expected = f"leave it out or send {idle[-1]!r}" if idle else "leave it out"
+        message = f"{name} is {reprlib.repr(value)}, which this service cannot do; {expected}"
+        raise ApiError(400, message, param=name, code="unsupported_value" if idle else "unsupported_parameter")
+
+
+def _ignored(chat: ChatRequest, unread: Collection[str], *, keeps_metadata: bool) -> list[str]:
+    """Returns the names of what was sent and changes nothing, each once; `unread` are roles that nobody reads."""
+    names = sorted(chat.model_fields_set & (_UNREAD if keeps_metadata else _UNREAD | {"metadata"}))
+    options = chat.stream_options
+    if options is not None and not chat.stream:
+        names.append("stream_options")
+    elif options is not None and "include_obfuscation" in options.model_fields_set:
+        names.append("stream_options.include_obfuscation")
+    of_messages = {name for message in chat.messages for name in message.model_extra or {}} | set(unread)
+    names += [f"messages.{name}" for name in sorted(of_messages) if _HEADER_NAME.fullmatch(name)]
+    return names[:MAX_LISTED]

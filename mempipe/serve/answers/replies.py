@@ -1,0 +1,109 @@
+"""What clients see of the attempts at a question: their turns, what they cost, and which answer is given."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from mempipe.evaluation.rollout_metrics import growing_history
+from mempipe.rl.rewards import normalize_answer
+from mempipe.serve.answers.api import PassageReply, SearchReply, TokenLogprob, ToolReply, TurnReply, Usage
+from mempipe.types import Context, Passage, Trajectory
+
+
+def turn_replies(
+    contexts: Iterable[Context], *, thought: Callable[[str], str], memory_limit: int | None
+) -> Iterator[TurnReply]:
+    """Yields the contexts of an attempt as the service shows them; `thought` finds it in the text of an action.
+
+    `contexts` may be a list that still grows: one is read for one that is yielded.
+    """
+    for context, history in growing_history(contexts):
+        yield _turn(context, thought(context.action), history, memory_limit)
+
+
+def _turn(context: Context, thought: str, history: int, limit: int | None) -> TurnReply:
+    added, dropped = changes(context.memory_before, context.memory_after)
+    wrote = context.num_new_memory_tokens > 0
+    return TurnReply(
+        index=context.index,
+        thought=thought,
+        action=context.action,
+        chunk=context.chunk,
+        searches=[SearchReply(query=s.query, passages=list(map(passage_reply, s.passages))) for s in context.searches],
+        tools=[ToolReply(tool=use.tool, arguments=use.arguments, texts=use.texts) for use in context.tool_uses],
+        memory_before=context.memory_before,
+        memory_after=context.memory_after,
+        memory_added=added,
+        memory_dropped=dropped if wrote else [],
+        memory_tokens=context.num_memory_tokens,
+        memory_limit=limit,
+        prompt_tokens=context.num_prompt_tokens,
+        full_history_tokens=history,
+        sampled_tokens=context.num_sampled_tokens + context.num_dropped_tokens,
+        context_tokens=len(context.token_ids),
+        generate_seconds=context.generate_seconds,
+        search_seconds=context.search_seconds,
+    )
+
+
+def changes(before: str, after: str) -> tuple[list[str], list[str]]:
+    """Returns the runs of words that only `after` has, and those that only `before` has."""
+    old, new = before.split(), after.split()
+    added, dropped = [], []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            added += [" ".join(new[k:m])] if m > k else []
+            dropped += [" ".join(old[i:j])] if j > i else []
+    return added, dropped
+
+
+def passage_reply(passage: Passage) -> PassageReply:
+    """Returns a passage as the service shows it."""
+    return PassageReply(id=passage.id, title=passage.title, text=passage.text, score=passage.score)
+
+
+def most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, float | None]:
+    """Returns the first attempt with the most frequent answer, and its share; attempts without answer have no vote."""
+    votes = Counter(normalize_answer(t.answer) for t in trajectories if t.answer is not None)
+    if not votes:
+        return trajectories[0], None if len(trajectories) == 1 else 0.0
+    winner, count = votes.most_common(1)[0]
+    chosen = next(t for t in trajectories if t.answer is not None and normalize_answer(t.answer) == winner)
+    return chosen, None if len(trajectories) == 1 else count / len(trajectories)
+
+
+def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TokenLogprob]:
+    """Returns the tokens that the answer was sampled in, with their log-probs; none where there is no answer.
+
+    The first and the last of them may hold characters beside the answer, such as a blank.
+    """
+    answer, context = (trajectory.answer or "").strip(), trajectory.contexts[-1]
+    mask = list(context.loss_mask)
+    first = next((i + 1 for i in reversed(range(len(mask))) if not mask[i]), 0)  # of the last message
+    token_ids, logprobs = list(context.token_ids[first:]), list(context.logprobs[first:])
+    text = decode(token_ids)
+    start = text.rfind(answer)
+    if not answer or start < 0:
+        return []
+
+    def holding(chars: int) -> int:
+        """Returns how many of the tokens hold the first `chars` characters."""
+        return bisect.bisect_left(range(len(token_ids)), chars, key=lambda count: len(decode(token_ids[:count])))
+
+    places = range(holding(start + 1) - 1, holding(start + len(answer)))
+    texts = [decode([token_ids[place]]) for place in places]
+    return [
+        TokenLogprob(token=text, logprob=logprobs[place], bytes=list(text.encode()))
+        for text, place in zip(texts, places, strict=True)
+    ]
+
+
+def usage_of(trajectories: Sequence[Trajectory]) -> Usage:
+    """Counts the tokens that were read and sampled over all contexts and attempts."""
+    contexts = [context for trajectory in trajectories for context in trajectory.contexts]
+    sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
+    read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
+    return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)

@@ -1,0 +1,59 @@
+"""A middleware of Serve's HTTP proxy, before all replicas: it answers a request whose replica died with 503.
+
+Serve itself would close the connection. Ray installs it when it is started with
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mempipe.serve.http.errors import refuse
+from mempipe.serve.http.gate import RETRY_AFTER_S
+
+VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PATH = "mempipe.serve.http.front:middlewares"
+
+
+class Front:
+    """Answers with 503 and Retry-After where nothing was answered, and adds Retry-After where Serve left it out.
+
+    Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
+    in vain for it and answers 408. Where the whole body had come, that is no fault of the client either.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_body = has_started = is_lost = False
+
+        async def noting() -> Message:
+            nonlocal has_body
+            message = await receive()
+            has_body = has_body or (message["type"] == "http.request" and not message.get("more_body", False))
+            return message
+
+        async def completing(message: Message) -> None:
+            nonlocal has_started, is_lost
+            if message["type"] == "http.response.start":
+                is_lost = message["status"] == 408 and has_body
+                if message["status"] == 503:
+                    MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER_S))
+            if not is_lost:
+                has_started = True
+                await send(message)
+
+        await self._app(scope, noting, completing)
+        if not has_started:
+            await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
+
+
+def middlewares() -> list[Middleware]:
+    """Returns what Serve's proxy adds to its application."""
+    return [Middleware(Front)]

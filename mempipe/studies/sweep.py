@@ -1,0 +1,244 @@
+"""What a sweep is: the agents of an evaluation under several memory budgets and seeds, each trained or only measured.
+
+A trial is one agent, one budget and one seed. It is a config file (two, where it is trained first) for the commands
+that there are anyway, so that it can be repeated by hand, and its results are those of an evaluation. Where an agent is
+trained for several budgets at once (budget.memory_choices), all trials of a seed measure one training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from mempipe.agents.registry import agent_spec
+from mempipe.config import DEFAULT_AGENT, RunConfig
+from mempipe.evaluation.results import SETTINGS, read_result_state
+from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
+from mempipe.loader import load_values, parse_section, section_values
+from mempipe.provenance import differences, model_sha256
+from mempipe.settings import ConfigError
+from mempipe.storage.files import write_text
+from mempipe.studies.budgets import BudgetStudy, measured_runs, study_runs
+from mempipe.tracking.config import TrackingConfig
+
+RUN = "{run}"
+SWEEP_FILE = "sweep.yaml"
+"""The sweep's settings, in its folder."""
+_SUFFIX = "-evaluate.yaml"
+_FREE = ("tracking", "ray_address")
+"""Settings of a trial that may differ between a sweep and its continuation."""
+
+
+class SweepConfig(EvaluationSuite):
+    """All of a sweep: an evaluation whose runs are repeated. The folder of the sweep is output/name."""
+
+    output: str = "sweeps"
+    """Where sweeps have their folders."""
+    budgets: list[PositiveInt] = Field(min_length=1)
+    """Values of budget.memory_tokens. An agent without that setting, and a control, is a reference: one trial for each
+    seed."""
+    seeds: list[int] = Field([1], min_length=1)
+    """Each budget is tried once under each of them."""
+    train: bool = False
+    """Every trial trains its agent (runs.config is a run's YAML file) under its budget, then measures it; one with
+    budget.memory_choices is trained once for each seed, and measured under every budget. In the file of a benchmark
+    {run} stands for the folder of the trial's run."""
+    trials_at_once: PositiveInt | None = None
+    """Trials side by side; null: as many as the cluster's GPUs hold, and one after another without GPUs."""
+    max_failures: int = Field(2, ge=0)
+    """How often a trial that died starts again, each time from where it was."""
+
+    @field_validator("budgets", "seeds")
+    @classmethod
+    def _no_trial_twice(cls, values: list[int]) -> list[int]:
+        if twice := {value for value in values if values.count(value) > 1}:
+            raise ValueError(f"{min(twice)} occurs twice; every trial needs its own budget and seed")
+        return values
+
+    @model_validator(mode="after")
+    def _seeds_differ(self) -> SweepConfig:
+        if len(self.seeds) > 1 and not self.train and self.sampling.temperature == 0:
+            raise ValueError(
+                f"seeds has {len(self.seeds)} values, but nothing is trained and sampling.temperature is 0, so that "
+                "all of them would answer alike; set a temperature or one seed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_can_be_trained(self) -> SweepConfig:
+        for run in self.runs:
+            if self.train and (run.checkpoint or run.endpoint is not None or run.control or not run.config):
+                raise ValueError(
+                    f"runs: {run.name}: with train every run has a config, a training run's YAML file, and neither "
+                    "checkpoint nor endpoint nor control"
+                )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One agent under one budget and seed: an evaluation of a single run, and the training before it."""
+
+    memory_tokens: int | None  # None: a reference, which has no such budget
+    training: RunConfig | None
+    suite: EvaluationSuite
+
+    @property
+    def name(self) -> str:
+        return self.suite.name
+
+    @property
+    def results(self) -> Path:
+        """Returns the folder that holds a folder of results for every set."""
+        return self.suite.folder / self.suite.runs[0].name
+
+    @property
+    def finished(self) -> bool:
+        """Says whether every question of every set has its row."""
+        folders = [self.results / benchmark.label for benchmark in self.suite.benchmarks]
+        return all((each / SETTINGS).exists() and read_result_state(each)["finished"] for each in folders)
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Reads the sweep that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    return parse_section(load_values(path, overrides, kind="sweep"), SweepConfig)
+
+
+def trials(sweep: SweepConfig, *, tracking: TrackingConfig | None = None) -> list[Trial]:
+    """Returns every trial of the sweep, agent by agent and budget by budget; all of them record as `tracking` says
+    (None: as the sweep).
+
+    Raises ConfigError when an agent's config cannot be read, or does not allow one of the budgets.
+    """
+    recorded = (tracking or sweep.tracking).model_dump()
+    return [
+        _trial(sweep, run, tokens, seed, recorded)
+        for run in sweep.runs
+        for tokens in (sweep.budgets if _has_memory_budget(run) else [None])
+        for seed in sweep.seeds
+    ]
+
+
+def trial_name(run: EvaluatedRun, memory_tokens: int | None, seed: int) -> str:
+    """Returns the name of a trial, and of its folder."""
+    budget = "" if memory_tokens is None else f"-memory-{memory_tokens}"
+    return f"{run.name}{budget}-seed-{seed}"
+
+
+def study_sweep(folder: Path, *, metric: str = "em") -> BudgetStudy:
+    """Returns the study of a sweep's folder, wherever it lies. Raises ConfigError while trials are missing."""
+    sweep = load_sweep(folder / SWEEP_FILE)
+    planned = sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
+    if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
+        raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume goes on")
+    runs = [run for name in planned for run in measured_runs(folder / "trials" / name)]
+    return study_runs([replace(run, agent=run.name) for run in runs], metric=metric, seed=sweep.seed)
+
+
+def write_configs(folder: Path, trial: Trial) -> list[tuple[str, Path]]:
+    """Writes the trial's configs and returns the commands that run it: the command's name and its file."""
+    written = []
+    for command, config in _configs(trial):
+        file = _config_file(folder, trial, command)
+        write_text(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        written.append((command, file))
+    return written
+
+
+def check_same(folder: Path, planned: Sequence[Trial]) -> None:
+    """Raises ConfigError when a trial that is already in the folder was another one, or its results are of another
+    training than the one that is there now."""
+    for trial in planned:
+        for command, config in _configs(trial):
+            file = _config_file(folder, trial, command)
+            if not file.exists():
+                continue
+            differing = [name for name, *_ in differences(_kept(file), config.model_dump(mode="json"), free=_FREE)]
+            if differing:
+                raise ConfigError(
+                    f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "
+                    f"name, or delete {file} and {trial.suite.folder}"
+                )
+        _check_measured(trial)
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    try:
+        return load_values(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; delete it, and --resume writes it anew") from error
+
+
+def _check_measured(trial: Trial) -> None:
+    if trial.training is None:
+        return
+    model = model_sha256(str(trial.training.folder / "huggingface"))
+    for folder in sorted(file.parent for file in trial.results.glob(f"*/{SETTINGS}")):
+        measured = read_result_state(folder)["settings"].get("model_sha256")
+        if model and measured and measured != model:
+            raise ConfigError(
+                f"{folder} was measured with another model than {trial.training.folder} holds now, which has been "
+                f"trained again; delete {trial.suite.folder}, and --resume measures it anew"
+            )
+
+
+def _configs(trial: Trial) -> Iterator[tuple[str, RunConfig | EvaluationSuite]]:
+    if trial.training is not None:
+        yield "train", trial.training
+    yield "evaluate", trial.suite
+
+
+def _config_file(folder: Path, trial: Trial, command: str) -> Path:
+    return folder / "configs" / f"{trial.name}-{command}.yaml"
+
+
+def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int, tracking: dict[str, Any]) -> Trial:
+    name = trial_name(run, tokens, seed)
+    changes: dict[str, Any] = {} if tokens is None else {"budget": {"memory_tokens": tokens}}
+    suite = sweep.model_dump(include=set(EvaluationSuite.model_fields))
+    suite |= {"name": name, "output": str(sweep.folder / "trials"), "seed": seed, "tracking": tracking}
+    if not sweep.train:
+        suite["runs"] = [run.model_copy(update={"settings": merged(run.settings, changes)}).model_dump()]
+        return _checked(Trial(memory_tokens=tokens, training=None, suite=_suite(suite)))
+    training, is_mixed = _training(sweep, run, name, changes, seed, tracking)
+    suite["runs"] = [{"name": run.name, "config": str(training.folder), "settings": changes if is_mixed else {}}]
+    suite["benchmarks"] = [
+        benchmark | {"file": benchmark["file"].replace(RUN, str(training.folder))} for benchmark in suite["benchmarks"]
+    ]
+    return Trial(memory_tokens=tokens, training=training, suite=_suite(suite))
+
+
+def _training(
+    sweep: SweepConfig, run: EvaluatedRun, name: str, changes: dict[str, Any], seed: int, tracking: dict[str, Any]
+) -> tuple[RunConfig, bool]:
+    """Returns the training of the trial of that name, and whether it is one for several budgets."""
+    values = merged(load_values(run.config, kind="run"), run.settings)
+    is_mixed = bool(section_values(values, "budget").get("memory_choices"))
+    own = {"name": f"{run.name}-mixed-seed-{seed}"} if is_mixed else merged({"name": name}, changes)
+    own |= {"output": str(sweep.folder / "runs"), "seed": seed, "ray_address": sweep.ray_address}
+    try:
+        return parse_section({**merged(values, own), "tracking": tracking}, RunConfig), is_mixed
+    except ConfigError as error:
+        raise ConfigError(f"runs: {name}: {error}") from error
+
+
+def _suite(values: dict[str, Any]) -> EvaluationSuite:
+    return parse_section(values, EvaluationSuite)
+
+
+def _checked(trial: Trial) -> Trial:
+    """Returns the trial whose run's config can be read and allows its budget."""
+    resolve_run(trial.suite, trial.suite.runs[0])
+    return trial
+
+
+def _has_memory_budget(run: EvaluatedRun) -> bool:
+    if run.control is not None:
+        return False
+    agent = section_values(merged(run_values(run), run.settings), "agent")
+    return "memory_tokens" in agent_spec(agent.get("name", DEFAULT_AGENT)).budget.model_fields

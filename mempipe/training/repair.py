@@ -1,0 +1,262 @@
+"""How a run survives: checkpoints while it goes on and when it fails, and another start after a role is lost.
+
+A run that fails or is told to end saves what was learnt since its last checkpoint, and keeps the groups that were
+finished, unless the learner itself failed in the middle of a step. It goes on by itself when a role was lost (an
+engine, a rank, a node; `config.max_restarts` times an hour), since another start can do better then. It ends when it
+failed for a reason that would come again: a full disk, stale weights, a gradient that is not finite, an error in code
+of the user's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from mempipe.actors.launch import Roles
+from mempipe.actors.lost import FAULTS_OF_RAY, ClusterLost, LaunchError, is_lost, one_line
+from mempipe.beacons import reached
+from mempipe.data.trajectories import read_trajectories, write_trajectories
+from mempipe.engines.checkpoint import Position, checkpoints, position_of
+from mempipe.evaluation.rollout_metrics import rollout_metrics
+from mempipe.progress import say
+from mempipe.runs import Run
+from mempipe.settings import ConfigError
+from mempipe.stop import StopRequest
+from mempipe.streams.groups import StepGroups
+from mempipe.training.tracker_front import TrackerFront
+from mempipe.types import Group
+
+T = TypeVar("T")
+HOUR_S = 3600.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Supervisor:
+    """Makes an attempt again when a role was lost. Every attempt goes on from what is in the run's folder."""
+
+    def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_restarts` are those within an hour: a run of weeks may lose more in all."""
+        self._max_restarts = max_restarts
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+        self._has_started = False
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns.
+
+        A ConfigError of the first attempt passes through. After a restart the same settings were right before, so what
+        they name (a mount, a node) is waited for. Raises LaunchError with one line when the restarts are used up.
+        """
+        pause = 0.0
+        while True:
+            try:
+                return work()
+            except (ConfigError, RuntimeError, *FAULTS_OF_RAY) as error:
+                came_later = isinstance(error, ConfigError) and self._has_started
+                if not came_later and not is_lost(error):
+                    if isinstance(error, FAULTS_OF_RAY):
+                        raise LaunchError(one_line(error)) from error
+                    raise
+                pause = min(2 * pause or 5.0, LONGEST_PAUSE_S) if came_later else 0.0
+                self._restart(error)
+            if pause:
+                time.sleep(pause)
+
+    def _restart(self, error: BaseException) -> None:
+        """Takes note of one restart. Raises LaunchError when there were too many."""
+        now = self._clock()
+        while self._restarts and now - self._restarts[0] > HOUR_S:
+            self._restarts.popleft()
+        if len(self._restarts) == self._max_restarts:
+            raise LaunchError(
+                f"{one_line(error)}; max_restarts is {self._max_restarts} an hour. What was saved is kept, and the "
+                "same command with --resume goes on"
+            ) from error
+        self._restarts.append(now)
+        self._has_started = True
+        say(f"restart {len(self._restarts)} of max_restarts {self._max_restarts} an hour: {one_line(error)}")
+
+
+class KeptGroups:
+    """Finished groups of a run that ended before a step took them; the run that goes on from there trains on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def of(cls, run: Run) -> KeptGroups:
+        return cls(run.folder / "kept_groups")
+
+    def write(self, position: Position, groups: Sequence[Group]) -> None:
+        """Keeps the groups for the run that goes on at `position`."""
+        if groups:
+            write_trajectories(self._file(position), groups)
+
+    def read(self, position: Position) -> list[Group]:
+        """Returns the groups that were kept at `position`; a file that cannot be read costs these groups their second
+        use, and nothing else."""
+        file = self._file(position)
+        if not file.exists():
+            return []
+        try:
+            return read_trajectories(file)
+        except Exception as error:  # damage of any kind: the groups are played again
+            say(f"{file} cannot be read ({one_line(error)}); its groups are played again")
+            return []
+
+    def clear(self) -> None:
+        """Removes groups of earlier positions, which a later checkpoint made useless."""
+        for file in self._folder.glob("step-*.parquet"):
+            file.unlink(missing_ok=True)
+
+    def _file(self, position: Position) -> Path:
+        return self._folder / f"step-{position.step:08d}-{position.num_updates}.parquet"
+
+
+def newest_usable(run: Run) -> Path | None:
+    """Returns the newest checkpoint that the run can go on from; None when there is none.
+
+    One that was saved between two updates of a step needs the groups of that step.
+    """
+    for path in reversed(checkpoints(run.folder / "checkpoints")):
+        position = position_of(path)
+        if not {*position.under_way} - {group.id for group in KeptGroups.of(run).read(position)}:
+            return path
+        say(
+            f"{path} was saved within step {position.step + 1}, whose groups are gone; "
+            "the checkpoint before it is taken"
+        )
+    return None
+
+
+class Checkpoints:
+    """The checkpoints of one training loop."""
+
+    def __init__(
+        self,
+        run: Run,
+        roles: Roles,
+        tracker: TrackerFront,
+        *,
+        position: Position,
+        stop: StopRequest | None = None,
+        waiting: Callable[[], list[Group]] = list,
+    ) -> None:
+        """`position` is what the newest checkpoint holds, or the beginning; `waiting` returns the finished groups that
+        no step took."""
+        self.position = position
+        self._saved = position
+        self._under_way: Position | None = None
+        self._batch: StepGroups | None = None
+        self._folder = run.folder / "checkpoints"
+        self._kept = KeptGroups.of(run)
+        self._config = roles.config
+        self._learners = roles.learners
+        self._tracker = tracker
+        self._stop = stop or StopRequest(roles.config.grace_s)
+        self._waiting = waiting
+
+    @contextmanager
+    def kept(self) -> Iterator[Checkpoints]:
+        """Saves the last position when the block ends, and also when it fails while the learner is sound."""
+        try:
+            yield self
+        except BaseException as error:  # Interrupted as well
+            if not isinstance(error, ClusterLost):
+                self._rescue(error)
+            raise
+        self.save()
+        self._learners.finish_save()
+
+    def begin(self, batch: StepGroups) -> None:
+        """The learner is about to train on `batch`."""
+        here, self._batch = self.position, batch
+        self._under_way = replace(
+            here,
+            step=here.step + 1,
+            trained=[*here.trained, [group.id for group in batch.groups]],
+            dropped=[*here.dropped, *(group.id for group in batch.dropped)],
+            num_updates=0,
+            under_way=[],
+        )
+
+    def finish(self) -> None:
+        """The step was trained and logged. Saves it when a checkpoint is due."""
+        assert self._under_way is not None, "finish without begin"
+        self.position, self._under_way = self._under_way, None
+        if self.position.step % self._config.checkpoint.every_steps == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Starts to write the position with the learner's state, if that is not done yet; training may go on."""
+        if self._saved == self.position:
+            return
+        self._tracker.flush()  # a step that a resumed run will not repeat must be on record
+        started = time.perf_counter()
+        reached("checkpoint", step=self.position.step)
+        self._learners.start_save(self._folder, self.position, keep=self._config.checkpoint.keep)
+        self._saved = self.position
+        self._kept.clear()
+        self._tracker.log_metrics({"seconds/checkpoint": time.perf_counter() - started}, step=self.position.step)
+
+    def _rescue(self, error: BaseException) -> None:
+        """Saves the last whole step, or the update after which the run was told to end, and keeps the groups that are
+        finished. What goes wrong here must not hide `error`, which goes on."""
+        asked = self._stop.requested or isinstance(error, KeyboardInterrupt | SystemExit)  # the learner is sound
+        if asked and self._under_way is not None:
+            say("ending after the update under way; interrupt again to end without it")
+        doing = "saved"
+        try:
+            done = self._learners.updates_done(finish=asked)
+            steps, rest = divmod(done, self._config.algorithm.updates_per_step)
+            learnt = self._under_way if not rest else None
+            if rest and asked and self._batch is not None:
+                self.position = self._between_updates(rest, self._batch)
+            elif rest and (steps, rest) != (self.position.step, self.position.num_updates):
+                say(f"the learner stopped in the middle of step {steps + 1}; the last checkpoint stands")
+            elif learnt is not None and steps == learnt.step:
+                self.position = learnt
+            is_sound = (steps, rest) == (self.position.step, self.position.num_updates)
+            unsaved = is_sound and self._saved != self.position
+            if unsaved:
+                self.save()
+            self._learners.finish_save()  # one that was under way as well
+            if unsaved:
+                what = f"step {steps}" + (f" and {rest} updates of the next one" if rest else "")
+                say(f"saved {what} before the run ended: {'it was told to' if asked else one_line(error)}")
+            doing = "put on record"
+            if self.position is learnt:
+                self._log_batch()
+            doing = "kept with its groups"
+            if is_sound:
+                self._keep_groups()
+        except Exception as second:
+            say(f"step {self.position.step} could not be {doing}: {one_line(second)}")
+
+    def _between_updates(self, done: int, batch: StepGroups) -> Position:
+        """Returns the position after `done` updates of the step that trains on `batch`."""
+        return replace(
+            self.position,
+            num_updates=done,
+            under_way=[group.id for group in batch.groups],
+            dropped=[*self.position.dropped, *(group.id for group in batch.dropped)],
+        )
+
+    def _keep_groups(self) -> None:
+        unfinished = self._batch.groups if self._batch is not None and self._under_way is not None else []
+        trained = {*self.position.trained[-1]} if self.position.trained else set()
+        groups = [group for group in [*unfinished, *self._waiting()] if group.id not in trained]
+        self._kept.write(self.position, groups)
+
+    def _log_batch(self) -> None:
+        """Puts on record what the step was trained on, since no resumed run repeats it; the learner's part is lost."""
+        assert self._batch is not None, "a step is under way without its groups"
+        metrics = rollout_metrics(
+            self._batch.groups, policy_version=self.position.step - 1, growing=self._config.agent_spec.grows
+        )
+        self._tracker.log_metrics(metrics, step=self.position.step)
