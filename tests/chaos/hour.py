@@ -28,6 +28,8 @@ from mutations import check_mutations
 from starting_point import starting_point
 from watched import Over, Place, Watched
 
+from tools.guard import leave_nothing_behind
+
 JOBS = {"training": 12, "index": 4, "evaluation": 4, "sweep": 2, "chain": 2, "mutations": 1}
 """How many faults one command of each kind is used for."""
 WEIGHTS = {"training": 6, "index": 1, "evaluation": 2, "sweep": 1, "chain": 1, "mutations": 3}
@@ -209,6 +211,7 @@ def main() -> int:
     parser.add_argument("--seed", default="")
     parser.add_argument("--only", type=int, help="the number of one fault")
     asked = parser.parse_args()
+    leave_nothing_behind()
     seed = asked.seed or str(random.SystemRandom().randrange(10_000))
     start, journal = starting_point(), Journal(lets_end=True)
     print(f"SEED={seed}; this machine takes {speed_factor():.1f} times as long as a quiet one", flush=True)

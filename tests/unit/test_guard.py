@@ -1,0 +1,72 @@
+"""A test run leaves no process behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tools.guard import GUARDED, ROOT, descendants
+from tools.processes import GONE_WITHIN_S
+
+RUN = """
+import os, subprocess, sys, time
+from tools.guard import GUARDED, leave_nothing_behind
+
+CHILD = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+leave_nothing_behind()
+subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)  # which gets no signal of its parent
+print(os.environ[GUARDED], flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def start(seconds: float) -> tuple[subprocess.Popen[str], str]:
+    """A run that ends by itself after so long, and its mark; a child and a grandchild of it wait for minutes."""
+    environment = {name: value for name, value in os.environ.items() if name != GUARDED}
+    command = [sys.executable, "-c", RUN, str(seconds)]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert run.stdout is not None
+    return run, run.stdout.readline().strip()
+
+
+def until_there_are(count: int, mark: str) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while len(found := descendants(mark)) != count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_no_process(number):
+    run, mark = start(600)
+    until_there_are(2, mark)
+    run.send_signal(number)
+    run.communicate()
+    until_there_are(0, mark)
+    assert run.returncode == -number
+
+
+def test_a_run_that_ends_by_itself_leaves_no_process():
+    run, mark = start(0)
+    until_there_are(0, mark)
+    assert (run.communicate(), run.returncode) == (("", None), 0)
+
+
+def test_this_run_has_a_guard():
+    guards = [process.cmdline()[-2:] for process in psutil.process_iter() if "tools.guard" in cmdline(process)]
+    assert [guard for guard in guards if guard[1] == os.environ[GUARDED]]
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
