@@ -147,7 +147,8 @@ class Completion:
 
     `token_ids` include the stop token; `logprobs` has one entry per id and is taken from the distribution that was
     sampled from (temperature applied); `policy_version` is the version that sampled the last of them. Where
-    weights were replaced meanwhile, `policy_versions` has one entry per id; else it is empty.
+    weights were replaced meanwhile, `policy_versions` has one entry per id; else it is empty. `num_cached_tokens` are
+    the tokens of the prompt that the engine's prefix cache held.
     """
 
     token_ids: list[int]
@@ -155,6 +156,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     policy_versions: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

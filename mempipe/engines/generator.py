@@ -432,6 +432,7 @@ def _completion(output: RequestOutput) -> Completion:
         finish_reason=FinishReason(sampled.finish_reason),
         policy_version=int(spans[-1].version),
         policy_versions=mixed,
+        num_cached_tokens=output.num_cached_tokens or 0,
     )
 
 

@@ -21,11 +21,11 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sentence
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.keys import Access, KeyRecord
-from mempipe.serve.routes import answers, chat, documents, operations, page, sessions
+from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.parts import Health, Parts
 
-ROUTERS = [each.router for each in (answers, chat, sessions, documents, operations, page)]
+ROUTERS = [each.router for each in (answers, chat, completions, responses, sessions, documents, operations, page)]
 SLACK_S = 30.0
 """Seconds beyond `timeout_s` that the gate waits: an answer has a limit of its own, whose refusal says more."""
 
@@ -49,7 +49,9 @@ def make_app(
     jobs = AnswerJobs(answering, store, metrics, claim_s=config.timeout_s + SLACK_S)
     # FastAPI's own documentation page would be fetched from elsewhere; `mempipe.serve.routes.page` has another one.
     app = FastAPI(title="mempipe agent", docs_url=None, redoc_url=None)
-    app.state.parts = Parts(answering=answering, jobs=jobs, store=store, health=health)
+    app.state.parts = Parts(
+        answering=answering, jobs=jobs, store=store, health=health, include_reasoning=config.include_reasoning
+    )
     _add_limits(app, config, keys)
     app.add_middleware(Journal, metrics=metrics)
     _add_error_handlers(app)

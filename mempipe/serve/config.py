@@ -69,6 +69,9 @@ class AgentServiceConfig(Section):
     """Time limit of one answer."""
     session_hours: float = Field(24.0, gt=0)
     """How long a session or a document lives after its last use."""
+    include_reasoning: bool = False
+    """Chat completions have the thought and the memory of each turn as `reasoning_content`, unless a request says
+    otherwise."""
     trace_share: float = Field(0.0, ge=0, le=1)
     """Share of the answered questions that are recorded as MLflow traces, with passages and answers, where the run's
     `tracking` says (settings.tracking); 0: none."""

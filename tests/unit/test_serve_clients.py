@@ -20,8 +20,9 @@ from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import make_renderer
 from mempipe.serve.answers.api import AnswerReply
-from mempipe.serve.answers.chat_api import ChatMessage, ChatRequest
-from mempipe.serve.answers.conversation import fitted, history
+from mempipe.serve.answers.conversation import fitted
+from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
+from mempipe.serve.openai.chat_reading import history
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]

@@ -10,7 +10,6 @@ from mempipe.serve.answers.api import AnswerReply, AnswerRequest
 from mempipe.serve.answers.attempt_events import Emit
 from mempipe.serve.answers.journal import Metrics
 from mempipe.serve.answers.store import Store
-from mempipe.serve.http.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,8 @@ class AnswerJobs:
     async def plan(self, asked: AnswerRequest, *, owner: str, request_id: str, history: str | None = None) -> AnswerJob:
         """Returns the request's job, with its session claimed and its document read.
 
-        `history` holds the earlier messages of a chat as a memory. Raises ApiError.
+        `history` holds earlier messages as a memory; that of a session comes before it. Raises ApiError.
         """
-        if asked.session is not None and history is not None:
-            raise ApiError(400, "give a session or earlier messages, not both", param="session")
         text = asked.text or ""
         if asked.document is not None:
             text = await self._store.text(asked.document, owner)
@@ -47,7 +44,7 @@ class AnswerJobs:
             return AnswerJob(await self._answering.plan(asked, text=text, memory=history), request_id)
         session = await self._store.claim(asked.session, owner, for_s=self._claim_s)
         try:
-            plan = await self._answering.plan(asked, text=text, memory=session.memory)
+            plan = await self._answering.plan(asked, text=text, memory=_joined(session.memory, history))
         except BaseException:
             await asyncio.shield(self._store.release(session.id, None))
             raise
@@ -60,11 +57,15 @@ class AnswerJobs:
         """
         memory = None
         try:
-            reply, memory = await self._answering.answer(
-                job.plan, request_id=job.request_id, session=job.session, emit=emit
-            )
+            reply = await self._answering.answer(job.plan, request_id=job.request_id, session=job.session, emit=emit)
+            memory = reply.memory
             self._metrics.answered(reply)
             return reply
         finally:
             if job.session is not None:
                 await asyncio.shield(self._store.release(job.session, memory))
+
+
+def _joined(memory: str, history: str | None) -> str:
+    """Returns a memory with earlier messages on the lines after it."""
+    return "\n".join(filter(None, (memory, history)))

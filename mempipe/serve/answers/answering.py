@@ -79,6 +79,28 @@ class Plan:
         return turn_replies(contexts, thought=self.config.agent_spec.thought, memory_limit=limit)
 
 
+class CachedPrompts:
+    """Counts the tokens of the prompts that the engine's prefix cache held, each token once: what a message adds to
+    the context of the one before it, and not that context again.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def reader(self) -> Callable[[Sequence[int], Completion], None]:
+        """Returns the function that counts the calls of one attempt, in their order."""
+        context: list[int] = []
+
+        def count(prompt: Sequence[int], completion: Completion) -> None:
+            nonlocal context
+            prompt = list(prompt)
+            added = len(prompt) - (len(context) if prompt[: len(context)] == context else 0)
+            self.num_tokens += max(added - (len(prompt) - completion.num_cached_tokens), 0)
+            context = prompt + list(completion.token_ids)
+
+        return count
+
+
 class Answering:
     """Answers questions with the agents of a run."""
 
@@ -127,21 +149,19 @@ class Answering:
         """
         return await asyncio.to_thread(self._plan, request, text, memory)
 
-    async def answer(
-        self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None
-    ) -> tuple[AnswerReply, str]:
-        """Plays the agent; returns the answer and the memory for the next question of a session.
+    async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None) -> AnswerReply:
+        """Plays the agent and returns the answer.
 
         `emit` hears each event when it happens; None where nobody listens. Raises ApiError: 503 when engine or
         retriever fail or take too long, 400 for what they refuse.
         """
-        engine, started = self.engine(), time.perf_counter()
+        engine, started, cached = self.engine(), time.perf_counter(), CachedPrompts()
         if emit is not None:
             version = engine.version
             emit("started", {"id": request_id, "model": self.name, "model_version": version, "agent": plan.agent})
         try:
             async with asyncio.timeout(self._timeout_s):
-                trajectories = await self._play_all(plan, engine, request_id, emit)
+                trajectories = await self._play_all(plan, engine, request_id, emit, cached)
         except TimeoutError as error:
             raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
         except InfrastructureFault as fault:
@@ -150,7 +170,8 @@ class Answering:
         self._record(group, plan.config.agent_spec, plan.metadata)
         chosen, confidence = most_frequent(trajectories)
         others = [trajectory for trajectory in trajectories if trajectory is not chosen]
-        reply = AnswerReply(
+        turns = list(plan.turn_replies(chosen.contexts))
+        return AnswerReply(
             id=request_id,
             created=int(time.time()),
             model=self.name,
@@ -162,12 +183,13 @@ class Answering:
             end_reason=chosen.end_reason,
             confidence=confidence,
             attempts=[self._attempt(plan, trajectory) for trajectory in (chosen, *others)],
-            turns=list(plan.turn_replies(chosen.contexts)),
-            usage=usage_of(trajectories),
+            turns=turns,
+            usage=usage_of(trajectories, cached_tokens=cached.num_tokens, decode=self._tokenizer.decode),
+            full_history_tokens=sum(turn.full_history_tokens for turn in turns),
             seconds=time.perf_counter() - started,
             session=session,
+            memory=next_memory(plan.question, chosen),
         )
-        return reply, next_memory(plan.question, chosen)
 
     def _attempt(self, plan: Plan, trajectory: Trajectory) -> AttemptReply:
         """Says how an attempt ended. Raises ApiError 400 for log-probs that the engine did not give."""
@@ -256,19 +278,29 @@ class Answering:
             budget = parse_section(budget.model_dump(exclude_unset=True) | limits, kind)
         return config.agent_spec.renderer(config.agent, budget, limits=config.retrieval, tokenizer=self._tokenizer)
 
-    async def _play_all(self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None) -> list[Trajectory]:
+    async def _play_all(
+        self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None, cached: CachedPrompts
+    ) -> list[Trajectory]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 attempts = [
-                    tasks.create_task(self._play(plan, engine, request_id, member, emit))
+                    tasks.create_task(self._play(plan, engine, request_id, member, emit, cached.reader()))
                     for member in range(plan.num_samples)
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         return [attempt.result() for attempt in attempts]
 
-    async def _play(self, plan: Plan, engine: Engine, request_id: str, member: int, emit: Emit | None) -> Trajectory:
-        """Plays one attempt and tells what happens where somebody listens."""
+    async def _play(
+        self,
+        plan: Plan,
+        engine: Engine,
+        request_id: str,
+        member: int,
+        emit: Emit | None,
+        count: Callable[[Sequence[int], Completion], None],
+    ) -> Trajectory:
+        """Plays one attempt, counts its calls, and tells what happens where somebody listens."""
         spec, told = plan.config.agent_spec, None
         if emit is not None:
             told = AttemptEvents(
@@ -286,6 +318,7 @@ class Answering:
             limit = min(max_tokens, plan.max_message_tokens or max_tokens)
             seed = seeds.next(token_ids) if seeds is not None else None
             completion = await engine.generate(token_ids, max_tokens=limit, sampling=plan.sampling, seed=seed)
+            count(token_ids, completion)
             if told is not None:
                 told.message(completion)
             return completion

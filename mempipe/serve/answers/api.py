@@ -138,10 +138,28 @@ class TurnReply(BaseModel):
     search_seconds: float
 
 
+class PromptTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    cached_tokens: int
+    """Tokens that the engine's prefix cache held."""
+
+
+class CompletionTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    reasoning_tokens: int
+    """Sampled tokens outside the answers: thoughts, searches and memories."""
+
+
 class Usage(BaseModel):
+    """Tokens over all turns and attempts."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TokenLogprob(BaseModel):
@@ -192,8 +210,12 @@ class AnswerReply(BaseModel):
     """All attempts, first the one whose answer and turns are given."""
     turns: list[TurnReply]
     usage: Usage
+    full_history_tokens: int
+    """What the turns would have read with their full history in place of a memory."""
     seconds: float
     session: str | None
+    memory: str
+    """The last memory, and the question with its answer: the next question of a conversation starts from it."""
 
 
 class ModelReply(BaseModel):

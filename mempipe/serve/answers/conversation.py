@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 from mempipe.agents.rendering import Renderer
-from mempipe.serve.answers.chat_api import ChatMessage
 from mempipe.serve.http.errors import ApiError
 from mempipe.types import EndReason, Question, Trajectory
 
@@ -17,27 +15,12 @@ _MOST_CHARS = 64
 
 def noted(memory: str, question: str, answer: str | None) -> str:
     """Returns the memory with one more exchange of a conversation on a line of its own."""
-    line = _exchange(question, answer)
+    line = exchange(question, answer)
     return f"{memory}\n{line}" if memory else line
 
 
-def history(messages: Sequence[ChatMessage]) -> str | None:
-    """Returns the earlier messages of a chat as a memory, None where nothing was said: one line for each message of a
-    user, with everything that was said after it.
-    """
-    exchanges: list[tuple[str, list[str]]] = []
-    for message in messages:
-        if message.role == "user":
-            exchanges.append((message.content, []))
-        else:
-            if not exchanges:
-                exchanges.append(("", []))
-            exchanges[-1][1].extend(message.said())
-    lines = [_exchange(question, " ".join(said)) for question, said in exchanges if question.strip() or said]
-    return "\n".join(lines) or None
-
-
-def _exchange(question: str, answer: str | None) -> str:
+def exchange(question: str, answer: str | None) -> str:
+    """Returns a question and its answer on one line."""
     return " ".join([*question.split(), *(answer or "no answer").split()])
 
 

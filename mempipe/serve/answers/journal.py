@@ -13,9 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mempipe.serve.answers.api import AnswerReply
 
 REQUEST_ID = "x-request-id"
-ROUTES = frozenset(
-    {"/", "/docs", "/v1/answer", "/v1/chat", "/v1/models", "/v1/sessions", "/v1/documents", "/healthz", "/readyz"}
-)
+OF_API = ("answer", "chat", "completions", "conversations", "documents", "models", "responses", "sessions")
+ROUTES = frozenset({"/", "/docs", "/healthz", "/readyz", *(f"/v1/{name}" for name in OF_API)})
 logger = logging.getLogger(__name__)
 
 

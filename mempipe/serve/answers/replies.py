@@ -6,10 +6,20 @@ import bisect
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 from mempipe.evaluation.rollout_metrics import growing_history
 from mempipe.rl.rewards import normalize_answer
-from mempipe.serve.answers.api import PassageReply, SearchReply, TokenLogprob, ToolReply, TurnReply, Usage
+from mempipe.serve.answers.api import (
+    CompletionTokensDetails,
+    PassageReply,
+    PromptTokensDetails,
+    SearchReply,
+    TokenLogprob,
+    ToolReply,
+    TurnReply,
+    Usage,
+)
 from mempipe.types import Context, Passage, Trajectory
 
 
@@ -75,6 +85,17 @@ def most_frequent(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, float
     return chosen, None if len(trajectories) == 1 else count / len(trajectories)
 
 
+def finish_reason(end_reason: str) -> Literal["length", "stop"]:
+    """Returns what the OpenAI API calls the end of an attempt: `length` where a limit ended it."""
+    return "length" if end_reason in ("length", "max_turns", "context_limit") else "stop"
+
+
+def reasoning(turn: TurnReply) -> str:
+    """Returns the thought of a turn and the memory that it wrote as a text that chat clients show; "" for neither."""
+    parts = [turn.thought, f"Memory: {turn.memory_after}" if turn.memory_after else ""]
+    return "".join(f"{part}\n\n" for part in parts if part)
+
+
 def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TokenLogprob]:
     """Returns the tokens that the answer was sampled in, with their log-probs; none where there is no answer.
 
@@ -101,9 +122,20 @@ def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
     ]
 
 
-def usage_of(trajectories: Sequence[Trajectory]) -> Usage:
-    """Counts the tokens that were read and sampled over all contexts and attempts."""
+def usage_of(
+    trajectories: Sequence[Trajectory], *, cached_tokens: int, decode: Callable[[Sequence[int]], str]
+) -> Usage:
+    """Counts the tokens that were read and sampled over all contexts and attempts; the engine's prefix cache held
+    `cached_tokens` of those that were read.
+    """
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
     read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
-    return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
+    answers = sum(len(answer_logprobs(trajectory, decode)) for trajectory in trajectories)
+    return Usage(
+        prompt_tokens=read,
+        completion_tokens=sampled,
+        total_tokens=read + sampled,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached_tokens, read)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=sampled - answers),
+    )

@@ -34,6 +34,11 @@ CREATE TABLE IF NOT EXISTS pieces (
     document TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, start INTEGER NOT NULL, content BLOB NOT NULL,
     PRIMARY KEY (document, start)
 );
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL, created_at REAL NOT NULL,
+    expires_at REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, created_at);
 """
 
 
@@ -58,6 +63,15 @@ class Document:
     expires_at: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response of the Responses API as JSON, and the memory that the next one starts from."""
+
+    id: str
+    body: str
+    memory: str
+
+
 class Store:
     """The file. Every call opens it again in a thread, so that any number of tasks and processes may use it."""
 
@@ -78,22 +92,22 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
 
-    async def create_session(self, owner: str) -> Session:
-        """Creates a session with an empty memory. Raises ApiError 429 when the owner has too many."""
+    async def create_session(self, owner: str, *, memory: str = "") -> Session:
+        """Creates a session with a memory. Raises ApiError 429 when the owner has too many."""
 
         def create(database: sqlite3.Connection) -> Session:
             self._check_room(database, "sessions", owner)
             now = time.time()
             session = Session(
                 id=f"session-{secrets.token_hex(12)}",
-                memory="",
+                memory=memory,
                 num_questions=0,
                 created_at=now,
                 expires_at=now + self._lifetime_s,
             )
             database.execute(
                 "INSERT INTO sessions (id, owner, memory, num_questions, created_at, expires_at) VALUES (?,?,?,?,?,?)",
-                (session.id, owner, "", 0, now, session.expires_at),
+                (session.id, owner, memory, 0, now, session.expires_at),
             )
             return session
 
@@ -218,6 +232,33 @@ class Store:
         """Raises ApiError 404."""
         await self._delete("documents", document_id, owner)
 
+    async def keep_response(self, response: StoredResponse, owner: str) -> None:
+        """Keeps a response. Clients rarely delete one, so the owner's oldest ones make room for it."""
+
+        def keep(database: sqlite3.Connection) -> None:
+            now = time.time()
+            database.execute("DELETE FROM responses WHERE expires_at<=?", (now,))
+            database.execute(
+                "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner=? "
+                "ORDER BY created_at DESC, id LIMIT -1 OFFSET ?)",
+                (owner, self._max_items - 1),
+            )
+            database.execute(
+                "INSERT INTO responses (id, owner, body, memory, created_at, expires_at) VALUES (?,?,?,?,?,?)",
+                (response.id, owner, response.body, response.memory, now, now + self._lifetime_s),
+            )
+
+        await self._run(keep)
+
+    async def response(self, response_id: str, owner: str) -> StoredResponse:
+        """Raises ApiError 404."""
+        row = await self._run(lambda database: _row(database, "responses", "id, body, memory", response_id, owner))
+        return StoredResponse(**row)
+
+    async def delete_response(self, response_id: str, owner: str) -> None:
+        """Raises ApiError 404."""
+        await self._delete("responses", response_id, owner)
+
     async def _delete(self, table: str, item_id: str, owner: str) -> None:
         def delete(database: sqlite3.Connection) -> None:
             changed = database.execute(f"DELETE FROM {table} WHERE id=? AND owner=?", (item_id, owner))
@@ -281,4 +322,5 @@ def _piece_at(database: sqlite3.Connection, document_id: str, start: int) -> byt
 
 
 def _missing(table: str, item_id: str) -> ApiError:
-    return ApiError(404, f"there is no {table.removesuffix('s')} {item_id[:80]!r}, or it has expired")
+    kind = table.removesuffix("s")
+    return ApiError(404, f"there is no {kind} {item_id[:80]!r}, or it has expired", param=kind)

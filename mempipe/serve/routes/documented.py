@@ -14,7 +14,7 @@ _MEANINGS = {
     400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",
     401: "The API key is missing or wrong.",
     403: "There are no API keys, and the caller is on another machine.",
-    404: "There is no such model, session or document.",
+    404: "There is no such model, session, document or response.",
     408: "The body did not arrive in time.",
     409: "The session works on another question, or a piece begins at another byte.",
     413: "The body or the document is too large.",

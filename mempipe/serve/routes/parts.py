@@ -28,6 +28,7 @@ class Parts:
     jobs: AnswerJobs
     store: Store
     health: Health
+    include_reasoning: bool
 
 
 async def _parts(request: Request) -> Parts:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mempipe.serve.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
-from mempipe.serve.answers.chat_api import ChatRequest
-from mempipe.serve.answers.conversation import history
+from mempipe.serve.answers.conversation import exchange
 from mempipe.serve.http.errors import ApiError
+from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
+from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
 
-MAX_LISTED = 50
 INSTRUCTIONS = ("system", "developer")
 """Roles whose messages are instructions, wherever they stand."""
 _IDLE: dict[str, tuple[Any, ...]] = {
@@ -34,7 +32,6 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 """Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
 _UNREAD = frozenset(name for name, field in ChatRequest.model_fields.items() if field.annotation is Any)
 """Fields without a meaning here: those above, and those that change nothing of an answer whatever they hold."""
-_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +53,15 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
     are traced, and `is_greedy` that the service takes the likeliest tokens unless it is told a temperature. Raises
     ApiError 400 with the field that is wrong or cannot be had.
     """
-    _refuse_what_cannot_be_had(chat)
+    refuse_unsupported(chat, _IDLE)
     instructions = [message for message in chat.messages if message.role in INSTRUCTIONS]
     said = [message for message in chat.messages if message.role not in INSTRUCTIONS]
     if not said or said[-1].role != "user" or not said[-1].content.strip():
         raise ApiError(400, "messages: the last one is the question, of role 'user' and not blank", param="messages")
     question = said[-1].content
     options, sampling = chat.mempipe or Options(), chat.sampling
+    if options.session is not None and len(said) > 1:
+        raise ApiError(400, "give a session or earlier messages, not both", param="mempipe.session")
     num_choices = chat.n or 1
     if num_choices > 1:
         if chat.temperature == 0:
@@ -92,6 +91,22 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
     return Chat(asked=asked, history=history(said[:-1]), num_choices=num_choices, ignored=ignored)
 
 
+def history(messages: Sequence[ChatMessage]) -> str | None:
+    """Returns the earlier messages of a chat as a memory, None where nothing was said: one line for each message of a
+    user, with everything that was said after it.
+    """
+    exchanges: list[tuple[str, list[str]]] = []
+    for message in messages:
+        if message.role == "user":
+            exchanges.append((message.content, []))
+        else:
+            if not exchanges:
+                exchanges.append(("", []))
+            exchanges[-1][1].extend(message.said())
+    lines = [exchange(question, " ".join(said)) for question, said in exchanges if question.strip() or said]
+    return "\n".join(lines) or None
+
+
 def in_chat(error: ApiError) -> ApiError:
     """Returns the refusal of a chat's question with the field of the chat that it is about."""
     param = error.param
@@ -102,16 +117,6 @@ def in_chat(error: ApiError) -> ApiError:
     return ApiError(error.status, str(error), param=param, code=error.code)
 
 
-def _refuse_what_cannot_be_had(chat: ChatRequest) -> None:
-    for name, idle in _IDLE.items():
-        value = getattr(chat, name)
-        if value is None or value in idle:
-            continue
-        expected = f"leave it out or send {idle[-1]!r}" if idle else "leave it out"
-        message = f"{name} is {reprlib.repr(value)}, which this service cannot do; {expected}"
-        raise ApiError(400, message, param=name, code="unsupported_value" if idle else "unsupported_parameter")
-
-
 def _ignored(chat: ChatRequest, unread: Collection[str], *, keeps_metadata: bool) -> list[str]:
     """Returns the names of what was sent and changes nothing, each once; `unread` are roles that nobody reads."""
     names = sorted(chat.model_fields_set & (_UNREAD if keeps_metadata else _UNREAD | {"metadata"}))
@@ -120,6 +125,4 @@ def _ignored(chat: ChatRequest, unread: Collection[str], *, keeps_metadata: bool
         names.append("stream_options")
     elif options is not None and "include_obfuscation" in options.model_fields_set:
         names.append("stream_options.include_obfuscation")
-    of_messages = {name for message in chat.messages for name in message.model_extra or {}} | set(unread)
-    names += [f"messages.{name}" for name in sorted(of_messages) if _HEADER_NAME.fullmatch(name)]
-    return names[:MAX_LISTED]
+    return listed([*names, *of_messages("messages", chat.messages, unread)])

@@ -122,6 +122,8 @@ class ChatRequest(RequestBody):
     stream_options: StreamOptions | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     """Kept with the MLflow trace of the question, where there is one."""
+    include_reasoning: Annotated[bool, Field(strict=True)] | None = None
+    """Give the thought and the memory of each turn as `reasoning_content`; null: as the service is set."""
     mempipe: Options | None = None
     """What the OpenAI API has no field for."""
 
@@ -138,7 +140,7 @@ class ChatRequest(RequestBody):
     user: Any = None
     verbosity: Any = None
 
-    # Refused unless they ask for nothing (`mempipe.serve.answers.chat_reading`).
+    # Refused unless they ask for nothing (`mempipe.serve.openai.chat_reading`).
     audio: Any = None
     frequency_penalty: Any = None
     function_call: Any = None
@@ -171,8 +173,12 @@ class ChatRequest(RequestBody):
 
 
 class ChatReplyMessage(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     role: Literal["assistant"] = "assistant"
     content: str
+    reasoning_content: str | None = Field(None, exclude_if=lambda text: text is None)
+    """The thought and the memory of each turn, where they are asked for."""
     refusal: None = None
 
 

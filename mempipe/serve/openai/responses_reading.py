@@ -1,0 +1,180 @@
+"""Reads a request of the Responses API as a question to the agent, and its earlier items as a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from mempipe.serve.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
+from mempipe.serve.http.errors import ApiError
+from mempipe.serve.openai.chat_api import ChatMessage
+from mempipe.serve.openai.chat_reading import INSTRUCTIONS, history
+from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
+from mempipe.serve.openai.responses_api import LOGPROBS, InputItem, ResponseRequest
+
+MEMORY = "memory_"
+"""How the id of a reasoning item begins that holds a memory of this service."""
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "moderation": (),
+    "prompt": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
+_UNREAD = frozenset(name for name, field in ResponseRequest.model_fields.items() if field.annotation is Any)
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResponse:
+    """A request of the Responses API as the agent takes it."""
+
+    asked: AnswerRequest
+    memory: str | None
+    """The last memory among the items of `input`; None where there is none."""
+    said: list[ChatMessage]
+    """The messages between that memory and the question."""
+    ignored: list[str]
+
+    def history(self, before: str = "") -> str | None:
+        """Returns what was said before the question as a memory; None where nothing was. `before` is the memory of an
+        earlier response; one in `input` takes its place.
+        """
+        return remembered(before if self.memory is None else self.memory, self.said)
+
+
+def read_response(request: ResponseRequest, *, takes_instructions: bool) -> ReadResponse:
+    """Returns the question of a request; `takes_instructions` says whether the agent has a place for instructions.
+
+    Raises ApiError 400 with the field that is wrong or cannot be had.
+    """
+    refuse_unsupported(request, _IDLE)
+    _refuse_other_formats(request.text)
+    options = request.mempipe or Options()
+    named = (request.conversation, request.previous_response_id, options.session)
+    if len([each for each in named if each is not None]) > 1:
+        message = "give one of conversation, previous_response_id and mempipe.session"
+        raise ApiError(400, message, param="previous_response_id" if named[1] else "conversation")
+    memory, messages, unread = _read_items(request.input)
+    said = [message for message in messages if message.role not in INSTRUCTIONS]
+    if not said or said[-1].role != "user" or not said[-1].content.strip():
+        raise ApiError(400, "input: the last item is the question, of role 'user' and not blank", param="input")
+    question, orders = said[-1].content, [request.instructions or ""]
+    orders += [message.content for message in messages if message.role in INSTRUCTIONS]
+    instructions = "\n".join(text for text in orders if text.strip())
+    for name, text in (("input", question), ("instructions", instructions if takes_instructions else "")):
+        if len(text) > MAX_QUESTION_CHARS:
+            message = f"{name} has {len(text)} characters; at most {MAX_QUESTION_CHARS} are read"
+            raise ApiError(400, message, param=name)
+    if not takes_instructions:
+        unread |= {message.role for message in messages if message.role in INSTRUCTIONS}
+    if request.conversation is not None:
+        options = options.model_copy(update={"session": request.conversation})
+    asked = AnswerRequest(
+        question=question,
+        instructions=instructions if instructions and takes_instructions else None,
+        model=request.model,
+        sampling=request.sampling,
+        logprobs=LOGPROBS in (request.include or []),
+        metadata=request.metadata or {},
+        **dict(options),
+    )
+    ignored = sorted(request.model_fields_set & _UNREAD)
+    ignored += [f"include.{each}" for each in request.include or [] if each != LOGPROBS]
+    if request.stream_options is not None:
+        ignored.append("stream_options")
+    if request.instructions and not takes_instructions:
+        ignored.append("instructions")
+    ignored += of_messages("input", (), unread)
+    return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=listed(ignored))
+
+
+def read_items(items: Sequence[InputItem]) -> str:
+    """Returns items of an earlier conversation as a memory. Raises ApiError 400."""
+    memory, messages, _ = _read_items(items)
+    return remembered(memory or "", [each for each in messages if each.role not in INSTRUCTIONS]) or ""
+
+
+def in_response(error: ApiError, request: ResponseRequest) -> ApiError:
+    """Returns the refusal of a question with the field of its request that it is about."""
+    param = {"question": "input", "max_tokens": "max_output_tokens", "logprobs": "include"}.get(error.param or "")
+    if param is None and error.param == "session" and request.conversation is not None:
+        param = "conversation"
+    if param is None and error.param is not None:
+        of_options = error.param.partition(".")[0] in Options.model_fields
+        param = f"mempipe.{error.param}" if of_options else error.param
+    return ApiError(error.status, str(error), param=param, code=error.code)
+
+
+def remembered(memory: str, messages: Sequence[ChatMessage]) -> str | None:
+    """Returns a memory with messages that came after it; None where there is neither."""
+    return "\n".join(filter(None, (memory, history(messages)))) or None
+
+
+def _read_items(items: Sequence[InputItem]) -> tuple[str | None, list[ChatMessage], set[str]]:
+    """Returns the last memory among the items, the messages that it does not cover, and the types that are not read.
+
+    A memory covers all that came before the question in whose turns it was written.
+    """
+    memory: str | None = None
+    messages, unread = list[ChatMessage](), set[str]()
+    for index, item in enumerate(items):
+        if item.type == "message":
+            messages.append(_message({"role": item.role, "content": item.content}, index))
+        elif item.type in _CALLS:
+            call = {"function": {"name": item.name, "arguments": item.arguments or item.input}}
+            messages.append(_message({"role": "assistant", "tool_calls": [call]}, index))
+        elif item.type in _OUTPUTS:
+            messages.append(_message({"role": "tool", "content": item.output}, index))
+        elif item.type == "item_reference":
+            message = f"input.{index} is an item_reference; give the response as previous_response_id, or whole items"
+            raise ApiError(400, message, param=f"input.{index}")
+        elif item.type == "reasoning" and (item.id or "").startswith(MEMORY):
+            if (written := _summary(item, index)) is not None:
+                orders = [message for message in messages if message.role in INSTRUCTIONS]
+                memory, messages = written, orders + _since_the_last_question(messages)
+        else:
+            unread.add(item.type)
+    return memory, messages, unread
+
+
+def _message(fields: dict[str, Any], index: int) -> ChatMessage:
+    try:
+        return ChatMessage.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["input", str(index), *map(str, first["loc"])])
+        reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
+        raise ApiError(400, f"{where}: {reason}", param=where) from error
+
+
+def _summary(item: InputItem, index: int) -> str | None:
+    """Returns the memory of a reasoning item; None where the turn wrote none."""
+    if item.summary in (None, []):
+        return None
+    parts = item.summary if isinstance(item.summary, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        where = f"input.{index}.summary"
+        raise ApiError(400, f"{where} holds no texts; send the item as the service gave it", param=where)
+    return _message({"role": "user", "content": "\n".join(map(str, texts))}, index).content
+
+
+def _since_the_last_question(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    last = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), len(messages))
+    return [message for message in messages[last:] if message.role not in INSTRUCTIONS]
+
+
+def _refuse_other_formats(text: Any) -> None:
+    """Raises ApiError 400 where the answer should be other than text."""
+    form = text.get("format") if isinstance(text, dict) else None
+    kind = form.get("type") if isinstance(form, dict) else "text" if form is None else None
+    if kind != "text" or not isinstance(text, dict | None):
+        message = "text.format asks for another format; this service answers with {'type': 'text'} only"
+        raise ApiError(400, message, param="text.format", code="unsupported_value")

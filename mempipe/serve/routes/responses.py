@@ -1,0 +1,123 @@
+"""/v1/responses and /v1/conversations are those of the OpenAI API. A conversation's state is a memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from mempipe.serve.answers.answer_jobs import AnswerJob
+from mempipe.serve.answers.api import AnswerReply
+from mempipe.serve.answers.event_stream import event_stream, events
+from mempipe.serve.answers.store import StoredResponse
+from mempipe.serve.http.errors import ApiError
+from mempipe.serve.openai.responses_api import (
+    ConversationReply,
+    ConversationRequest,
+    DeletedConversationReply,
+    DeletedResponseReply,
+    ResponseReply,
+    ResponseRequest,
+)
+from mempipe.serve.openai.responses_reading import in_response, read_items, read_response
+from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished
+from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, OF_A_BODY, refusals
+from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
+
+router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
+
+
+@router.post("/responses", response_model=ResponseReply, responses=ANSWERS | IGNORED)
+async def create_response(
+    asked: ResponseRequest, parts: PartsOfApp, owner: Owner, request_id: RequestId, response: Response
+) -> Any:
+    """Answers a question; the memory after each turn is a reasoning item before the answer.
+
+    The next question goes on from it with `previous_response_id`, with a `conversation`, or with the items sent back
+    in `input`. The response header `x-mempipe-ignored` names what was sent and has no meaning here.
+    """
+    agent = asked.mempipe.agent if asked.mempipe is not None else None
+    read = read_response(asked, takes_instructions=parts.answering.takes_instructions(agent))
+    previous = asked.previous_response_id
+    memory = await _memory_after(previous, parts, owner) if previous is not None else ""
+    try:
+        job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=read.history(memory))
+    except ApiError as error:
+        raise in_response(error, asked) from error
+    keeps = asked.store is not False
+    reply = begun(asked, response_id=f"resp_{secrets.token_hex(24)}", model=parts.answering.name, keeps=keeps)
+    headers = {IGNORED_HEADER: ", ".join(read.ignored)} if read.ignored else {}
+    if not asked.stream:
+        response.headers.update(headers)
+        return await _kept(finished(reply, await parts.jobs.run(job)), parts, owner)
+    written = ResponseEvents(reply, num_samples=read.asked.num_samples)
+    return event_stream(written.of(_happening(reply, job, parts, owner)), headers=headers)
+
+
+@router.get("/responses/{response}", responses=refusals(404))
+async def response(response: str, parts: PartsOfApp, owner: Owner, stream: bool = False) -> ResponseReply:
+    """Shows a stored response, without its trace."""
+    if stream:
+        raise ApiError(400, "a stored response is no stream; leave stream out", param="stream")
+    return ResponseReply.model_validate_json((await parts.store.response(response, owner)).body)
+
+
+@router.delete("/responses/{response}", responses=refusals(404))
+async def delete_response(response: str, parts: PartsOfApp, owner: Owner) -> DeletedResponseReply:
+    """Deletes a stored response."""
+    await parts.store.delete_response(response, owner)
+    return DeletedResponseReply(id=response)
+
+
+@router.post("/conversations", responses=OF_A_BODY)
+async def create_conversation(parts: PartsOfApp, owner: Owner, asked: ConversationRequest | None = None) -> Any:
+    """Begins a conversation: a session, whose memory notes the items."""
+    memory = read_items((asked.items if asked is not None else None) or [])
+    session = await parts.store.create_session(owner, memory=memory)
+    return ConversationReply(id=session.id, created_at=int(session.created_at))
+
+
+@router.get("/conversations/{conversation}", responses=refusals(404))
+async def conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> ConversationReply:
+    """Shows a conversation; GET /v1/sessions/{session} shows its memory too."""
+    session = await parts.store.session(conversation, owner)
+    return ConversationReply(id=session.id, created_at=int(session.created_at))
+
+
+@router.delete("/conversations/{conversation}", responses=refusals(404))
+async def delete_conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> DeletedConversationReply:
+    """Forgets a conversation."""
+    await parts.store.delete_session(conversation, owner)
+    return DeletedConversationReply(id=conversation)
+
+
+async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
+    """Returns the memory that follows a stored response. Raises ApiError 404."""
+    try:
+        return (await parts.store.response(response_id, owner)).memory
+    except ApiError as error:
+        raise ApiError(404, str(error), param="previous_response_id", code="previous_response_not_found") from error
+
+
+async def _kept(reply: ResponseReply, parts: Parts, owner: str) -> ResponseReply:
+    """Stores a finished response, if it is to be stored, and returns it."""
+    if reply.store:
+        assert reply.mempipe is not None, "the response is finished"
+        stored = StoredResponse(
+            id=reply.id, body=reply.model_dump_json(exclude={"mempipe"}), memory=reply.mempipe.memory
+        )
+        await parts.store.keep_response(stored, owner)
+    return reply
+
+
+async def _happening(
+    reply: ResponseReply, job: AnswerJob, parts: Parts, owner: str
+) -> AsyncIterator[tuple[str, dict[str, Any]] | ResponseReply | None]:
+    """Yields what happens while the job is played, and at its end the stored response."""
+    async for event in events(lambda emit: parts.jobs.run(job, emit)):
+        if event is not None and event[0] == "answer":
+            yield await _kept(finished(reply, AnswerReply.model_validate(event[1])), parts, owner)
+        else:
+            yield event
