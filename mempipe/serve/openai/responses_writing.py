@@ -119,7 +119,7 @@ class ResponseEvents:
 
     def _item(self, item: ReasoningItem | MessageItem) -> Iterator[Event]:
         """Yields the events that make an item."""
-        at = {"output_index": self._num_items}
+        at: dict[str, Any] = {"output_index": self._num_items}
         self._num_items += 1
         empty: dict[str, Any] = {"status": "in_progress", "content": []}
         if isinstance(item, ReasoningItem):
