@@ -94,11 +94,12 @@ class Generator:
         self._adapter: LoRARequest | None = None  # what completions are sampled with, once there is one
 
     async def start(self) -> None:
-        """Loads the model (seconds to minutes).
+        """Loads the model (seconds to minutes), unless it is loaded.
 
         An engine in a process of its own lets the event loop stand still meanwhile. Raises what vLLM raises.
         """
-        assert self._engine is None, "the engine is already started"
+        if self._engine is not None:
+            return
         arguments = engine_arguments(
             self._model,
             self._config,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from mempipe.actors import generator
 from mempipe.actors.pools import GeneratorPool
@@ -23,6 +24,8 @@ class Engine:
         self.loaded: list[int] = []
 
     async def start(self) -> None:
+        """Loads a model once, as the real one does."""
+        self.starts = getattr(self, "starts", 0) + (not self.started)
         self.started = True
 
     async def load_weights(self, weights: Any, policy_version: int) -> None:
@@ -57,6 +60,21 @@ async def test_a_sync_starts_an_engine_that_nobody_has_asked_for_completions_yet
     await actor.load_weights(np.zeros(1, np.uint8), 3)
     engine: Any = actor._engine
     assert engine.loaded == [3]
+
+
+async def test_an_engine_whose_store_was_lost_while_it_started_takes_the_weights_at_the_next_call(actor):
+    class Lost:
+        async def remote(self) -> None:
+            raise ActorDiedError()
+
+    there = actor._store.newest
+    actor._store.newest = Lost()
+    with pytest.raises(ActorDiedError):
+        await actor.ready()
+    actor._store.newest = there
+    assert await actor.ready() == 0
+    engine: Any = actor._engine
+    assert engine.starts == 1
 
 
 async def test_so_does_a_score(actor):
