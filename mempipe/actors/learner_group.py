@@ -26,6 +26,8 @@ from mempipe.stop import StopRequest
 
 WATCH_S = 5.0
 ANSWER_S = 30.0
+DEATH_S = 10.0
+"""Within this time Ray knows of a rank that has died."""
 
 
 class LearnerActor:
@@ -266,7 +268,21 @@ class LearnerGroup:
         except RayActorError as error:
             raise LearnerLost(f"{phase}: a learner rank died: {one_line(error)}") from error
         except RayTaskError as error:
+            if death := self._death():
+                raise LearnerLost(f"{phase}: a learner rank died: {one_line(death)}") from error
             raise LearnerFailed(f"{phase}: {one_line(error)}") from error
+
+    def _death(self) -> RayActorError | None:
+        """Returns the error of a rank that has died, if there is one. Its death breaks the connections of the others,
+        whose errors may come first."""
+        answers = [rank.address.remote() for rank in self.ranks]
+        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=DEATH_S)
+        for answer in answered:
+            try:
+                ray.get(answer)
+            except RayActorError as error:
+                return error
+        return None
 
 
 def _interface(address: str) -> str | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from mempipe.actors import learner_group
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.lost import LearnerLost
+from mempipe.actors.lost import LearnerFailed, LearnerLost
 from mempipe.engines import learner
 from mempipe.stop import StopRequest
 
@@ -97,3 +97,39 @@ def test_ranks_talk_over_the_interface_of_the_nodes_address_unless_told_otherwis
     settings: Any = None
     LearnerActor().start(settings, 0, 1, ("127.0.0.1", 1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+class BrokenRank:
+    """Stands for a rank whose every call ends with an error, but for the one that tells whether it lives."""
+
+    def __init__(self, error: Exception, death: Exception | None) -> None:
+        self._error, self._death = error, death
+
+    def __getattr__(self, name: str) -> Any:
+        return BrokenMethod(self._death if name == "address" else self._error)
+
+
+@dataclass(frozen=True)
+class BrokenMethod:
+    raised: Exception | None
+
+    def remote(self, *arguments: Any) -> Exception | None:
+        return self.raised
+
+
+BROKEN = RayTaskError("update", "", RuntimeError("Connection closed by peer"))
+
+
+@pytest.mark.parametrize("death", [ActorDiedError(), None], ids=["a rank died", "all ranks live"])
+def test_a_broken_connection_is_a_lost_rank_when_a_rank_has_died(monkeypatch, death):
+    def get(answers: Any, **_: Any) -> Any:
+        for answer in answers if isinstance(answers, list) else [answers]:
+            if answer is not None:
+                raise answer
+        return answers
+
+    monkeypatch.setattr(learner_group.ray, "get", get)
+    monkeypatch.setattr(learner_group.ray, "wait", lambda answers, **_: (answers, []))
+    group = LearnerGroup([BrokenRank(BROKEN, None), BrokenRank(BROKEN, death)], timeout_s=30.0)
+    with pytest.raises(LearnerLost if death else LearnerFailed, match="checkpoint: "):
+        group.finish_save()
