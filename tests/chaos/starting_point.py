@@ -54,7 +54,8 @@ MAKING_S = 600.0
 def starting_point() -> Path:
     """Returns the folder with `world`, `index` and `warm_start`; makes it when it is not there."""
     folder = _cache() / _key()
-    lock(folder.with_name(f"{folder.name}.being-made"))
+    if not folder.exists():  # else a second campaign beside the first, which holds the lock, could not begin
+        lock(folder.with_name(f"{folder.name}.being-made"))
     if not folder.exists():
         with Watched(_cache() / f".{folder.name}.{os.getpid()}") as watched:
             watched.start(
