@@ -193,6 +193,7 @@ def _add_measuring_commands(commands: Any) -> None:
     trace.add_argument("--phase", default="", help="only this one: before, after, or RUN/SET of an evaluation")
     trace.add_argument("--limit", type=int, help="trajectories printed (default: one question before and after)")
     trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
+    trace.add_argument("--svg", metavar="FILE", help="draw one question, by default before and after, as a picture")
     trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
     trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="how far two filled sheets agree")
 
@@ -469,6 +470,12 @@ def _trace(arguments: argparse.Namespace) -> None:
         fitting = select(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
         count = write_viewer(Path(arguments.html), fitting, title=Path(arguments.run).resolve().name)
         print(f"{count:,} of {len(traced):,} trajectories in {arguments.html}")
+    elif arguments.svg:
+        from mempipe.reports.transcript import write_transcript
+
+        shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        write_transcript(Path(arguments.svg), shown)
+        print(f"{len(shown)} of {len(traced):,} trajectories in {arguments.svg}")
     elif arguments.sheet:
         from mempipe.reports.rating import write_sheet
 

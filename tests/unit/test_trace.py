@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -450,3 +451,32 @@ def test_sheets_that_cannot_be_compared_are_refused_by_name(run, tmp_path, capsy
     ):
         assert main(["trace", "--agreement", str(sheet), str(second)]) == 2
         assert message in capsys.readouterr().err
+
+
+# Picture
+
+
+def test_a_picture_shows_the_attempt_before_and_after_with_every_text_escaped(run, tmp_path, capsys):
+    picture = tmp_path / "attempt.svg"
+    assert "2 of 6 trajectories in" in printed(capsys, run, "--svg", picture)
+    text = picture.read_text()
+    root = ElementTree.fromstring(text)
+    words = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert words.index("before training") < words.index("after training")
+    assert [word for word in words if "(wrong)" in word or "(right)" in word] == ["none (wrong)", "Ann (right)"]
+    assert words.count("who is b") == 2 and words.count("Oslo Ann") == 2, "searches and memories of both attempts"
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for box in list(root.iter("{http://www.w3.org/2000/svg}rect"))[1:]:
+        x, y, w, h = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert x >= 0 and x + w <= width and y >= 0 and y + h <= height
+
+
+def test_a_picture_takes_one_question_and_holds_hostile_text_as_text(tmp_path, capsys):
+    hostile = [group(phase, 1, right=phase == "after", text=HOSTILE) for phase in ("before", "after")]
+    write_trajectories(tmp_path / "run" / "trajectories.parquet", [*hostile, group("after", 2, right=True)])
+    picture = tmp_path / "attempt.svg"
+    printed(capsys, tmp_path / "run", "--svg", picture)
+    elements = {each.tag.rpartition("}")[2] for each in ElementTree.fromstring(picture.read_text()).iter()}
+    assert elements <= {"svg", "title", "style", "rect", "text"}
+    assert main(["trace", str(tmp_path / "run"), "--limit", "3", "--svg", str(picture)]) == 2
+    assert "at most 2 trajectories of one question, and 3 were chosen" in capsys.readouterr().err
