@@ -14,7 +14,6 @@ import ray
 from mempipe.actors.cluster import NODE_IS_LATE, connected
 from tools.processes import command_line
 
-pytestmark = pytest.mark.jobs
 AGENT = "dashboard/agent.py"
 
 
