@@ -280,6 +280,7 @@ def _add_data_commands(commands: Any) -> None:
     world.add_argument("--questions", type=int, default=6)
     qa = _add(data, "qa", _data_qa, "show what was understood of a question file")
     qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
+    qa.add_argument("overrides", nargs="*", default=[], help="fields of the rows, e.g. data.columns.answer=label")
     qa.add_argument(
         "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
     )
@@ -650,9 +651,18 @@ def _data_qa(arguments: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from mempipe.data.config import Columns
     from mempipe.data.qa import describe_questions, read_question_file
+    from mempipe.loader import parse_overrides, parse_section
 
-    file = read_question_file(arguments.file, max_bad_rows=arguments.max_bad_rows)
+    values = parse_overrides(arguments.overrides)
+    for word in arguments.overrides:
+        if not word.startswith("data.columns."):
+            raise ConfigError(
+                f"{word} is no setting of this command; it takes data.columns.question=FIELD and its like"
+            )
+    columns = parse_section(values["data"]["columns"], Columns) if values else Columns()
+    file = read_question_file(arguments.file, columns=columns, max_bad_rows=arguments.max_bad_rows)
     print("\n".join(describe_questions(file)))
     table = Table("id", "question", "golden answers")
     for question in file.questions[: max(arguments.limit, 0)]:

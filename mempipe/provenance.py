@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mempipe.data.rows import JSON, JSONL, PARQUET, input_files
+from mempipe.data.rows import ROWS, input_files
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import record_of
@@ -71,7 +71,7 @@ def questions_sha256(questions: Iterable[Question]) -> str:
 def files_sha256(path: str) -> str:
     """Returns the SHA-256 of the bytes of a question set's file, or files. Raises ConfigError as reading it does."""
     digest = hashlib.sha256()
-    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+    for file in input_files(path, suffixes=ROWS):
         with file.open() as stored:
             while block := stored.read(_HASH_BYTES):
                 digest.update(block)

@@ -77,7 +77,9 @@ def _clean(config: RunConfig) -> Iterator[Group]:
         return _good(_recorded(wanted.trajectories), wanted.metric, wanted.min_score)
     if wanted.teacher is not None:
         endpoint = _teacher(config)
-        groups = played(config, read_questions(config.data.train), lambda *_: endpoint, name="teacher")
+        groups = played(
+            config, read_questions(config.data.train, columns=config.data.columns), lambda *_: endpoint, name="teacher"
+        )
         return _good(groups, wanted.metric, wanted.min_score)
     count = wanted.num_clean_trajectories + wanted.num_held_out
     questions = _questions(config, count, seed=config.seed + 1)
@@ -117,7 +119,7 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
     if config.world is not None:
         train_worlds, _ = worlds(config)
         return world_questions(train_worlds, count, setting="warm_start", seed=seed, hops=config.world.hops)
-    return list(filter(_text_script(config).can_play, read_questions(config.data.train)))
+    return list(filter(_text_script(config).can_play, read_questions(config.data.train, columns=config.data.columns)))
 
 
 def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:

@@ -135,7 +135,7 @@ def held_out_questions(config: RunConfig) -> list[Question]:
     """The questions of every evaluation of this run."""
     if not config.data.validation:
         return []
-    questions = read_questions(config.data.validation)
+    questions = read_questions(config.data.validation, columns=config.data.columns)
     return draw_questions(questions, config.evaluation.num_questions, seed=config.seed)
 
 
@@ -149,7 +149,7 @@ def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: Tra
 
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
-    questions = QuestionTable(iter_questions(config.data.train))
+    questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
     validation = held_out_questions(config)
     started = time.perf_counter()
     say("starting engines, retrievers and learner")

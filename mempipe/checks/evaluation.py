@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mempipe.checks.findings import Finding, attempt, fatal, ok
+from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.checks.machine import Devices, check_cluster, check_writable
 from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.run import check_prompts, check_retrieval, place_roles
 from mempipe.config import RunConfig
-from mempipe.data.qa import iter_questions
+from mempipe.data.qa import understood
 from mempipe.data.rows import is_remote
 from mempipe.evaluation.benchmarks import find_file
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
@@ -43,12 +43,14 @@ def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> li
 def check_benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
     """Checks that the set's file is there and begins with a question."""
 
-    def check() -> None:
+    setting = f"benchmarks: {benchmark.label}"
+    try:
         file = find_file(benchmark, data_dir=data_dir)
-        if not is_remote(file):
-            next(iter_questions(file))
-
-    return attempt(check, f"benchmarks: {benchmark.label}")
+        if is_remote(file):
+            return ok(f"{setting}: {file}, to be read when the evaluation starts")
+        return ok(f"{setting}: {file} ({understood(file, columns=benchmark.columns)})")
+    except ConfigError as error:
+        return fatal(str(error))
 
 
 def _run_here(run: EvaluatedRun, config: RunConfig, devices: Devices | None) -> list[Finding]:

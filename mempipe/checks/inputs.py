@@ -12,6 +12,7 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.agents.rendering import Renderer
 from mempipe.checks.models import model_folder
 from mempipe.config import RunConfig
+from mempipe.data.config import Columns
 from mempipe.data.qa import iter_questions
 from mempipe.data.rows import is_remote
 from mempipe.engines.tokenizer import load_tokenizer
@@ -28,7 +29,7 @@ def check_inputs(config: RunConfig) -> str:
     """
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     for path in filter(None, (config.data.train, config.data.validation)):
-        _check_questions(path, renderer)
+        _check_questions(path, renderer, columns=config.data.columns)
     parts = {**config.budget.parts(), "template": renderer.template_tokens}
     listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
     return f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}"
@@ -47,9 +48,9 @@ def hash_inputs(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _check_questions(path: str, renderer: Renderer) -> None:
+def _check_questions(path: str, renderer: Renderer, *, columns: Columns) -> None:
     count, unfit = 0, []
-    for question in iter_questions(path):
+    for question in iter_questions(path, columns=columns):
         count += 1
         try:
             renderer.check(question)

@@ -11,9 +11,10 @@ from mempipe.checks.machine import Devices, check_cluster, check_writable, devic
 from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
+from mempipe.data.config import Columns
 from mempipe.data.corpus import corpus_files
 from mempipe.data.plain_text import is_plain_text
-from mempipe.data.qa import iter_questions
+from mempipe.data.qa import understood
 from mempipe.data.rows import is_remote
 from mempipe.engines.gguf_file import find_gguf
 from mempipe.retrieval.manifest import check_index
@@ -103,7 +104,7 @@ def _lengths(config: RunConfig) -> list[Finding]:
     return findings
 
 
-def _questions(setting: str, path: str, *, needed: bool) -> list[Finding]:
+def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> list[Finding]:
     """Checks that the file is there and begins with a question; `mempipe.checks.inputs` reads the rest."""
     if not path:
         text = f"{setting} is empty"
@@ -111,19 +112,19 @@ def _questions(setting: str, path: str, *, needed: bool) -> list[Finding]:
     if is_remote(path):
         return [note(f"{setting}: {path}, to be read when the run starts")]
     try:
-        next(iter_questions(path))
+        first = understood(path, columns=columns)
     except ConfigError as error:
         return [fatal(f"{setting}: {error}")]
     except OSError as error:
         return [fatal(f"{setting}: {path} cannot be read: {error.strerror or error}")]
-    return [ok(f"{setting}: {path}")]
+    return [ok(f"{setting}: {path} ({first})")]
 
 
 def _given(config: RunConfig) -> list[Finding]:
     """Questions and passages that the run finds."""
     return [
-        *_questions("data.train", config.data.train, needed=True),
-        *_questions("data.validation", config.data.validation, needed=False),
+        *_questions("data.train", config.data.train, columns=config.data.columns, needed=True),
+        *_questions("data.validation", config.data.validation, columns=config.data.columns, needed=False),
         *check_retrieval(config),
     ]
 

@@ -7,13 +7,34 @@ from pydantic import Field
 from mempipe.settings import Section
 
 
+class Columns(Section):
+    """The fields of a question file's rows, where their names do not say what they hold. A field may lie inside another
+    one: reward_model.ground_truth, prompt.-1.content."""
+
+    question: str = ""
+    """What is asked: a text, or chat messages with one of the user's."""
+    answer: str = ""
+    """The golden answers: a text, a number, a list of them."""
+    id: str = ""
+    """A text or a whole number; empty: `id` and its like, else an id that the content decides."""
+    context: str = ""
+    """The text that a reading agent reads."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Returns the fields that are set, by setting."""
+        return {name: path for name, path in self.model_dump().items() if path}
+
+
 class DataConfig(Section):
     """The questions of a run."""
 
     train: str = ""
-    """Question file in any published format (docs/evaluation.md), or parquet written by mempipe."""
+    """Question file or folder (.jsonl, .json, .csv, .tsv, .parquet) of any usual shape; docs/data.md lists them."""
     validation: str = ""
     """Question file that is never trained on; empty: nothing is evaluated."""
+    columns: Columns = Columns()
+    """Fields of the rows of train and validation; empty ones are found by their names."""
     num_epochs: int = Field(1, ge=1)
     """How often every training question may be asked."""
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""Reads rows of jsonl, jsonl.gz, json and parquet files, local or by fsspec URL, with the place of every row.
+"""Reads rows of jsonl, json, csv, tsv and parquet files, local or by fsspec URL, with the place of every row.
 
 A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be
 passed over. A fault of a whole file (missing, truncated, of another kind) is a ConfigError whatever the limit. A fault
@@ -7,7 +7,10 @@ of the disk or the network stays an OSError.
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
+import itertools
 import json
 import re
 import zlib
@@ -24,7 +27,9 @@ from mempipe.settings import ConfigError
 from mempipe.storage.files import sha256
 from mempipe.storage.parquet import check_parquet
 
-JSONL, PARQUET, JSON = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",)
+JSONL, PARQUET, JSON, CSV = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",), (".csv", ".tsv")
+ROWS = (*JSONL, *PARQUET, *JSON, *CSV)
+"""The suffixes of all files that have rows."""
 BLOCK_BYTES = 8 * 2**20
 """Bytes read at once from a file of lines; the memory that a reader needs follows from them."""
 MAX_LINE_BYTES = 256 * 2**20
@@ -33,6 +38,10 @@ _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<path>[^/].*)")
+_HUB_URL = re.compile(r"hf://(?!datasets/|spaces/|buckets/)(?P<rest>[\w.-]+/[\w.-]+(/.*)?)")
+_SEPARATORS = ",\t;"
+_RECORDS = {"ruler.json", "cloze.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that describe the others of a folder and have no rows."""
 
 Source = str | Path
 
@@ -137,12 +146,14 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
     """Yields the place and the content of every row in order; a place is "FILE, line 3", "FILE, row 3" or
     "FILE, item 3", counted from 1. It passes over blank lines.
 
-    It streams lines and parquet, and holds a `.json` file, which is one list, in memory. Lines that are no JSON object
-    in UTF-8 go to `bad` (None: the first one raises). Raises ConfigError with the place for a file that is truncated or
-    of another kind.
+    It streams lines and tables, and holds a `.json` file in memory: a list of objects, an object with one such list
+    ({"data": [...]}), columns ({"question": [...], ...}), or lines of objects. Lines that are no JSON object in UTF-8
+    go to `bad` (None: the first one raises). Raises ConfigError with the place for a file that is truncated or of
+    another kind.
     """
     bad = bad or BadRows()
-    for place, row in _json_items(file) if file.name.endswith(JSON) else _table_or_lines(file):
+    read = next((read for suffixes, read in _READERS.items() if file.name.endswith(suffixes)), _table_or_lines)
+    for place, row in read(file):
         if isinstance(row, BadRow):
             bad.add(place, str(row), kind=row.kind)
         else:
@@ -310,7 +321,7 @@ def is_remote(source: Source) -> bool:
 
 
 def _url(source: Source) -> str:
-    text = str(source)
+    text = _HUB_URL.sub(r"hf://datasets/\g<rest>", str(source))
     hub = _HUB_NAME.fullmatch(text)
     if hub and not Path(text).exists():
         return f"hf://datasets/{hub['repository']}/{hub['path']}"
@@ -327,6 +338,8 @@ def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     if not is_folder and not source.endswith(suffixes):
         raise ConfigError(f"{source} ends in neither {expected}")
     files = sorted((file for file in found if file.name.endswith(suffixes)), key=lambda file: file.name)
+    if is_folder:
+        files = [file for file in files if file.name not in _RECORDS]
     if not files:
         raise ConfigError(f"{source} is a folder without a file that ends in {expected.replace(' nor ', ' or ')}")
     return files
@@ -352,9 +365,9 @@ def _find_remote(url: str) -> tuple[list[InputFile], bool]:
     except FileNotFoundError as error:
         raise ConfigError(f"{url} does not exist or cannot be reached") from error
     except Exception as error:  # file systems have errors of their own; each means that the place cannot be read
-        raise ConfigError(
-            f"{url} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        ) from error
+        said = " ".join(str(error).split())[:300]
+        advice = "; without a network, copy the file to this machine and name the copy" * url.startswith("hf://")
+        raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {said}{advice}") from error
     files = [file for file in entries if file["type"] == "file"]
     return [
         InputFile(filesystem.unstrip_protocol(file["name"]) if is_folder else url, int(file["size"] or 0))
@@ -376,17 +389,85 @@ def _table_or_lines(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | Bad
 
 def _json_items(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     with file.open() as stored:
-        content = stored.read()
+        content = stored.read().removeprefix(_BOM)
     try:
-        items = json.loads(content.removeprefix(_BOM).decode(), parse_constant=_refuse_constant)
+        items = json.loads(content.decode(), parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
+        yield from _table_or_lines(file)  # one object a line, as several tools write it
+        return
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
-    if not isinstance(items, list):
-        raise ConfigError(f"{file.url} holds {type(items).__name__}, expected a list of objects")
-    for i, item in enumerate(items, start=1):
+    for i, item in enumerate(_items_of(items, file), start=1):
         wrong = None if isinstance(item, dict) else BadRow("not_object", f"expected an object, got {str(item)[:80]!r}")
         yield f"{file.url}, item {i}", wrong or item
 
 
+def _items_of(value: Any, file: InputFile) -> list[Any]:
+    """Returns the items of a list, of columns, of objects by their ids, of the one list of objects in an object, or the
+    object itself. Raises ConfigError.
+    """
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file.url} holds {type(value).__name__}, expected a list of objects")
+    if columns := _columns_of(value):
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if value and all(isinstance(item, dict) and item for item in value.values()):
+        return [{"id": name, **item} for name, item in value.items()]
+    lists = [name for name, items in value.items() if isinstance(items, list) and items and isinstance(items[0], dict)]
+    if len(lists) > 1:
+        listed = " and ".join(f"{name} ({len(value[name])} objects)" for name in lists)
+        raise ConfigError(f"{file.url} holds several lists of objects: {listed}; keep the one that is meant")
+    return value[lists[0]] if lists else [value]
+
+
+def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:
+    """Returns the columns of an object of equally long lists, or of the objects by row number that pandas writes; none
+    for another object.
+    """
+    columns = {
+        name: list(column.values()) if isinstance(column, dict) and all(map(str.isdigit, column)) else column
+        for name, column in value.items()
+    }
+    lengths = {len(column) if isinstance(column, list) else 0 for column in columns.values()}
+    are_columns = len(columns) > 1 and len(lengths) == 1 and lengths != {0}
+    return columns if are_columns else {}
+
+
+def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Yields the rows below the header of a csv or tsv file. An empty cell is no value. The separator is the one of
+    comma, tab and semicolon that makes the most columns of the header.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    lines = table = None
+    try:
+        with file.open() as stored, io.TextIOWrapper(stored, encoding="utf-8-sig", newline="") as text:
+            header = text.readline()
+            separator = max(_SEPARATORS, key=header.count)
+            lines = itertools.chain([header], text)
+            table = csv.reader(lines, delimiter=separator, strict=True)
+            names = [name.strip() for name in next(table, [])]
+            if len(names) != len(set(names)):
+                raise ConfigError(f"{file.url} has two columns of one name: {', '.join(names)[:200]}")
+            for number, cells in enumerate((cells for cells in table if cells), start=1):
+                place = f"{file.url}, row {number}"
+                if len(cells) == len(names):
+                    yield place, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                else:
+                    yield place, BadRow("wrong_cells", f"{len(cells)} cells, but the header has {len(names)}")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file.url} is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise ConfigError(f"{file.url}, line {table.line_num if table else 1}: not a table: {error}") from error
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_READERS = {JSON: _json_items, CSV: _table_rows}
+"""How a file is read that has neither lines of JSON nor Parquet."""

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from mempipe.data.rows import JSON, JSONL, PARQUET, BadRow, BadRows, input_files, parquet_batches, read_rows
+from mempipe.data.rows import ROWS, BadRow, BadRows, input_files, parquet_batches, read_rows
 from mempipe.rl.rewards import normalize_answer
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text
@@ -119,7 +119,7 @@ def read_sources(path: str | Path) -> list[SourceQuestion]:
     Raises ConfigError with row and field for a question that does not hold its own documents.
     """
     bad, questions = BadRows(), {}
-    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+    for file in input_files(path, suffixes=ROWS):
         for place, row in read_rows(file, bad=bad):
             try:
                 question = _source(row)
@@ -212,7 +212,7 @@ def read_depths(path: str | Path) -> dict[str, list[float]]:
     does not record them.
     """
     depths = {}
-    for file in input_files(path, suffixes=(*JSONL, *PARQUET, *JSON)):
+    for file in input_files(path, suffixes=ROWS):
         if file.is_parquet:
             batches = parquet_batches(file, size=_ROWS_PER_GROUP, columns=["index", "evidence_depths"])
             rows = [row for _, batch in batches for row in batch.to_pylist()]

@@ -54,7 +54,7 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
 
 def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
     """Yields the set's questions as they are asked. Raises ConfigError as `read_questions` does."""
-    questions = iter_questions(file)
+    questions = iter_questions(file, columns=benchmark.columns)
     if benchmark.objectives > 1:
         questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed)
     return islice(questions, benchmark.num_questions or None)

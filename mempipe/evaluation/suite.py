@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
+from mempipe.data.config import Columns
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.loader import load_values, parse_section, section_values
 from mempipe.rollout import Control
@@ -63,6 +64,8 @@ class Benchmark(Section):
     """A question file; empty:
     DATA_DIR/NAME/test.jsonl or dev.jsonl, for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json.
     """
+    columns: Columns = Columns()
+    """Fields of the file's rows; empty ones are found by their names."""
     num_docs: int = Field(0, ge=0)
     """Documents in a context of ruler_hqa."""
     num_questions: int = Field(0, ge=0)

@@ -112,7 +112,7 @@ def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: Trackin
     """Returns the evaluation of the last stage, with and without the first one."""
     last = list(chain.stages)[-1]
     compared = [run.folder for run in runs if run.name in (last, last + ALONE)]
-    benchmarks = chain.benchmarks or [Benchmark(name="held-out", file=_held_out(compared[0], runs))]
+    benchmarks = chain.benchmarks or [_held_out(compared[0], runs)]
     return EvaluationSuite(
         name=EVALUATION,
         output=str(chain.folder),
@@ -149,13 +149,13 @@ def _export_of(run: RunConfig) -> dict[str, str]:
     return {"path": str(run.folder / "huggingface"), "source": ""}
 
 
-def _held_out(folder: Path, runs: Sequence[RunConfig]) -> str:
+def _held_out(folder: Path, runs: Sequence[RunConfig]) -> Benchmark:
     """Returns the held-out questions of the run in this folder: those that it made itself, or data.validation."""
     (run,) = (run for run in runs if run.folder == folder)
     if run.world is not None:
-        return str(folder / "world" / "validation.parquet")
+        return Benchmark(name="held-out", file=str(folder / "world" / "validation.parquet"))
     if run.cloze is not None:
-        return str(folder / "questions" / "test.parquet")
+        return Benchmark(name="held-out", file=str(folder / "questions" / "test.parquet"))
     if not run.data.validation:
         raise ConfigError(f"benchmarks is empty, and the stage {folder.name} has no data.validation; name a set")
-    return run.data.validation
+    return Benchmark(name="held-out", file=run.data.validation, columns=run.data.columns)

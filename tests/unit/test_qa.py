@@ -204,10 +204,17 @@ def test_mem1_rows_keep_the_answers_of_every_objective(tmp_path, num_objectives)
     assert named == dataclasses.replace(question, text="a?; b?")
 
 
-def test_hotpotqa_items_have_hops_and_no_context(tmp_path):
+def test_hotpotqa_items_have_hops_and_their_documents(tmp_path):
     path = tmp_path / "hotpot_dev_distractor_v1.json"
     path.write_text(json.dumps([hotpotqa_item("a"), hotpotqa_item("b")]))
-    expected = Question(id="a", text="Who?", golden_answers=["Ann"], source="hotpotqa", num_hops=2)
+    expected = Question(
+        id="a",
+        text="Who?",
+        golden_answers=["Ann"],
+        source="hotpotqa",
+        num_hops=2,
+        context="Document 1:\nNile\nA river. In Africa.\n\nDocument 2:\nRhine\nAnother.",
+    )
     assert read_questions(path) == [expected, dataclasses.replace(expected, id="b")]
 
 
@@ -229,7 +236,10 @@ def test_context_and_objectives_survive_our_own_parquet(tmp_path):
         (memagent_row(0) | {"context": ""}, "context is ''"),
         (memagent_row(0) | {"context": None}, "context is 'None'"),
         (memagent_row(0) | {"reward_model": {"ground_truth": []}}, "reward_model.ground_truth is []"),
-        (memagent_row(0) | {"extra_info": {"index": 0}, "prompt": "Who?"}, "prompt is Who?; expected messages"),
+        (
+            memagent_row(0) | {"extra_info": {"index": 0}, "prompt": [{"role": "system", "content": "Who?"}]},
+            "expected messages with role",
+        ),
         (
             mem1_row(0, 1) | {"reward_model": {"ground_truth": {"target": [["Ann"], []]}}},
             "reward_model.ground_truth.target[1] is []",
@@ -239,13 +249,13 @@ def test_context_and_objectives_survive_our_own_parquet(tmp_path):
             "with 3 questions joined by '; '",
         ),
         (mem1_row(0) | {"prompt": [{"role": "user", "content": "Who is it?"}]}, "has no line 'Question: …'"),
-        (ruler_item(0) | {"answers": "Ann"}, "answers is Ann"),
+        (ruler_item(0) | {"answers": {"Ann": 1}}, "answers is {'Ann': 1}"),
         (ruler_item(0) | {"input": None}, "input is 'None'"),
         (hotpotqa_item("a") | {"answer": ""}, "answer is ''"),
-        (hotpotqa_item("a") | {"_id": None}, "_id is 'None'"),
+        (hotpotqa_item("a") | {"_id": ["a"]}, "_id is \"['a']\"; expected a text or a whole number"),
         (
-            {"question": "Who?", "answer": "Ann"},
-            "fields ['answer', 'question'] are of no known format; expected golden_answers, id, text (mempipe)",
+            {"ask": "Who?", "answer": "Ann"},
+            "fields ['answer', 'ask'] are of no known format: none of them holds a question (question, problem, ",
         ),
     ],
 )
@@ -261,8 +271,8 @@ def test_json_files_that_are_no_list_or_cut_are_refused(tmp_path):
     path = tmp_path / "q.json"
     path.write_text(json.dumps([FLASHRAG])[:-5])
     assert refusal(path).startswith(f"{path} is truncated or not JSON: ")
-    path.write_text(json.dumps(FLASHRAG))
-    assert refusal(path) == f"{path} holds dict, expected a list of objects"
+    path.write_text("3")
+    assert refusal(path) == f"{path} holds int, expected a list of objects"
     path.write_text('[{"id": NaN}]')
     assert refusal(path) == f"{path} is truncated or not JSON: NaN is not JSON"
     path.write_text("[3]")
@@ -373,11 +383,11 @@ def test_the_description_counts_what_questions_come_with(tmp_path):
     [
         ({"question": 3}, "question is '3'"),
         ({"question": "  "}, "question is '  '"),
-        ({"id": None}, "id is 'None'"),
+        ({"id": ["a"]}, "id is \"['a']\""),
         ({"golden_answers": []}, "golden_answers is []"),
-        ({"golden_answers": "Ann"}, "golden_answers is Ann"),
-        ({"golden_answers": ["Ann", 3]}, "golden_answers is ['Ann', 3]"),
-        ({"golden_answers": [""]}, "golden_answers is ['']"),
+        ({"golden_answers": {"Ann": 1}}, "golden_answers is {'Ann': 1}"),
+        ({"golden_answers": ["Ann", None]}, "golden_answers[1] is None"),
+        ({"golden_answers": [""]}, "golden_answers[0] is ''"),
         ({"id": "q0"}, "question id 'q0' occurs twice"),
     ],
 )
@@ -560,7 +570,7 @@ def test_wrong_parquet_rows_are_refused_by_row_and_field(tmp_path):
     no_target = parquet(
         tmp_path / "s.parquet", search_r1_row("nq", 0) | {"reward_model": {"ground_truth": {"other": ["Ann"]}}}
     )
-    assert f"{no_target}, row 1: reward_model.ground_truth.target is None" in refusal(no_target)
+    assert f"{no_target}, row 1: reward_model.ground_truth is {{'other': ['Ann']}}" in refusal(no_target)
     no_source = parquet(tmp_path / "d.parquet", memsearcher_row(0) | {"data_source": None})
     assert "data_source is 'None'" in refusal(no_source)
     own = parquet(tmp_path / "o.parquet", {"id": "a", "text": "Who?", "golden_answers": ["Ann"], "num_hops": "two"})
@@ -568,8 +578,8 @@ def test_wrong_parquet_rows_are_refused_by_row_and_field(tmp_path):
 
 
 def test_unknown_formats_and_empty_files_are_refused(tmp_path):
-    assert "fields ['answer', 'question'] are of no known format" in refusal(
-        jsonl(tmp_path / "q.jsonl", {"question": "Who?", "answer": "Ann"})
+    assert "fields ['answer', 'ask'] are of no known format" in refusal(
+        jsonl(tmp_path / "q.jsonl", {"ask": "Who?", "answer": "Ann"})
     )
     assert refusal(jsonl(tmp_path / "empty.jsonl")) == f"{tmp_path / 'empty.jsonl'} holds no question"
 

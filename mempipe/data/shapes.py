@@ -1,0 +1,732 @@
+"""The shapes that rows of question files have, in one table, and how a row of any of them becomes a `Question`.
+
+A shape says in which fields a row holds the question, its golden answers and the rest. A field is a path into the row
+(`reward_model.ground_truth`, `prompt.-1.content`); names match whatever their case. Rows of published sets are known by
+their fields (`SHAPES`). Any other row is read by the names of its fields (`QUESTION`, `ANSWERS`), or by those that
+`Columns` names. What a row holds twice in different words is refused with both readings, never guessed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mempipe.data.config import Columns
+from mempipe.data.rows import BadRow, InputFile
+from mempipe.data.ruler import expand_context, join_documents
+from mempipe.text import BOX, replace_surrogates
+from mempipe.types import Question, from_row, to_row
+
+QUESTION = ("question", "problem", "query", "utterance", "extra_info.question")
+"""Fields that hold a question and nothing else."""
+PROMPTS = ("prompt", "input", "messages", "responses_create_params.input")
+"""Fields that hold a question, perhaps with instructions around it: a text, or chat messages with one of the user's."""
+ANSWERS = (
+    "golden_answers",
+    "answers",
+    "answer",
+    "target",
+    "label",
+    "ground_truth",
+    "expected_answer",
+    "possible_answers",
+    "targetvalue",
+    "reward_model.ground_truth",
+)
+WORKED = ("solution",)
+"""Fields whose text may be more than the answer; they count only where no field of `ANSWERS` has a value."""
+ALIASES = ("answer_aliases", "aliases")
+"""Further golden answers, beside those of another field."""
+IDS = ("id", "_id", "question_id", "questionid", "qid", "uuid")
+CONTEXT = "context"
+_NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
+"""Where golden answers lie inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
+_TEXTS = ("text", "paragraph_text", "contents", "content", "passage", "sentences")
+_NO_VALUE: tuple[Any, ...] = (None, "", [], {})
+_OWN_FIELDS = tuple(field.name for field in fields(Question))
+_MAX_HOPS = 10_000
+_SHOWN = 80  # characters of a wrong value
+_READINGS = {
+    "objectives": ("{n} objectives with one golden answer each", "one objective with {n} golden answers"),
+    "recall_targets": ("{n} entities with one surface form each", "one entity with {n} surface forms"),
+}
+"""Fields that are lists of lists of texts, and what a list of `n` texts in their place may mean."""
+_SPLITS = {"train", "dev", "test", "validation", "val", "valid"}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
+_WEB_QUESTIONS = re.compile(r'\(description (?:"([^"]+)"|([^)"]+))\)')
+_PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
+_QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
+
+
+class LeftOut(Exception):
+    """A row that is no question to ask, by design of its data set; the message says which kind it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What was understood of a row: its question, the name of its shape, and the field of each part ("" for none)."""
+
+    question: Question
+    shape: str
+    fields: dict[str, str]
+
+    def describe(self) -> str:
+        """Returns one line for people."""
+        question = self.question
+        parts = [
+            f"question {_shown(question.text)!r}",
+            f"golden answers {_shown(' | '.join(question.golden_answers))!r}",
+        ]
+        parts = [
+            f"{part}{_from(self.fields.get(name))}" for part, name in zip(parts, ("question", "answer"), strict=True)
+        ]
+        if question.context:
+            parts.append(f"a context of {len(question.context):,} characters{_from(self.fields.get('context'))}")
+        return ", ".join([*parts, f"id {question.id!r}{_from(self.fields.get('id'))}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Says which fields a row of this shape has (`marks`), and in which of them the parts of its question are.
+
+    Of `question`, `answers` and `id` the first field with a value counts. An `id` with braces is put together from
+    {file}, {source}, {split}, {index} and {number}. `source` is a field or, behind an equals sign, a name; "" takes the
+    name of the file or of its folder. `read` stands in place of all this for a shape that no field describes.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    question: tuple[str, ...] = ("question",)
+    answers: tuple[str, ...] = ("answer",)
+    aliases: tuple[str, ...] = ()
+    id: tuple[str, ...] = IDS
+    index: str = "extra_info.index"
+    source: str = ""
+    context: str = ""
+    applies: Callable[[dict[str, Any]], bool] = lambda row: True
+    read: Callable[[dict[str, Any], int], Question] | None = None
+
+
+def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Columns) -> Iterator[Reading]:
+    """Yields what the row asks: one question, or all questions about a text that it holds (SQuAD, LoCoMo).
+
+    `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
+    or can be read in two ways, and LeftOut for one that has no answer by design of its data set.
+    """
+    name, parts = _unfolded(row)
+    for part in parts:
+        if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
+            raise LeftOut("without an answer, as their data set says")
+        shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
+        yield _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
+
+
+def context_of(value: Any, *, file: InputFile, name: str = CONTEXT) -> str:
+    """Returns a long text: a text as it is, documents (`documents_of`, or RULER's numbers) under numbered headers.
+    Raises BadRow.
+    """
+    if isinstance(value, list) and any(not isinstance(item, str | list | dict) for item in value):
+        return expand_context(value, folder=Path(file.url).parent)
+    documents = documents_of(value)
+    if documents:
+        return join_documents(f"{title}\n{text}" if title else text for title, text in documents)
+    return _text(value, name)
+
+
+def documents_of(value: Any) -> list[tuple[str, str]]:
+    """Returns the documents (title, text) of [[title, [sentence, …]], …], {title: […], sentences: [[…], …]},
+    [{title, text}, …] or a list of texts; none for anything else.
+    """
+    if isinstance(value, dict):
+        titles, texts = value.get("title"), find(value, ("sentences", "content", "text"))
+        both = isinstance(titles, list) and isinstance(texts, list)
+        value = [[title, text] for title, text in zip(titles, texts, strict=False)] if both else None
+    found = [_document(item) for item in value] if isinstance(value, list) else []
+    documents = [document for document in found if document is not None]
+    return documents if len(documents) == len(found) else []
+
+
+def num_hops(row: dict[str, Any]) -> int:
+    """Returns the steps of a question: those of `question_decomposition` (MuSiQue), or the different titles of
+    `supporting_facts`; 0 when the data set names none.
+    """
+    steps = find(row, ("question_decomposition", "metadata.question_decomposition"))
+    return len(steps) if isinstance(steps, list) else len(set(supporting_titles(row)))
+
+
+def supporting_titles(row: dict[str, Any]) -> list[str]:
+    """Returns the titles of `supporting_facts`, {title: […]} or [[title, sentence], …], in their order."""
+    facts = find(row, ("supporting_facts", "metadata.supporting_facts"))
+    if isinstance(facts, dict):
+        titles = facts.get("title")
+    else:
+        titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
+    return list(map(str, titles)) if isinstance(titles, list) else []
+
+
+def find(row: Any, paths: Sequence[str]) -> Any:
+    """Returns the first value that one of the paths leads to; None where none does."""
+    return next((value for path in paths if not _is_empty(value := _at(row, path))), None)
+
+
+def golden_answers(value: Any, name: str) -> list[str]:
+    """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
+
+    Raises BadRow for what is missing, is no answer, or may be one answer or several.
+    """
+    if isinstance(value, bool):
+        yes = "yes" if value else "no"
+        raise BadRow(
+            "ambiguous", f"{name} is {value}, which may mean {yes!r} or {str(value).lower()!r}; write it as a text"
+        )
+    if isinstance(value, int | float | decimal.Decimal):
+        return [f"{value:.15g}" if isinstance(value, float) else str(value)]
+    if isinstance(value, datetime.date | datetime.time):
+        return [value.isoformat()]
+    if isinstance(value, str) and value.strip():
+        return _answers_in(value.strip(), name)
+    if isinstance(value, dict):
+        inner = [(f"{name}.{key}", _at(value, key)) for key in _NESTED if _has(value, key)]
+        found = [answer for path, item in inner for answer in golden_answers(_without_blanks(item), path)]
+    elif isinstance(value, list) and any(isinstance(item, list) for item in value):
+        raise BadRow(
+            "ambiguous",
+            f"{name} is {_shown(value)}, a list of lists, which may mean several golden answers or several objectives; "
+            "write golden answers as one list, and objectives as `objectives` of mempipe's own format",
+        )
+    else:
+        items = value if isinstance(value, list) else []
+        found = [answer for i, item in enumerate(items) for answer in golden_answers(item, f"{name}[{i}]")]
+    if not found:
+        kind = "missing_field" if value is None else "empty" if _is_empty(value) else "wrong_type"
+        raise BadRow(kind, f"{name} is {_quoted(value)}; expected a golden answer: a text, a number or a list of them")
+    return list(dict.fromkeys(found))
+
+
+def content_id(question: Question) -> str:
+    """Returns an id that the content of a question decides."""
+    content = json.dumps([question.text, question.golden_answers, question.context])
+    return f"q-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def _at(value: Any, path: str) -> Any:
+    """Follows a path of names and of places in lists; None where it leads nowhere."""
+    if isinstance(value, dict) and path in value:
+        return value[path]
+    for name in path.split("."):
+        if isinstance(value, dict):
+            value = value[name] if name in value else _spelled(value, name)
+        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,6}", name):
+            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def _is_empty(value: Any) -> bool:
+    return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
+
+
+def _spelled(row: dict[str, Any], name: str) -> Any:
+    """Returns the value of a field whose name is written in another case or has spaces around it."""
+    return next((value for key, value in row.items() if str(key).strip().casefold() == name.casefold()), None)
+
+
+def _has(row: dict[str, Any], path: str) -> bool:
+    return not _is_empty(_at(row, path))
+
+
+def _first(row: dict[str, Any], paths: Sequence[str]) -> str:
+    """Returns the first path with a value, else the first path."""
+    return next((path for path in paths if _has(row, path)), paths[0])
+
+
+def _fits(shape: Shape, row: dict[str, Any]) -> bool:
+    """A field without a value is a mark too: what is missing is then refused by its name."""
+    return all(mark in row or _has(row, mark) for mark in shape.marks) and shape.applies(row)
+
+
+def _unfolded(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the questions that a row holds, each as a row, and the name of its data set: those about the paragraphs
+    of a SQuAD article, about a conversation of LoCoMo, about the sessions of LongMemEval; else the row itself.
+    """
+    paragraphs, asked = row.get("paragraphs"), row.get("qa")
+    if isinstance(paragraphs, list) and paragraphs and all(_has_items(paragraph, "qas") for paragraph in paragraphs):
+        items = [(paragraph, item) for paragraph in paragraphs for item in paragraph["qas"]]
+        return "SQuAD", [{**_object(item), CONTEXT: paragraph.get(CONTEXT)} for paragraph, item in items]
+    if isinstance(row.get("conversation"), dict) and isinstance(asked, list):
+        shared = {CONTEXT: _conversation(row["conversation"]), "data_source": "locomo"}
+        name = row.get("sample_id") or "conversation"
+        return "LoCoMo", [{"id": f"{name}-{i}"} | _object(item) | shared for i, item in enumerate(asked)]
+    if isinstance(row.get("haystack_sessions"), list):
+        date = row.get("question_date")
+        question = f"Today is {date}. {row.get('question')}" if date and row.get("question") else row.get("question")
+        return "LongMemEval", [{**row, "question": question, CONTEXT: _sessions(row), "data_source": "longmemeval"}]
+    return "", [row]
+
+
+def _has_items(value: Any, name: str) -> bool:
+    return isinstance(value, dict) and isinstance(value.get(name), list)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _conversation(talk: dict[str, Any]) -> str:
+    """Returns the sessions of a LoCoMo conversation: `session_1`, `session_1_date_time` and so on."""
+    numbers = sorted(int(found[1]) for key in talk if (found := re.fullmatch(r"session_(\d{1,6})", str(key))))
+    return "\n\n".join(
+        _session(talk.get(f"session_{n}_date_time"), talk[f"session_{n}"], who="speaker", said="text") for n in numbers
+    )
+
+
+def _sessions(row: dict[str, Any]) -> str:
+    sessions, dates = row["haystack_sessions"], row.get("haystack_dates")
+    dates = dates if isinstance(dates, list) and len(dates) == len(sessions) else [None] * len(sessions)
+    pairs = zip(dates, sessions, strict=True)
+    return "\n\n".join(_session(date, session, who="role", said="content") for date, session in pairs)
+
+
+def _session(date: Any, turns: Any, *, who: str, said: str) -> str:
+    """Returns one session as text. A picture of LoCoMo is its caption."""
+    lines = [f"Session of {date}:"] if date else ["Session:"]
+    for turn in map(_object, turns if isinstance(turns, list) else []):
+        caption = f" [picture: {turn['blip_caption']}]" if turn.get("blip_caption") else ""
+        lines.append(f"{turn.get(who) or 'unknown'}: {turn.get(said) or ''}{caption}")
+    return "\n".join(lines)
+
+
+def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) -> Reading:
+    if shape.read is not None:
+        made, fields = shape.read(row, number), {}
+    else:
+        fields = {
+            "question": _first(row, shape.question),
+            "answer": _first(row, shape.answers),
+            "context": shape.context,
+        }
+        text = _asked(_at(row, fields["question"]), fields["question"])
+        golden = golden_answers(_at(row, fields["answer"]), fields["answer"])
+        golden += [
+            answer for name in shape.aliases if _has(row, name) for answer in golden_answers(_at(row, name), name)
+        ]
+        source = _source(shape.source, row, file)
+        own_id, fields["id"] = _identity(shape, row, file=file, source=source, number=number)
+        made = Question(
+            id=own_id,
+            text=text,
+            golden_answers=list(dict.fromkeys(golden)),
+            source=source,
+            num_hops=num_hops(row),
+            context=context_of(_at(row, shape.context), file=file, name=shape.context) if shape.context else "",
+        )
+    made = _readable(made)
+    if not made.id:
+        made, fields["id"] = replace(made, id=content_id(made)), "its content"
+    return Reading(question=made, shape=shape.name, fields=fields)
+
+
+def _source(source: str, row: dict[str, Any], file: InputFile) -> str:
+    if source:
+        return source[1:] if source.startswith("=") else _text(_at(row, source), source)
+    return file.folder if _SHARD.sub("", _stem(file)) in _SPLITS else _stem(file)
+
+
+def _stem(file: InputFile) -> str:
+    return file.name.partition(".")[0]
+
+
+def _identity(shape: Shape, row: dict[str, Any], *, file: InputFile, source: str, number: int) -> tuple[str, str]:
+    """Returns the row's own id ("" for none) and the field that it is from."""
+    field = _first(row, shape.id)
+    if "{" in field:
+        split, index = _at(row, "extra_info.split") or "row", _at(row, shape.index)
+        index = "+".join(map(str, index)) if isinstance(index, list) and index else index
+        parts = {"source": source, "split": split, "index": number if index is None else index, "number": number}
+        return field.format(file=_stem(file), **parts), ""
+    value = _at(row, field)
+    if _is_empty(value):
+        return "", ""
+    if type(value) not in (str, int) or not str(value).strip():
+        raise BadRow("wrong_type", f"{field} is {_shown(value)!r}; expected a text or a whole number")
+    return str(value).strip(), field
+
+
+def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> Shape:
+    """Returns the shape of a row of no published set, by the names of its fields. Raises BadRow."""
+    for setting, path in columns.named.items():
+        if not _has(row, path):
+            raise BadRow(
+                "missing_field", f"data.columns.{setting} is {path!r}, where the row has no value; it has {_names(row)}"
+            )
+    question = columns.question or _question_field(row)
+    answers = columns.answer or _answer_field(row)
+    read_context = _has(row, CONTEXT) and (isinstance(_at(row, CONTEXT), str) or documents_of(_at(row, CONTEXT)))
+    return Shape(
+        name=name or f"{question} + {answers}",
+        marks=(),
+        question=(question,),
+        answers=(answers,),
+        aliases=() if columns.answer else tuple(path for path in ALIASES if _has(row, path)),
+        id=(columns.id,) if columns.id else IDS,
+        source="data_source" if isinstance(_at(row, "data_source"), str) and _has(row, "data_source") else "",
+        context=columns.context or (CONTEXT if read_context else ""),
+    )
+
+
+def _question_field(row: dict[str, Any]) -> str:
+    """Returns the field that holds the question: one of `QUESTION`, else of `PROMPTS`. Raises BadRow where two of them
+    ask different things; a prompt around the question of another field asks the same.
+    """
+    texts = {path: _asked(_at(row, path), path) for path in QUESTION if _has(row, path)}
+    for path in PROMPTS:
+        if _has(row, path):
+            try:
+                texts[path] = _asked(_at(row, path), path)
+            except BadRow:
+                if not texts:
+                    raise
+    if not texts:
+        _refuse_without("question", row, (*QUESTION, *PROMPTS))
+    asked = min(texts, key=lambda path: len(texts[path]))
+    for path, text in texts.items():
+        if texts[asked].casefold() not in text.casefold():
+            _refuse_two("question", asked, texts[asked], path, text)
+    return asked
+
+
+def _answer_field(row: dict[str, Any]) -> str:
+    """Returns the field that holds the golden answers. Raises BadRow where two fields hold different ones."""
+    given = {path: golden_answers(_at(row, path), path) for path in ANSWERS if _has(row, path)}
+    given = given or {path: golden_answers(_at(row, path), path) for path in WORKED if _has(row, path)}
+    if not given:
+        _refuse_without("answer", row, (*ANSWERS, *WORKED))
+    _refuse_choice(row, *next(iter(given.items())))
+    widest = max(given, key=lambda path: len(given[path]))
+    known = {answer.casefold() for answer in given[widest]}
+    for path, answers in given.items():
+        if not known.issuperset(answer.casefold() for answer in answers):
+            _refuse_two("answer", widest, given[widest][0], path, answers[0])
+    return widest
+
+
+def _refuse_choice(row: dict[str, Any], path: str, answers: list[str]) -> None:
+    """Raises BadRow for an answer that may be one of the row's choices by its place or letter."""
+    choices = find(row, ("choices.text", "choices", "options"))
+    if isinstance(choices, list | dict) and re.fullmatch(r"\d|[A-Za-z]", answers[0]) and answers[0] not in choices:
+        raise BadRow(
+            "ambiguous",
+            f"{path} is {answers[0]!r}, which may be the golden answer or the place of one of the choices "
+            f"{_shown(choices)}; write the answer as a text into a field and set data.columns.answer to it",
+        )
+
+
+def _refuse_without(setting: str, row: dict[str, Any], paths: Sequence[str]) -> NoReturn:
+    if empty := next((path for path in paths if path in row), None):
+        raise BadRow(
+            "missing_field",
+            f"{empty} is {_quoted(row[empty])}; the row needs {_PARTS[setting]}, or set data.columns.{setting}",
+        )
+    raise BadRow(
+        "unknown_format",
+        f"fields {_names(row)} are of no known format: none of them holds {_PARTS[setting]}; "
+        f"set data.columns.{setting} to the one that does",
+    )
+
+
+def _refuse_two(setting: str, first: str, one: str, second: str, other: str) -> NoReturn:
+    raise BadRow(
+        "ambiguous",
+        f"{first} and {second} hold different {setting}s, {_shown(one)!r} and {_shown(other)!r}; "
+        f"set data.columns.{setting} to {first} or to {second}",
+    )
+
+
+def _asked(value: Any, name: str) -> str:
+    """Returns the question of a text, or of chat messages. Raises BadRow, also for several messages of the user."""
+    if not isinstance(value, list):
+        return _text(value, name)
+    contents = [_message_text(message) for message in value if _object(message).get("role") == "user"]
+    if len(contents) > 1:
+        last = next(i for i in reversed(range(len(value))) if _object(value[i]).get("role") == "user") - len(value)
+        raise BadRow(
+            "ambiguous",
+            f"{name} has {len(contents)} messages of the user; the question may be the first, "
+            f"{_shown(contents[0])!r}, or the last, {_shown(contents[-1])!r}; set data.columns.question, e.g. to "
+            f"{name}.{last}.content",
+        )
+    if not contents or not contents[0]:
+        raise BadRow(
+            "wrong_type", f"{name} is {_shown(value)}; expected messages with role and content, one of them the user's"
+        )
+    return contents[0]
+
+
+def _message_text(message: Any) -> str:
+    """Returns the text of a message, whose content may be a list of parts; "" for one that is not text alone."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    words = [text for text in texts if isinstance(text, str)]
+    return "\n".join(words).strip() if len(words) == len(texts) else ""
+
+
+def _answers_in(text: str, name: str) -> list[str]:
+    """Returns the golden answers of a text: itself, the texts of a JSON list or of a list of WebQuestions, or what
+    follows GSM8K's ####.
+    """
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            listed = json.loads(text)
+        except (ValueError, RecursionError):
+            listed = None
+        if isinstance(listed, list) and listed and all(isinstance(item, str) and item.strip() for item in listed):
+            return [item.strip() for item in listed]
+        if _PYTHON_LIST.fullmatch(text):
+            raise BadRow(
+                "ambiguous",
+                f"{name} is {_shown(text)}, which may be one golden answer or a list that Python printed; write a list "
+                'as JSON: ["a", "b"]',
+            )
+    if described := _WEB_QUESTIONS.findall(text) if text.startswith("(list ") else []:
+        return [(quoted or plain).strip() for quoted, plain in described]
+    if final := _FINAL.search(text):
+        return [final[1].strip()]
+    if BOX in text and not text.startswith(BOX):
+        raise BadRow(
+            "ambiguous",
+            f"{name} is {_shown(text)}, a worked solution; the golden answer may be all of it or what its {BOX} holds: "
+            "write the answer into a field of its own and set data.columns.answer to it",
+        )
+    return [text]
+
+
+def _without_blanks(value: Any) -> Any:
+    """Returns a list without its blank texts, which published lists of aliases have."""
+    return [item for item in value if not _is_empty(item)] if isinstance(value, list) else value
+
+
+def _document(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, str):
+        return ("", value.strip()) if value.strip() else None
+    if isinstance(value, list) and len(value) == 2:
+        title, text = value
+    elif isinstance(value, dict):
+        title, text = value.get("title") or "", find(value, _TEXTS)
+    else:
+        return None
+    if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
+        text = "".join(text)
+    return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
+
+
+def _mempipe(row: dict[str, Any], number: int) -> Question:
+    given = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
+    checked = {
+        "id": _text(row["id"], "id") if row.get("id") is not None else "",
+        "text": _text(row["text"], "text"),
+        "golden_answers": _answers(row["golden_answers"], "golden_answers"),
+        "evidence": _evidence(given.get("evidence", [])),
+        **{name: _lists(given[name], name) for name in _READINGS if name in given},
+    }
+    try:
+        question = from_row(Question, given | checked)
+    except KeyError as error:
+        raise BadRow("missing_field", f"{error.args[0]} is missing") from error
+    except TypeError as error:
+        raise BadRow("wrong_type", str(error)) from error
+    if not 0 <= question.num_hops <= _MAX_HOPS:
+        raise BadRow("wrong_value", f"num_hops is {question.num_hops}; expected 0 to {_MAX_HOPS}")
+    return question
+
+
+def _mem1(row: dict[str, Any], number: int) -> Question:
+    source, indices = _text(row.get("data_source"), "data_source"), _at(row, "extra_info.indices")
+    targets = row["reward_model"]["ground_truth"]["target"]
+    objectives = [_answers(target, f"reward_model.ground_truth.target[{i}]") for i, target in enumerate(targets)]
+    place = "+".join(map(str, indices)) if isinstance(indices, list) and indices else number
+    asked = row.get("question")
+    return Question(
+        id=f"{source}-{_at(row, 'extra_info.split') or 'row'}-{place}",
+        text=_text(asked, "question") if asked else _asked_in(_asked(row["prompt"], "prompt"), len(objectives)),
+        golden_answers=["; ".join(answers[0] for answers in objectives)],
+        source=source,
+        objectives=objectives,
+    )
+
+
+def _has_objectives(row: dict[str, Any]) -> bool:
+    targets = _at(row, "reward_model.ground_truth.target")
+    return isinstance(targets, list) and any(isinstance(target, list) for target in targets)
+
+
+def _asked_in(prompt: str, num_objectives: int) -> str:
+    """Returns what follows "Question:" in a MEM1 prompt, up to the end of the line.
+
+    It holds as many questions as objectives, joined by "; ". Raises BadRow when no line does.
+    """
+    for asked in reversed(_QUESTION_MARK.split(prompt)[1:]):
+        line = asked.strip().partition("\n")[0].strip()
+        if line and line.count("; ") >= num_objectives - 1:
+            return line
+    raise BadRow(
+        "missing_field",
+        f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '",
+    )
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
+        raise BadRow(kind, f"{name} is {_shown(value)!r}; expected a text")
+    return value.strip()
+
+
+def _answers(value: Any, name: str) -> list[str]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(answer, str) and answer.strip() for answer in value)
+    ):
+        kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
+        raise BadRow(kind, f"{name} is {_shown(value)}; expected a list of at least one text")
+    return list(value)
+
+
+def _lists(value: Any, name: str) -> list[list[str]]:
+    """Returns a list of lists of texts, none of them empty. Raises BadRow: of a list of texts it says both readings."""
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"{name} is {_shown(value)}; expected a list of lists of texts")
+    if value and all(isinstance(item, str) for item in value):
+        each, whole = (reading.format(n=len(value)) for reading in _READINGS[name])
+        readings = f"{_json([[item] for item in value])} for {each}, or {_json([value])} for {whole}"
+        right = readings if len(value) > 1 else _json([value])
+        raise BadRow("wrong_type", f"{name} is {_json(value)}; expected a list of lists: {right}")
+    return [_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _evidence(value: Any) -> Any:
+    """Returns evidence whose ids and values may be whole numbers, as a passage's id may be."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {name: str(item) if type(item) is int else item for name, item in fact.items()}
+        if isinstance(fact, dict)
+        else fact
+        for fact in value
+    ]
+
+
+def _readable(question: Question) -> Question:
+    """Returns the question with U+FFFD for the lone surrogates of its texts, of which the name of a file may be one."""
+
+    def readable(value: Any) -> Any:
+        if isinstance(value, str):
+            return replace_surrogates(value)
+        if isinstance(value, dict):
+            return {name: readable(item) for name, item in value.items()}
+        return [readable(item) for item in value] if isinstance(value, list) else value
+
+    return from_row(Question, readable(to_row(question)))
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)[:_SHOWN] if isinstance(value, list | dict) else str(value)[:_SHOWN]
+
+
+def _quoted(value: Any) -> str:
+    return repr(value[:_SHOWN]) if isinstance(value, str) else _shown(value)
+
+
+def _names(row: dict[str, Any]) -> str:
+    return reprlib.repr(sorted(map(str, row)))
+
+
+def _from(field: str | None) -> str:
+    return "" if not field else f" from {field}" if " " in field else f" from `{field}`"
+
+
+_PARTS = {
+    "question": f"a question ({', '.join((*QUESTION, *PROMPTS))})",
+    "answer": f"a golden answer ({', '.join((*ANSWERS, *WORKED))})",
+}
+_UNANSWERABLE = (("is_impossible", True), ("answerable", False), ("answers", {"text": [], "answer_start": []}))
+"""What SQuAD 2 and MuSiQue write beside a question that its text does not answer."""
+
+SHAPES = (  # the first that a row fits
+    Shape(name="mempipe", marks=("text", "golden_answers"), read=_mempipe),
+    Shape(
+        name="MemAgent",
+        marks=("prompt", "context", "reward_model"),
+        question=("extra_info.question", "prompt"),
+        answers=("reward_model.ground_truth",),
+        id=("{source}-{index}",),
+        source="data_source",
+        context="context",
+    ),
+    Shape(name="MEM1", marks=("prompt", "reward_model"), applies=_has_objectives, read=_mem1),
+    Shape(
+        name="Search-R1",
+        marks=("question", "reward_model.ground_truth.target"),
+        answers=("reward_model.ground_truth.target",),
+        id=("{source}-{split}-{index}",),
+        source="data_source",
+    ),
+    Shape(
+        name="MemSearcher",  # whose index is no row's own, since one data source is named for all
+        marks=("question", "reward_model"),
+        answers=("reward_model.ground_truth",),
+        id=("{source}-{split}-{number}",),
+        source="data_source",
+    ),
+    Shape(
+        name="FlashRAG",
+        marks=("question", "golden_answers"),
+        answers=("golden_answers",),
+        applies=lambda row: _has(row, "golden_answers"),
+    ),
+    Shape(
+        name="RULER",
+        marks=("context", "input", "answers"),
+        question=("input",),
+        answers=("answers",),
+        id=("{file}-{index}",),
+        index="index",
+        context="context",
+    ),
+    Shape(
+        name="MuSiQue",
+        marks=("question", "answer", "paragraphs"),
+        aliases=("answer_aliases",),
+        source="=musique",
+        context="paragraphs",
+    ),
+    Shape(
+        name="2WikiMultihopQA",
+        marks=("question", "answer", "supporting_facts", "evidences", "context"),
+        source="=2wikimultihopqa",
+        context="context",
+    ),
+    Shape(
+        name="HotpotQA",
+        marks=("question", "answer", "supporting_facts", "context"),
+        source="=hotpotqa",
+        context="context",
+    ),
+)
+"""Published sets whose rows hold more than their names tell. All others are read by the names of their fields."""

@@ -1,0 +1,433 @@
+"""Rows and files as people bring them: every usual shape is read, what can be read in two ways is refused with both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mempipe.cli import main
+from mempipe.data.config import Columns
+from mempipe.data.qa import read_question_file, read_questions, understood
+from mempipe.data.shapes import ANSWERS, PROMPTS, QUESTION
+from mempipe.settings import ConfigError
+from mempipe.types import Question
+
+ASKED, GOLD = "Who wrote Emma?", "Jane Austen"
+USER = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASKED}]
+TRIVIA = {"value": GOLD, "aliases": ["Austen", GOLD, ""], "normalized_value": "jane austen"}
+MUSIQUE = {
+    "id": "2hop__1_2",
+    "paragraphs": [
+        {"idx": 0, "title": "Emma", "paragraph_text": "Emma is by Jane Austen.", "is_supporting": True},
+        {"idx": 1, "title": "Nile", "paragraph_text": "A river.", "is_supporting": False},
+    ],
+    "question": ASKED,
+    "question_decomposition": [
+        {"id": 1, "question": "Who wrote Emma?", "answer": GOLD, "paragraph_support_idx": 0},
+        {"id": 2, "question": "#1 >> name", "answer": GOLD, "paragraph_support_idx": 0},
+    ],
+    "answer": GOLD,
+    "answer_aliases": ["Austen"],
+    "answerable": True,
+}
+LONG_MEM_EVAL = {
+    "question_id": "e47b",
+    "question_type": "single-session-user",
+    "question": ASKED,
+    "answer": 42,
+    "question_date": "2023/05/30 (Tue) 23:40",
+    "haystack_dates": ["2023/05/20 (Sat) 02:21"],
+    "haystack_session_ids": ["a"],
+    "haystack_sessions": [[{"role": "user", "content": "I am 42."}, {"role": "assistant", "content": "Noted."}]],
+}
+
+# The rows of other trainers and of published sets: name, row, golden answers.
+ROWS = [
+    ("question, answer", {"question": ASKED, "answer": GOLD}, [GOLD]),
+    ("question, answers", {"question": ASKED, "answers": [GOLD, "Austen"]}, [GOLD, "Austen"]),
+    (
+        "SQuAD",
+        {"id": "5", "title": "t", "context": "…", "question": ASKED, "answers": {"text": [GOLD], "answer_start": [3]}},
+        [GOLD],
+    ),
+    ("TriviaQA", {"question": ASKED, "question_id": "tc_1", "answer": TRIVIA, "entity_pages": {}}, [GOLD, "Austen"]),
+    ("NQ-open", {"question": ASKED, "answer": [GOLD, "Austen"]}, [GOLD, "Austen"]),
+    ("MuSiQue", MUSIQUE, [GOLD, "Austen"]),
+    ("TRL, text", {"prompt": ASKED, "answer": GOLD}, [GOLD]),
+    ("TRL, messages", {"prompt": USER, "answer": GOLD}, [GOLD]),
+    (
+        "verl",
+        {
+            "data_source": "mine",
+            "prompt": USER,
+            "ability": "qa",
+            "reward_model": {"style": "rule", "ground_truth": GOLD},
+            "extra_info": {"split": "train", "index": 7},
+        },
+        [GOLD],
+    ),
+    ("slime", {"prompt": USER, "label": GOLD, "metadata": {"rm_type": "f1"}}, [GOLD]),
+    ("NeMo Gym", {"responses_create_params": {"input": USER}, "expected_answer": GOLD}, [GOLD]),
+    ("problem, answer", {"problem": ASKED, "answer": GOLD, "solution": "By \\boxed{Jane Austen}."}, [GOLD]),
+    ("query, answer", {"query": ASKED, "answer": GOLD}, [GOLD]),
+    ("inspect", {"input": ASKED, "target": GOLD, "id": 3}, [GOLD]),
+    ("messages, ground_truth", {"messages": USER, "ground_truth": GOLD}, [GOLD]),
+    ("LongMemEval", LONG_MEM_EVAL, ["42"]),
+    ("FlashRAG", {"id": "t_0", "question": ASKED, "golden_answers": [GOLD]}, [GOLD]),
+    (
+        "Search-R1",
+        {
+            "id": "t_0",
+            "question": ASKED,
+            "golden_answers": [GOLD],
+            "data_source": "nq",
+            "prompt": [{"role": "user", "content": f"Answer the question. Question: {ASKED}"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": [GOLD]}},
+            "extra_info": {"split": "test", "index": 0},
+        },
+        [GOLD],
+    ),
+    # their kin
+    ("question, golden_answers", {"question": ASKED, "golden_answers": [GOLD]}, [GOLD]),
+    ("inspect, messages and list", {"input": USER, "target": [GOLD, "Austen"]}, [GOLD, "Austen"]),
+    ("problem, solution", {"problem": ASKED, "solution": GOLD}, [GOLD]),
+    ("GSM8K", {"question": ASKED, "answer": "She wrote 6.\nSo it is her.\n#### Jane Austen"}, [GOLD]),
+    ("PopQA", {"id": 4222, "question": ASKED, "possible_answers": '["Jane Austen", "Austen"]'}, [GOLD, "Austen"]),
+    ("Bamboogle", {"Question": ASKED, "Answer": GOLD}, [GOLD]),
+    (
+        "ComplexWebQuestions",
+        {"ID": "W", "question": ASKED, "answers": [{"answer_id": "m.0", "answer": GOLD, "aliases": ["Austen"]}]},
+        [GOLD, "Austen"],
+    ),
+    (
+        "WebQuestions",
+        {"url": "u", "targetValue": '(list (description "Jane Austen") (description Austen))', "utterance": ASKED},
+        [GOLD, "Austen"],
+    ),
+    (
+        "TriviaQA, official",
+        {"Question": ASKED, "QuestionId": "tc_1", "Answer": {"Value": GOLD, "Aliases": ["Austen"]}},
+        [GOLD, "Austen"],
+    ),
+    (
+        "verl with a question",
+        {"prompt": USER, "reward_model": {"ground_truth": [GOLD]}, "extra_info": {"question": ASKED}},
+        [GOLD],
+    ),
+    (
+        "content in parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}], "answer": GOLD},
+        [GOLD],
+    ),
+]
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def refusal(path: Path | str, **columns: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_questions(path, columns=Columns(**columns))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("row", "golden"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_a_row_of_every_usual_shape_is_a_question_with_its_golden_answers(tmp_path, kind, row, golden):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([{name: value for name, value in row.items() if value != {}}]), path)
+    else:
+        path.write_text(json.dumps([row] if kind == "json" else row))
+    (question,) = read_questions(path)
+    assert question.text.removeprefix("Today is 2023/05/30 (Tue) 23:40. ") == ASKED
+    assert question.golden_answers == golden and question.id
+
+
+def test_sets_that_bring_documents_give_them_as_context(tmp_path):
+    (musique,) = read_questions(jsonl(tmp_path / "m.jsonl", MUSIQUE))
+    assert musique.context == "Document 1:\nEmma\nEmma is by Jane Austen.\n\nDocument 2:\nNile\nA river."
+    assert (musique.id, musique.source, musique.num_hops) == ("2hop__1_2", "musique", 2)
+    (remembered,) = read_questions(jsonl(tmp_path / "l.jsonl", LONG_MEM_EVAL))
+    assert remembered.context == "Session of 2023/05/20 (Sat) 02:21:\nuser: I am 42.\nassistant: Noted."
+    assert (remembered.id, remembered.source) == ("e47b", "longmemeval")
+    (squad,) = read_questions(jsonl(tmp_path / "s.jsonl", ROWS[2][1] | {"context": "Emma, by Jane Austen"}))
+    assert squad.context == "Emma, by Jane Austen" and squad.id == "5"
+    (texts,) = read_questions(jsonl(tmp_path / "t.jsonl", {"question": "a?", "answer": "b", "context": ["x", "y"]}))
+    assert texts.context == "Document 1:\nx\n\nDocument 2:\ny"
+
+
+def test_one_conversation_of_locomo_holds_many_questions(tmp_path):
+    item = {
+        "sample_id": "conv-26",
+        "conversation": {
+            "speaker_a": "Ann",
+            "session_10_date_time": "noon",
+            "session_10": [{"speaker": "Ann", "dia_id": "D10:1", "text": "Bye", "blip_caption": "a dog"}],
+            "session_2": [{"speaker": "Bo", "dia_id": "D2:1", "text": "Hi"}],
+        },
+        "qa": [
+            {"question": "Who said bye?", "answer": "Ann", "evidence": ["D10:1"], "category": 1},
+            {"question": "How many?", "answer": 2, "evidence": [], "category": 2},
+            {"question": "What did Bo deny?", "adversarial_answer": "it", "category": 5},
+        ],
+    }
+    (tmp_path / "locomo10.json").write_text(json.dumps([item, item | {"sample_id": "conv-30"}]))
+    file = read_question_file(tmp_path / "locomo10.json")
+    assert [q.id for q in file.questions] == ["conv-26-0", "conv-26-1", "conv-30-0", "conv-30-1"]
+    assert file.questions[0].context == "Session:\nBo: Hi\n\nSession of noon:\nAnn: Bye [picture: a dog]"
+    assert file.questions[1].golden_answers == ["2"] and file.formats == {"LoCoMo": 4}
+    assert file.left_out == {"without an answer, as their data set says": 2}
+
+
+def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_path):
+    asked = [
+        {"question": ASKED, "id": "a", "answers": [{"text": GOLD, "answer_start": 0}, {"text": GOLD}]},
+        {"question": "Who not?", "id": "b", "answers": [], "is_impossible": True},
+    ]
+    article = {"title": "Emma", "paragraphs": [{"context": "Jane Austen wrote Emma.", "qas": asked}]}
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": [article]}))
+    file = read_question_file(tmp_path / "dev-v2.0.json")
+    assert file.questions == [
+        Question(id="a", text=ASKED, golden_answers=[GOLD], source="dev-v2", context="Jane Austen wrote Emma.")
+    ]
+    assert file.left_out == {"without an answer, as their data set says": 1}
+    none = {"id": "c", "context": "x", "question": "Who?", "answers": {"text": [], "answer_start": []}}
+    assert read_question_file(jsonl(tmp_path / "hf.jsonl", ROWS[2][1], none)).left_out == {
+        "without an answer, as their data set says": 1
+    }
+    full = jsonl(tmp_path / "full.jsonl", MUSIQUE, MUSIQUE | {"answerable": False})
+    assert len(read_questions(full)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"question": "Who?", "query": "What?", "answer": "a"},
+            "question and query hold different questions, 'Who?' and 'What?'; set data.columns.question to question or "
+            "to query",
+        ),
+        (
+            {"question": "Who?", "answer": "Ann", "label": 0},
+            "answer and label hold different answers, 'Ann' and '0'; set data.columns.answer to answer or to label",
+        ),
+        (
+            {
+                "messages": [USER[1], {"role": "assistant", "content": "x"}, {"role": "user", "content": "And?"}],
+                "answer": "a",
+            },
+            "messages has 2 messages of the user; the question may be the first, 'Who wrote Emma?', or the last, "
+            "'And?'; set data.columns.question, e.g. to messages.-1.content",
+        ),
+        ({"question": "Is it?", "answer": True}, "answer is True, which may mean 'yes' or 'true'; write it as a text"),
+        ({"question": "Who?", "answers": [["a"], ["b"]]}, "may mean several golden answers or several objectives"),
+        ({"question": "Who?", "answer": "['a', 'b']"}, "may be one golden answer or a list that Python printed"),
+        (
+            {"question": "Who?", "solution": "So \\boxed{4}."},
+            "the golden answer may be all of it or what its \\boxed holds",
+        ),
+        ({"question": None, "answer": "a"}, "question is None; the row needs a question (question, problem, "),
+        ({"question": "Who?", "answer": None}, "answer is None; the row needs a golden answer (golden_answers, "),
+        ({"question": "Who?", "answers": []}, "answers is []; the row needs a golden answer"),
+        (
+            {"question": "Who?", "gold": "a"},
+            "fields ['gold', 'question'] are of no known format: none of them holds a golden",
+        ),
+        ({"question": ["Who?"], "answer": "a"}, "question is ['Who?']; expected messages"),
+        ({"question": {"text": "Who?"}, "answer": "a"}, "question is \"{'text': 'Who?'}\"; expected a text"),
+        ({"question": 3, "answer": "a"}, "question is '3'; expected a text"),
+    ],
+)
+def test_what_is_missing_or_can_be_read_in_two_ways_is_refused(tmp_path, row, reason):
+    path = jsonl(tmp_path / "q.jsonl", row)
+    assert reason in (said := refusal(path)) and said.startswith(f"{path}, line 1: ") and "\n" not in said
+
+
+def test_columns_decide_what_can_be_read_in_two_ways_and_name_what_no_name_tells(tmp_path):
+    path = jsonl(tmp_path / "q.jsonl", {"ask": [{"text": "Who?"}], "answer": "Ann", "label": 0, "no": 7, "doc": "d"})
+    columns = Columns(question="ask.0.text", answer="label", id="no", context="doc")
+    assert read_questions(path, columns=columns) == [
+        Question(id="7", text="Who?", golden_answers=["0"], source="q", context="d")
+    ]
+    assert read_questions(path, columns=Columns(question="ask.-1.text", answer="answer"))[0].golden_answers == ["Ann"]
+    said = refusal(path, question="asked", answer="answer")
+    assert "data.columns.question is 'asked', where the row has no value; it has ['answer', 'ask', " in said
+    flash = jsonl(tmp_path / "f.jsonl", {"id": "1", "question": "Who?", "golden_answers": ["a"], "short": "b"})
+    assert read_questions(flash, columns=Columns(answer="short"))[0].golden_answers == ["b"]
+
+
+def test_a_prompt_around_the_question_of_another_field_is_no_second_question(tmp_path):
+    row = {
+        "question": "Who?",
+        "prompt": "Answer shortly. who? Think first.",
+        "answer": "Ann",
+        "golden_answers": ["ann", "A"],
+    }
+    (question,) = read_questions(jsonl(tmp_path / "q.jsonl", row | {"golden_answers": None, "target": ["Ann", "A"]}))
+    assert (question.text, question.golden_answers) == ("Who?", ["Ann", "A"])
+
+
+def test_an_id_comes_from_the_content_and_repeated_rows_are_left_out(tmp_path):
+    rows = [{"question": "Who?", "answer": "Ann"}, {"question": "What?", "answer": "x"}]
+    file = read_question_file(jsonl(tmp_path / "q.jsonl", *rows, rows[0], {"question": "Who?", "answer": "Bo"}))
+    assert file.left_out == {"repeated": 1} and len({q.id for q in file.questions}) == 3
+    again = read_questions(jsonl(tmp_path / "other.jsonl", *reversed(rows)))
+    assert [q.id for q in again] == [file.questions[1].id, file.questions[0].id]
+    assert all(q.id.startswith("q-") and len(q.id) == 14 for q in again)
+
+
+def test_numbers_are_answers_as_they_are_written(tmp_path):
+    rows = [{"question": f"{i}?", "answer": value} for i, value in enumerate([42, 42.0, 3.5, [1, "one"], 0])]
+    found = [q.golden_answers for q in read_questions(jsonl(tmp_path / "q.jsonl", *rows))]
+    assert found == [["42"], ["42"], ["3.5"], ["1", "one"], ["0"]]
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";"])
+def test_tables_are_read_whatever_separates_their_cells(tmp_path, separator):
+    path = tmp_path / ("q.tsv" if separator == "\t" else "q.csv")
+    rows = [["id", "Question", "answer"], ["1", "Who, then?", '["Ann", "Anne"]'], ["", "What\u2028is\n“it”?", "7"]]
+    lines = [separator.join('"' + cell.replace('"', '""') + '"' for cell in row) for row in rows]
+    path.write_bytes(("\ufeff" + "\r\n".join([*lines[:2], "", lines[2]])).encode())
+    first, second = read_questions(path)
+    assert (first.id, first.text, first.golden_answers) == ("1", "Who, then?", ["Ann", "Anne"])
+    assert (second.text, second.golden_answers) == ("What\u2028is\n“it”?", ["7"]) and second.id.startswith("q-")
+
+
+def test_tables_that_are_none_are_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "q.csv"
+    for content, reason in (
+        (b"question,answer\nWho?,Ann,Bo\n", f"{path}, row 1: 3 cells, but the header has 2"),
+        (b"question,answer\nf\xfcr,a\n", f"{path} is not UTF-8 (byte 0xfc); save it as UTF-8"),
+        ("question,answer\n".encode("utf-16"), f"{path} is not UTF-8 (byte 0xff)"),
+        (b'question,answer\n"Who?,Ann\n', f"{path}, line 2: not a table: "),
+        (b"answer,answer\na,b\n", f"{path} has two columns of one name: answer, answer"),
+        (b"", f"{path} holds no question"),
+        (b"question,answer\n", f"{path} holds no question"),
+        (b"Who?,Ann\n", f"{path} holds no question"),
+    ):
+        path.write_bytes(content)
+        assert refusal(path).startswith(reason)
+
+
+def test_json_is_a_list_or_one_list_in_an_object_or_columns_or_lines(tmp_path):
+    path, rows = tmp_path / "q.json", [{"question": "Who?", "answer": "Ann"}, {"question": "What?", "answer": "x"}]
+    frame = pl.DataFrame(rows)
+    for content in (
+        json.dumps(rows),
+        json.dumps({"version": 1, "data": rows}),
+        json.dumps({"questions": rows}),
+        json.dumps(frame.to_dict(as_series=False)),
+        json.dumps({name: dict(enumerate(frame[name])) for name in frame.columns}),
+        "\ufeff" + "".join(json.dumps(row) + "\r\n" for row in rows),
+    ):
+        path.write_text(content)
+        assert [(q.text, q.golden_answers) for q in read_questions(path)] == [("Who?", ["Ann"]), ("What?", ["x"])]
+    path.write_text(json.dumps({"a": rows[0], "b": rows[1]}))
+    assert [(q.id, q.text) for q in read_questions(path)] == [("a", "Who?"), ("b", "What?")]
+    path.write_text(json.dumps({"train": rows, "test": rows[:1]}))
+    said = f"{path} holds several lists of objects: train (2 objects) and test (1 objects); keep the one that is meant"
+    assert refusal(path) == said
+
+
+def test_a_folder_of_several_splits_is_refused_and_descriptions_beside_rows_are_passed_over(tmp_path):
+    folder = jsonl(tmp_path / "set" / "train.jsonl", {"question": "Who?", "answer": "Ann"}).parent
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "ruler.json").write_text('{"files": [{"a": 1}]}')
+    assert read_questions(folder)[0].source == "set"
+    jsonl(folder / "test.jsonl", {"question": "Who?", "answer": "Ann"})
+    assert refusal(folder) == f"{folder} holds several splits (test.jsonl, train.jsonl); name one of the files"
+
+
+def test_a_name_on_the_hub_may_leave_out_that_it_is_a_data_set(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("hf://OWNER/NAME/train.jsonl", "hf://datasets/OWNER/NAME/train.jsonl"):
+        assert refusal(name).startswith("hf://datasets/OWNER/NAME/train.jsonl cannot be read")
+
+
+def test_huge_fields_are_read(tmp_path):
+    text = "word " * 400_000
+    path = tmp_path / "q.csv"
+    path.write_text(f'question,answer,context\nWho?,Ann,"{text}"\n')
+    assert read_questions(path)[0].context == text.strip()
+
+
+def test_what_was_understood_is_said_with_the_first_row(tmp_path, capsys):
+    path = jsonl(tmp_path / "q.jsonl", {"prompt": USER, "label": GOLD, "answer": 3, "context": "x" * 2000})
+    line = understood(path, columns=Columns(answer="label"))
+    assert line.startswith(
+        "prompt + label: question 'Who wrote Emma?' from `prompt`, golden answers 'Jane Austen' from `label`, "
+        "a context of 2,000 characters from `context`, id 'q-"
+    ) and line.endswith("from its content")
+    assert main(["data", "qa", str(path), "data.columns.answer=label"]) == 0
+    out = capsys.readouterr().out
+    assert "the first row: question 'Who wrote Emma?' from `prompt`" in out and "format: 1 prompt + label" in out
+    assert main(["data", "qa", str(path)]) == 2
+    assert "set data.columns.answer to answer or to label" in capsys.readouterr().err
+    assert main(["data", "qa", str(path), "data.column.answer=label"]) == 2
+    assert "data.column.answer=label is no setting of this command" in capsys.readouterr().err
+    assert main(["data", "qa", str(path), "data.columns.answers=label"]) == 2
+    assert "answers is not a setting; did you mean answer?" in capsys.readouterr().err
+
+
+NAMES = st.sampled_from([*QUESTION[:3], *PROMPTS[:3], *ANSWERS[:6], "solution", "context", "id", "metadata", "x"])
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None, categories=None), max_size=6)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["text", "value", "target", "role", "content", "title"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(row=st.dictionaries(NAMES, VALUES, max_size=5))
+def test_any_row_is_a_question_that_stays_itself_or_one_sentence(tmp_path_factory, row):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text(json.dumps(row).replace("NaN", "null").replace("-Infinity", "0").replace("Infinity", "0") + "\n")
+    try:
+        (question,) = read_questions(path)
+    except ConfigError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)
+    else:
+        assert question.text.strip() and question.id and all(map(str.strip, question.golden_answers))
+        assert question.golden_answers and read_questions(path) == [question]
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text and not text.startswith(("[", "\ufeff", "(list")) and "\n####" not in text
+)
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4, unique_by=lambda row: row[0]))
+def test_every_kind_of_file_gives_the_same_questions(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("kinds")
+    frame = pl.DataFrame(rows, schema=["question", "answer"], orient="row")
+    frame.write_csv(folder / "q.csv", quote_style="always")
+    frame.write_csv(folder / "q.tsv", separator="\t", quote_style="always")
+    frame.write_ndjson(folder / "q.jsonl")
+    frame.write_parquet(folder / "q.parquet")
+    (folder / "q.json").write_text(json.dumps(frame.to_dicts()))
+    found = [read_questions(folder / f"q.{kind}") for kind in ("jsonl", "json", "csv", "tsv", "parquet")]
+    assert all(questions == found[0] for questions in found)
+    assert [(q.text, q.golden_answers) for q in found[0]] == [(asked, [gold]) for asked, gold in rows]
