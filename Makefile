@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart real test test-fast test-gpu chaos lint clean
+.PHONY: setup quickstart real test test-fast test-jobs test-gpu chaos lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) --resume-if-exists
@@ -28,11 +28,15 @@ real: setup  ## a real language model on real text: CORPUS=FILE for your own (do
 	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \
 		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
-test: setup lint  ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS)  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
+test: setup lint  ## every promise and every real part, on whatever devices this machine has
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
 
 test-fast: setup  ## the tests that need no cluster, no engine, no training, and no more than seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
+
+test-jobs: setup  ## rare and long tests: real text, sweeps, kills under load, every agent's training; then `make chaos`
+	$(BIN)/python -m pytest -m jobs tests/jobs tests/ray tests/engines
+	$(MAKE) chaos
 
 test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu

@@ -101,6 +101,7 @@ async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shu
     assert left_in(temporary) == []
 
 
+@pytest.mark.jobs
 async def test_its_death_reaches_every_call_at_once(started):
     generator = started.generator
     await sample_much(started)
@@ -126,6 +127,7 @@ async def test_its_death_reaches_every_call_at_once(started):
             await call
 
 
+@pytest.mark.jobs
 def test_it_does_not_outlive_a_killed_owner_and_leaves_nothing(model_path, temporary, tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(OWNER)

@@ -24,6 +24,7 @@ from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
+pytestmark = pytest.mark.jobs  # `make test` has the same of a tiny model (test_weights.py)
 NUM_UPDATES = 3
 TOLERANCE = 0.1
 """Of the mean: engine and learner were seen 0.050 apart on a CPU, whose bfloat16 kernels differ more than a GPU's. The

@@ -20,6 +20,7 @@ from mempipe.settings import ConfigError
 from mempipe.types import FinishReason
 from tools.vllm_server import vllm_server
 
+pytestmark = pytest.mark.jobs  # `make test` has the same client and a server of its own (test_openai_endpoint.py)
 GREEDY = SamplingConfig(temperature=0.0)
 
 

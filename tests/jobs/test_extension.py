@@ -75,6 +75,7 @@ def test_an_agent_a_reward_and_a_tool_of_ones_own_are_trained(workplace):
         assert trajectory.reward == pytest.approx(-written / 10_000)
 
 
+@pytest.mark.jobs
 def test_an_error_of_ones_own_reward_ends_the_run_and_names_the_file(workplace):
     done = train(workplace, "broken", "reward.function=notebook_agent.reward:broken")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """ReAct and MemTrain through the whole real job in miniature: a short warm start, two learner steps, evaluations, and
 the export.
 
-MEM1 is trained by test_repair.py, MemAgent by test_submission.py, MemSearcher by test_main_job.py.
+MEM1 is trained by test_repair.py, MemAgent by test_submission.py, MemSearcher by test_main_job.py, MemTrain on masked
+documents by test_memtrain_job.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ MEMTRAIN = [
 
 
 @pytest.mark.parametrize(
-    "agent, config, overrides", [("react", "quickstart_react", []), ("memtrain", "tiny_memtrain", MEMTRAIN)]
+    "agent, config, overrides",
+    [
+        ("react", "quickstart_react", []),
+        pytest.param("memtrain", "tiny_memtrain", MEMTRAIN, marks=pytest.mark.jobs),
+    ],
 )
 def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, config, overrides, tmp_path):
     settings = [*FEW_PROCESSES, *GRAMMAR, f"num_steps={NUM_STEPS}", "name=run", *overrides]

@@ -24,6 +24,8 @@ from mempipe.tracking.tracker import read_metrics
 from mempipe.types import Group
 from tools.processes import Marked, Running
 
+pytestmark = pytest.mark.jobs
+"""`make test` has the same of a learner alone (test_checkpoint.py) and of an engine alone (test_determinism.py)."""
 NUM_STEPS = 3
 KILLED_IN = 1  # the second step
 ORDERED = [

@@ -316,6 +316,7 @@ def clients(running: Running, number: int, check: Callable[[Question, httpx.Resp
             each.result(timeout=TIMEOUT_S)
 
 
+@pytest.mark.jobs
 def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
     def check(question: Question, answer: httpx.Response) -> tuple[int, bool]:
         if answer.status_code == 200:

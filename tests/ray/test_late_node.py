@@ -14,6 +14,7 @@ import ray
 from mempipe.actors.cluster import NODE_IS_LATE, connected
 from tools.processes import command_line
 
+pytestmark = pytest.mark.jobs
 AGENT = "dashboard/agent.py"
 
 

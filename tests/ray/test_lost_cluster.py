@@ -35,7 +35,13 @@ except ClusterLost as error:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "says"), [("raylet", "Ray's raylet on this node ended"), ("gcs_server", "the head")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raylet", "Ray's raylet on this node ended"),
+        pytest.param("gcs_server", "the head", marks=pytest.mark.jobs),  # noticed later, and said alike
+    ],
+)
 def test_a_run_whose_cluster_is_killed_ends_with_a_sentence(tmp_path: Path, name: str, says: str):
     script, marked = tmp_path / "waits.py", Marked()
     script.write_text(WAITS)

@@ -213,6 +213,7 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(gpu_cluster):
         pass
 
 
+@pytest.mark.jobs
 def test_a_tensor_parallel_engine_starts_inside_a_placement_group(gpu_cluster, tmp_path, monkeypatch):
     """A real one, whose two workers happen to run on CPUs."""
     monkeypatch.setattr(launching, "smallest_gpu", lambda _: None)

@@ -7,6 +7,7 @@ import socket
 import pytest
 import ray
 
+from mempipe.actors import cluster
 from mempipe.actors.cluster import connected
 from mempipe.actors.lost import LaunchError
 
@@ -19,6 +20,20 @@ def test_nobody_at_the_address():
         connected(address, name="x"),
     ):
         pass
+
+
+def test_a_node_that_is_late_is_started_once_more(monkeypatch, capsys):
+    started = []
+
+    def init(**options):
+        started.append(options)
+        if len(started) == 1:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    cluster._start_node({"namespace": "x"})
+    assert started == [{"namespace": "x"}] * 2
+    assert capsys.readouterr().out.count(cluster.NODE_IS_LATE) == 1
 
 
 def test_a_node_that_does_not_come_up(monkeypatch):

@@ -27,6 +27,7 @@ from ray.exceptions import (
 from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, stand_in_run
 
 from mempipe.actors.lost import LearnerFailed, LearnerLost, RoleLost
+from mempipe.user_code import UserCodeError
 
 WITH_RANKS = ("learn", "sync", "checkpoint", "export")
 STREAMS = ("evaluate untrained", "evaluate before", "collect", "evaluate step", "evaluate after")
@@ -70,6 +71,11 @@ ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
     "a rank's disk is full": (
         lambda: LearnerFailed("checkpoint: cannot write checkpoint x: No space left on device"),
         ("checkpoint", "export"),
+        1,
+    ),
+    "a user's reward failed": (
+        lambda: UserCodeError("reward.function own:f failed for trajectory t: ZeroDivisionError (own.py, line 3)"),
+        STREAMS,
         1,
     ),
     "Ctrl-C": (KeyboardInterrupt, ("prepare", "connected", *ANY, "report"), 130),
