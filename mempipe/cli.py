@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mempipe.checks.findings import refuse
 from mempipe.engines.gpus import GPUS
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import prepare_process
 from mempipe.progress import say
 from mempipe.settings import ConfigError
+
+if TYPE_CHECKING:
+    from mempipe.api.agent import AskOptions
+    from mempipe.serve.answers.api import TurnReply
 
 EXIT_CONFIG = 2
 EXIT_RUN = 1
@@ -29,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
     143 (SIGTERM)."""
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
-    for name, value in EVERY_PROCESS.items():
-        os.environ.setdefault(name, value)
+    prepare_process()
     try:
         return arguments.command(arguments) or 0
     except ConfigError as error:
@@ -208,6 +211,14 @@ def _add_serving_commands(commands: Any) -> None:
         "--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines, with API keys only"
     )
     served.add_argument("--port", type=int, default=8000)
+
+    ask = _add(commands, "ask", _ask, "answer one question on this machine: RUN_OR_MODEL QUESTION [key=value ...]")
+    ask.add_argument("source", metavar="RUN_OR_MODEL", help="a run's folder or YAML file, or a model with --index")
+    ask.add_argument("question")
+    ask.add_argument("overrides", nargs="*", default=[], help="settings of the run, key=value, e.g. budget.max_turns=4")
+    ask.add_argument("--index", default="", help="the index to search, in place of the run's own")
+    ask.add_argument("--partition", help="the part of the corpus that is searched; '' for all of it")
+    ask.add_argument("--trace", action="store_true", help="print each turn when it is finished")
 
     key = _add(commands, "key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
     key.add_argument("name", help="whose key it is")
@@ -575,6 +586,28 @@ def _serve(arguments: argparse.Namespace) -> None:
         of_run = settings.setdefault("settings", {})
         of_run["retrieval"] = {**of_run.get("retrieval", {}), "index": arguments.index}
     serve_agent(settings, host=arguments.host, port=arguments.port)
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from mempipe.api.agent import load
+    from mempipe.api.reply import turn_lines
+    from mempipe.loader import parse_overrides
+
+    def show(turn: TurnReply) -> None:
+        print("\n".join(turn_lines(turn)), flush=True)
+
+    settings = parse_overrides(arguments.overrides)
+    print(f"{arguments.source}: loading", file=sys.stderr)
+    with load(arguments.source, index=arguments.index, **settings) as agent:
+        options: AskOptions = {} if arguments.partition is None else {"partition": arguments.partition}
+        if arguments.trace:
+            options["on_turn"] = show
+        reply = agent.ask(arguments.question, **options)
+    if reply.answer is None:
+        print(f"no answer: the agent ended with {reply.end_reason}", file=sys.stderr)
+        return EXIT_RUN
+    print(reply.answer.strip())
+    return 0
 
 
 def _key(arguments: argparse.Namespace) -> None:

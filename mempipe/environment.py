@@ -6,6 +6,8 @@ command for itself and its children, by Ray for the workers of other machines, a
 
 from __future__ import annotations
 
+import os
+
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Several processes share the cores: an OpenMP thread without work must sleep. One that spins takes the core from a
 process that has work, which made decoding up to 8 times slower."""
@@ -43,6 +45,13 @@ EVERY_PROCESS = {
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it prints a trace of machine addresses at every SIGTERM
 }
 """What the command and all workers run with; a variable that the user has set stays as it is."""
+
+
+def prepare_process() -> None:
+    """Sets EVERY_PROCESS for this process and its children."""
+    for name, value in EVERY_PROCESS.items():
+        os.environ.setdefault(name, value)
+
 
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """A learner's rows change their length, which fragments GPU memory. Handles of such memory cannot be passed by ipc."""

@@ -14,6 +14,7 @@ from mempipe.checks.service import check_agents
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
+from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import load_keys
 from mempipe.tracking.tracker import tracking_uri
@@ -95,13 +96,8 @@ def _at_the_least(config: AgentServiceConfig, main: RunConfig) -> RunConfig:
 
 def _run(config: AgentServiceConfig) -> RunConfig:
     """Returns the run of the service's own agent."""
-    source = EvaluatedRun(
-        name="serve",
-        config=config.run,
-        settings=config.settings,
-        checkpoint=config.checkpoint,
-        endpoint=config.endpoint,
-    )
+    described = config.model_dump(include={"settings", "checkpoint", "endpoint"})
+    source = parse_section({**described, "name": "serve", "config": config.run}, EvaluatedRun)
     run = run_config(source, name="serve", ordered=False)
     model = run.model.model_copy(update={"path": _absolute(run.model.path)})
     retrieval = run.retrieval.model_copy(update={"index": _absolute(run.retrieval.index)})

@@ -1,0 +1,1 @@
+"""The Python interface, which `import mempipe` offers (docs/python.md)."""

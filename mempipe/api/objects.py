@@ -1,0 +1,130 @@
+"""Python objects where a config takes a name: a reward, a tool or an agent of the user's own.
+
+Workers import such an object by its module's name, as they do for `mempipe train`. An object of a notebook or of the
+script that runs has no module that they could import: it is written, as cloudpickle writes it, into a module of its
+own in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mempipe.agents.registry import AgentSpec
+from mempipe.settings import ConfigError
+from mempipe.storage.files import write_text
+
+_MODULE = '''\
+"""Made by mempipe.train: what a notebook or a script passed as a Python object. Delete it with the run."""
+
+import base64
+
+import cloudpickle
+
+{names} = cloudpickle.loads(base64.b64decode({data!r}))
+'''
+
+
+def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any]:
+    """Returns settings with the name of each Python object in its place: `agent` and `agent.name` (an AgentSpec or its
+    module), `agent.tools` (classes), `reward` and `reward.function` (functions).
+
+    An object that no module holds goes into a module in `folder`; None: into one of this process alone. Raises
+    ConfigError for an object that has no place there.
+    """
+    result = dict(settings)
+    passed = _Passed(folder)
+    given, reward = result.get("agent"), result.get("reward")
+    if isinstance(given, Mapping | ModuleType | AgentSpec):
+        agent: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"name": given}
+        if isinstance(agent.get("name"), ModuleType | AgentSpec):
+            agent["name"] = _agent_module(agent["name"])
+        if isinstance(agent.get("tools"), list | tuple):
+            agent["tools"] = [passed.name(tool, setting="agent.tools") for tool in agent["tools"]]
+        result["agent"] = agent
+    if callable(reward):
+        reward = {"function": reward}
+    if isinstance(reward, Mapping) and reward.get("function"):
+        reward = {**reward, "function": passed.name(reward["function"], setting="reward.function")}
+    if isinstance(reward, Mapping):
+        result["reward"] = reward
+    passed.write()
+    return result
+
+
+class _Passed:
+    """The objects of one call that no module holds."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._module = "passed_to_" + (re.sub(r"\W", "_", folder.name) if folder is not None else "load")
+        self._objects: dict[str, Any] = {}
+
+    def name(self, value: Any, *, setting: str) -> str:
+        """Returns MODULE:NAME of an object; a name itself is returned as it is."""
+        if isinstance(value, str):
+            return value
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            raise ConfigError(f"{setting} is {value!r}; expected MODULE:NAME, or a function or class itself")
+        if value.__module__ != "__main__" and value.__qualname__ == value.__name__:
+            return f"{value.__module__}:{value.__name__}"
+        name = value.__name__ if value.__name__.isidentifier() else f"object_{len(self._objects)}"
+        if self._objects.setdefault(name, value) is not value:
+            raise ConfigError(f"{setting}: two objects are called {name!r}; give one of them another name")
+        return f"{self._module}:{name}"
+
+    def write(self) -> None:
+        """Makes the module that `name` has promised, where there is one."""
+        if not self._objects:
+            return
+        sys.modules.pop(self._module, None)
+        if self._folder is None:
+            module = ModuleType(self._module)
+            vars(module).update(self._objects)
+            sys.modules[self._module] = module
+            return
+        import cloudpickle
+
+        try:
+            data = base64.b64encode(cloudpickle.dumps(tuple(self._objects.values()))).decode()
+        except Exception as error:  # whatever the object's own state raises
+            names = ", ".join(self._objects)
+            raise ConfigError(
+                f"{names} cannot be sent to other processes ({error}); put it into a module of its own"
+            ) from error
+        names = ", ".join(self._objects) + ","
+        folder = self._folder / "python"
+        write_text(folder / f"{self._module}.py", _MODULE.format(names=names, data=data))
+        _importable(folder.absolute())
+
+
+def _importable(folder: Path) -> None:
+    """Lets this process and the workers that it starts import from a folder."""
+    place = str(folder)
+    if place not in sys.path:
+        sys.path.append(place)
+    before = os.environ.get("PYTHONPATH", "")
+    if place not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, place]))
+    importlib.invalidate_caches()
+
+
+def _agent_module(agent: ModuleType | AgentSpec) -> str:
+    """Returns the name of the module whose AGENT this is."""
+    if isinstance(agent, ModuleType):
+        return agent.__name__
+    for name in dict.fromkeys((agent.agent.__module__, agent.config.__module__)):
+        if getattr(sys.modules.get(name), "AGENT", None) is agent and name != "__main__":
+            return name
+    raise ConfigError(
+        "agent is an AgentSpec that no module holds as AGENT; write AGENT = AgentSpec(...) into the agent's own module "
+        "and pass the module"
+    )

@@ -1,0 +1,131 @@
+"""The engine and the retriever of one agent, inside this process, for as long as the agent is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from mempipe.agents.protocol import SearchFn, Tokenizer
+from mempipe.config import RunConfig
+from mempipe.engines.config import EndpointConfig, SamplingConfig
+from mempipe.rollout import find_nothing
+from mempipe.serve.answers.answering import Engine
+from mempipe.types import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """All that plays an agent. It is used from the event loop that started it."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+    search: SearchFn
+
+
+class _Generates(Protocol):
+    """The part of `mempipe.engines.generator.Generator` that samples."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEngine:
+    """An engine of this process as `mempipe.serve.answers.answering.Engine`."""
+
+    generator: _Generates
+    version: str
+    stop_token_ids: list[int]
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
+    ) -> Completion:
+        return await self.generator.generate(
+            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=self.stop_token_ids, seed=seed
+        )
+
+
+@asynccontextmanager
+async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIterator[Roles]:
+    """Starts what the agent of `config` needs: an engine, or the client of `endpoint`, and a retriever if it searches.
+    Ends both at the end of the block.
+
+    The index is opened first, because that takes less time than an engine. Raises ConfigError for an index, a service
+    or an endpoint that cannot be used.
+    """
+    from mempipe.engines.tokenizer import load_tokenizer
+
+    async with AsyncExitStack() as stack:
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        search = await stack.enter_async_context(_retriever(config)) if config.agent_spec.searches else find_nothing
+        make = _engine(config, tokenizer) if endpoint is None else _endpoint(config, endpoint, tokenizer)
+        yield Roles(tokenizer=tokenizer, engine=await stack.enter_async_context(make), search=search)
+
+
+@asynccontextmanager
+async def _retriever(config: RunConfig) -> AsyncIterator[SearchFn]:
+    from mempipe.retrieval.retriever import BatchingRetriever
+
+    retriever = BatchingRetriever(await asyncio.to_thread(_opened, config), config.retrieval)
+    try:
+        yield retriever.search
+    finally:
+        retriever.close()
+
+
+def _opened(config: RunConfig):
+    """Opens the index of `config`, or connects to its retrieval service."""
+    retrieval = config.retrieval
+    if retrieval.url:
+        from mempipe.retrieval.remote import RemoteRetriever
+
+        return RemoteRetriever(retrieval.url, retrieval)
+    from mempipe.retrieval.retriever import Retriever
+
+    return Retriever(retrieval.index, mode=retrieval.mode, encoder_path=retrieval.encoder_path)
+
+
+@asynccontextmanager
+async def _engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[Engine]:
+    from mempipe.engines.generator import Generator
+    from mempipe.serve.served_run import weights_version
+
+    generator = Generator(
+        config.model,
+        config.generation,
+        max_model_len=config.budget.context_tokens,
+        seed=config.seed,
+        stop_texts=config.agent_spec.stop_texts,
+    )
+    await generator.start()
+    try:
+        yield LocalEngine(
+            generator=generator,
+            version=weights_version(config.model.path),
+            stop_token_ids=sorted(tokenizer.stop_token_ids),
+        )
+    finally:
+        await generator.shutdown()
+
+
+@asynccontextmanager
+async def _endpoint(config: RunConfig, endpoint: EndpointConfig, tokenizer: Tokenizer) -> AsyncIterator[Engine]:
+    from mempipe.engines.endpoint import Endpoint
+    from mempipe.serve.answers.calls import EndpointEngine
+
+    client = Endpoint(endpoint, tokenizer=tokenizer, stop_texts=config.agent_spec.stop_texts)
+    try:
+        await client.check(context_tokens=config.budget.context_tokens)
+        yield EndpointEngine(endpoint=client, version=endpoint.model)
+    finally:
+        await client.close()

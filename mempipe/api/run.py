@@ -1,0 +1,203 @@
+"""Trains a run, and reads what its folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from mempipe.api.objects import with_names
+from mempipe.api.settings import nested
+from mempipe.checks.findings import refuse
+from mempipe.config import RunConfig
+from mempipe.data.trajectories import read_made_of, read_trajectories
+from mempipe.engines.checkpoint import checkpoints
+from mempipe.environment import prepare_process
+from mempipe.evaluation.suite import merged
+from mempipe.loader import load_config, load_values, parse_section
+from mempipe.reports.traced import Traced, read_traced
+from mempipe.runs import Resume, read_state
+from mempipe.settings import ConfigError
+from mempipe.tracking.metrics_file import read_metrics
+
+
+class Run:
+    """The folder of a training run. `mempipe.load(run)` loads its agent.
+
+    Everything is read from the folder when it is asked for, so a run that still trains can be looked at, too.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ConfigError for a folder that holds no run, and for a damaged one."""
+        self.folder = Path(folder)
+        if not (self.folder / "state.json").exists():
+            raise ConfigError(f"{self.folder} holds no run (no state.json); `mempipe.train` makes one")
+        self.config: RunConfig = load_config(self.folder / "config.yaml")
+        """All settings of the run."""
+        read_state(self.folder)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Returns the seconds of each phase (`seconds`), the learner steps done (`num_steps`), and whether the run has
+        ended (`finished`)."""
+        return read_state(self.folder)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.state["finished"])
+
+    @property
+    def metrics(self) -> pl.DataFrame:
+        """Returns a row for each learner step with everything that was measured in it; step 0 is what was measured
+        before the first one. The frame is empty while nothing was measured."""
+        file = self.folder / "metrics.jsonl"
+        rows = read_metrics(file) if file.exists() else []
+        return pl.DataFrame(rows, infer_schema_length=None)
+
+    @property
+    def report(self) -> Path | None:
+        """Returns the report, a page for a browser; None while it is not written."""
+        return self._existing("report.html")
+
+    @property
+    def model(self) -> Path | None:
+        """Returns the trained model, a Hugging Face folder; None while it is not written."""
+        return self._existing("huggingface")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Returns the folders of the checkpoints that are kept, the oldest first. `mempipe export` makes a model of
+        one."""
+        return checkpoints(self.folder / "checkpoints")
+
+    @property
+    def evaluations(self) -> pl.DataFrame:
+        """Returns a row for each evaluation of the held-out questions, in the order of training: its label, the learner
+        step, the number of questions, and the means of exact match, F1, turns and sampled tokens."""
+        rows = [_evaluation(file) for file in (self.folder / "evaluation").glob("*.parquet")]
+        order = {"untrained": -2, "before": -1, "after": 1}
+        rows.sort(key=lambda row: (row["step"], order.get(row["label"], 0)))
+        return pl.DataFrame(rows, schema=_EVALUATION)
+
+    def trajectories(self) -> pl.DataFrame:
+        """Returns a row for each recorded attempt at a held-out question: its phase ("before" or "after"), the
+        question, the part of the corpus that it is about, the answer, scores, turns, tokens, and the memory that the
+        attempt ended with.
+
+        `mempipe trace` shows them turn by turn. Raises ConfigError while the run has recorded none.
+        """
+        return pl.DataFrame([_attempt(each) for each in read_traced(self.folder)], schema=_ATTEMPT)
+
+    def _existing(self, name: str) -> Path | None:
+        path = self.folder / name
+        return path if path.exists() else None
+
+    def __repr__(self) -> str:
+        state = self.state
+        done = f"{state.get('num_steps', 0)} of {self.config.num_steps} steps"
+        return f"<Run {str(self.folder)!r}: {done}, {'finished' if state['finished'] else 'not finished'}>"
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig, *, resume: Resume | bool = "never", **overrides: Any
+) -> Run:
+    """Trains an agent as `mempipe train` does, and returns its run when it has ended.
+
+    `config` is a run's YAML file, or its settings as a mapping or a RunConfig. `overrides` replace settings, by section
+    or with dots: `num_steps=30`, `algorithm={"group_size": 8}` or `**{"algorithm.group_size": 8}`; `mempipe config`
+    prints them all. A reward (`reward=my_function`), a tool (`agent={"tools": [MyTool]}`) or an agent
+    (`agent=my_module`) may be the Python object itself.
+
+    `resume` is "never" (a folder that holds a run is refused), "always" or True (goes on with the run that is there),
+    or "auto" (goes on, or begins). The roles run as Ray actors: on the cluster of `ray_address`, or on this machine
+    until the training ends. Ctrl-C saves what was trained and raises KeyboardInterrupt.
+
+    Raises ConfigError, which names the setting, before anything is started; what fails later raises a RuntimeError or
+    an OSError, and the same call with `resume=True` goes on.
+    """
+    prepare_process()
+    how: Resume = ("always" if resume else "never") if isinstance(resume, bool) else resume
+    if how not in ("never", "auto", "always"):
+        raise ConfigError(f"resume is {resume!r}; expected 'never', 'auto' or 'always'")
+    values = merged(_values(config), nested(overrides))
+    folder = Path(values.get("output", "runs")) / str(values.get("name", "run"))
+    parsed = parse_section(with_names(values, folder=folder), RunConfig)
+    from mempipe.checks.run import check_run
+
+    refuse(check_run(parsed, resume=how))
+    from pipelines.train import main
+
+    return Run(main(parsed, resume=how).folder)
+
+
+def _values(config: str | Path | Mapping[str, Any] | RunConfig) -> dict[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json", exclude_unset=True)
+    if isinstance(config, Mapping):
+        return nested(config)
+    return load_values(config, kind="run")
+
+
+def _evaluation(file: Path) -> dict[str, Any]:
+    attempts = [trajectory for group in read_trajectories(file) for trajectory in group.trajectories]
+    num = len(attempts)
+    made_of = read_made_of(file) or {}
+    return {
+        "label": file.stem,
+        "step": made_of.get("step", 0),
+        "num_questions": num,
+        "em": sum(each.em for each in attempts) / num,
+        "f1": sum(each.f1 for each in attempts) / num,
+        "turns": sum(len(each.contexts) for each in attempts) / num,
+        "sampled_tokens": sum(c.num_sampled_tokens for each in attempts for c in each.contexts) / num,
+    }
+
+
+_EVALUATION: dict[str, Any] = {
+    "label": pl.String,
+    "step": pl.Int64,
+    "num_questions": pl.Int64,
+    "em": pl.Float64,
+    "f1": pl.Float64,
+    "turns": pl.Float64,
+    "sampled_tokens": pl.Float64,
+}
+
+
+def _attempt(each: Traced) -> dict[str, Any]:
+    question, attempt = each.question, each.trajectory
+    last = attempt.contexts[-1] if attempt.contexts else None
+    return {
+        "phase": each.phase,
+        "question_id": question.id,
+        "question": question.text,
+        "golden_answers": question.golden_answers,
+        "partition": question.partition,
+        "answer": attempt.answer,
+        "em": attempt.em,
+        "f1": attempt.f1,
+        "reward": attempt.reward,
+        "end_reason": str(attempt.end_reason),
+        "turns": len(attempt.contexts),
+        "tokens": sum(len(context.token_ids) for context in attempt.contexts),
+        "memory": (last.memory_after or last.memory_before) if last is not None else "",
+    }
+
+
+_ATTEMPT: dict[str, Any] = {
+    "phase": pl.String,
+    "question_id": pl.String,
+    "question": pl.String,
+    "golden_answers": pl.List(pl.String),
+    "partition": pl.String,
+    "answer": pl.String,
+    "em": pl.Float64,
+    "f1": pl.Float64,
+    "reward": pl.Float64,
+    "end_reason": pl.String,
+    "turns": pl.Int64,
+    "tokens": pl.Int64,
+    "memory": pl.String,
+}

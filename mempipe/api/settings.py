@@ -1,0 +1,23 @@
+"""Settings as Python gives them: keywords, nested or dotted, in place of a YAML file's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mempipe.evaluation.suite import merged
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by section: `{"algorithm.group_size": 8}` is `{"algorithm": {"group_size": 8}}`, and paths are
+    text."""
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, leaf = name.split(".")
+        value = nested(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
+        own: dict[str, Any] = {leaf: value}
+        for section in reversed(sections):
+            own = {section: own}
+        result = merged(result, own)
+    return result

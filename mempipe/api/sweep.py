@@ -1,0 +1,113 @@
+"""Measures one agent under several memory budgets: how much memory is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import polars as pl
+
+from mempipe.agents.budget import MemoryBudget
+from mempipe.api.agent import Agent, Source, load
+from mempipe.api.evaluation import SEED, Evaluation, Questions, check_sampling, played, questions_of
+from mempipe.config import RunConfig
+from mempipe.loader import parse_section
+from mempipe.reports.budgets import verdict
+from mempipe.settings import ConfigError
+from mempipe.studies.budgets import BudgetCurve, MeasuredRun, study_runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """An agent under several memory budgets, all on the same questions."""
+
+    curve: BudgetCurve
+    """The budgets with their scores, costs and tests (`mempipe.studies.budgets`)."""
+    evaluations: dict[int, Evaluation]
+    """The evaluation under each budget, by memory_tokens."""
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """Returns a row for each budget: exact match with its 95 % interval, whether the budget is significantly worse
+        than the largest one, and what a question costs."""
+        return pl.DataFrame(
+            [
+                {
+                    "memory_tokens": point.memory_tokens,
+                    "em": point.measured.score.value,
+                    "low": point.measured.score.low,
+                    "high": point.measured.score.high,
+                    "is_worse": point.is_worse,
+                    "tokens_per_question": point.measured.tokens_per_question,
+                    "seconds_per_question": point.measured.seconds_per_question,
+                    "largest_context": point.measured.largest_context,
+                }
+                for point in self.curve.points
+            ]
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Says in a sentence which budget is enough."""
+        return verdict(self.curve)
+
+    def __repr__(self) -> str:
+        budgets = ", ".join(map(str, self.evaluations))
+        return f"<Sweep over memory_tokens {budgets}: {self.verdict}>"
+
+
+def sweep(
+    source: Agent | Source,
+    questions: Questions,
+    *,
+    memory_tokens: Sequence[int],
+    num_questions: int = 0,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+    columns: Mapping[str, str] | None = None,
+) -> Sweep:
+    """Evaluates an agent under several values of budget.memory_tokens, all with the same weights.
+
+    The arguments are those of `evaluate`. `mempipe sweep` also trains an agent for each budget, and repeats seeds.
+    Raises ConfigError for an agent without a memory budget, for fewer than two budgets, and for a budget that the
+    agent's context does not hold.
+    """
+    check_sampling(num_samples, temperature)
+    asked = questions_of(questions, num_questions=num_questions, columns=columns)
+    budgets = sorted(set(memory_tokens))
+    if len(budgets) < 2 or len(budgets) < len(memory_tokens):
+        raise ConfigError(f"memory_tokens is {list(memory_tokens)}; expected two different budgets or more")
+    with nullcontext(source) if isinstance(source, Agent) else load(source) as agent:
+        configs = {tokens: with_memory(agent.config, tokens) for tokens in budgets}
+        evaluations = {
+            tokens: played(
+                agent,
+                config,
+                asked,
+                num_samples=num_samples,
+                temperature=temperature,
+                title=f"memory {tokens}",
+            )
+            for tokens, config in configs.items()
+        }
+    runs = [
+        MeasuredRun(
+            name=f"memory-{tokens}", agent=agent.name, memory_tokens=tokens, sets={"questions": evaluation.rows}
+        )
+        for tokens, evaluation in evaluations.items()
+    ]
+    (curve,) = study_runs(runs, seed=SEED).curves
+    return Sweep(curve=curve, evaluations=evaluations)
+
+
+def with_memory(config: RunConfig, memory_tokens: int) -> RunConfig:
+    """Returns the config with another memory budget. Raises ConfigError when the agent has none, or when the context of
+    its engine does not hold it."""
+    if not isinstance(config.budget, MemoryBudget):
+        raise ConfigError(f"memory_tokens: agent.name {config.agent.name!r} has no memory budget to sweep")
+    values = config.model_dump(mode="json", exclude_unset=True)
+    tags = config.budget.memory_message_limit - config.budget.memory_tokens  # room for its tags stays as it is
+    budget = {"memory_tokens": memory_tokens, "memory_message_tokens": memory_tokens + tags}
+    values["budget"] = {**values.get("budget", {}), **budget}
+    return parse_section(values, RunConfig)

@@ -1,0 +1,138 @@
+"""`mempipe.train`: the checks and the run of `mempipe train`, and Python objects where a config takes a name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from notebook_agent import agent as notebook_agent  # of examples/
+from stand_in_run import NUM_STEPS, Strike, stand_in_run
+
+import mempipe
+from mempipe.api.objects import with_names
+from mempipe.loader import load_config
+from mempipe.user_code import load_user_object
+from pipelines import train
+
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "configs" / "quickstart.yaml"
+
+
+def brief(trajectory: Any, question: Any) -> float:
+    return 1.0 / len(trajectory.contexts)
+
+
+class Calculator:
+    """Has the parts of a tool."""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A training on stand-ins, and the YAML file that describes it."""
+    job = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=RuntimeError))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(job.settings()))
+    return job  # its checks are stand-ins too
+
+
+def test_a_training_returns_its_run(job, tmp_path):
+    run = mempipe.train(tmp_path / "run.yaml", **{"evaluation.every_steps": 0}, tracking={"enabled": False})
+    assert run.finished and run.folder == job.run_folder and run.metrics["step"].to_list() == list(range(NUM_STEPS + 1))
+    assert run.config.evaluation.every_steps == 0 and run.config.evaluation.untrained
+    assert run.evaluations["label"].to_list() == ["untrained", "before", "after"]
+    assert len(run.checkpoints) == NUM_STEPS
+
+
+def test_a_training_goes_on_only_when_it_is_told_to(job):
+    short = mempipe.train(job.settings(), num_steps=2)
+    assert short.state["num_steps"] == 2
+    with pytest.raises(mempipe.ConfigError, match="holds a run already: continue it with --resume"):
+        mempipe.train(job.settings())
+    assert mempipe.train(job.settings(), resume=True).state["num_steps"] == NUM_STEPS
+
+
+REFUSED = {
+    "cannot read config nowhere.yaml": ("nowhere.yaml", {}),
+    "budget.max_turn is not a setting; did you mean budget.max_turns?": (None, {"budget.max_turn": 3}),
+    "num_steps is 'many'": (None, {"num_steps": "many"}),
+    "resume is 'maybe'": (None, {"resume": "maybe"}),
+    "reward.function is 3": (None, {"reward": {"function": 3}}),
+    "describes an evaluation, not a training run": ("jobs/configs/evaluate_search_qa.yaml", {}),
+}
+
+
+@pytest.mark.parametrize(("message", "given"), REFUSED.items(), ids=list(REFUSED))
+def test_a_training_that_cannot_work_is_refused_before_it_starts(job, monkeypatch, message, given):
+    monkeypatch.setattr(train, "main", lambda *_, **__: pytest.fail("it started"))
+    config, overrides = given
+    config = Path(__file__).parents[2] / config if config and "/" in config else config
+    with pytest.raises(mempipe.ConfigError) as error:
+        mempipe.train(config or job.settings(), **overrides)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the engine is gone"), KeyboardInterrupt()])
+def test_what_ends_a_training_reaches_the_caller_as_it_is(job, error):
+    job.strike.place, job.strike.error, job.strike.after = "learn", lambda: error, 2
+    with pytest.raises(type(error)) as raised:
+        mempipe.train(job.settings(), max_restarts=0)
+    assert raised.value is error and not mempipe.Run(job.run_folder).finished
+
+
+def test_the_checks_of_the_command_come_first(tmp_path):
+    with pytest.raises(mempipe.ConfigError, match=r"data\.train is empty"):
+        mempipe.train(QUICKSTART, output=tmp_path, world=None)
+    with pytest.raises(mempipe.ConfigError, match="holds no run"):
+        mempipe.train(QUICKSTART, output=tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_objects_of_a_module_are_named_by_it():
+    settings = {"reward": brief, "agent": {"name": notebook_agent, "tools": [Calculator, "json:loads"]}}
+    named = with_names(settings)
+    assert named["reward"] == {"function": f"{__name__}:brief"}
+    assert named["agent"] == {"name": "notebook_agent.agent", "tools": [f"{__name__}:Calculator", "json:loads"]}
+    assert with_names({"agent": notebook_agent.AGENT})["agent"] == {"name": "notebook_agent.agent"}
+    assert settings["reward"] is brief  # what was given stays as it is
+
+
+def test_an_object_without_a_module_is_one_that_other_processes_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    weight = 0.5
+    half = lambda trajectory, question: weight  # noqa: E731  # as in a notebook: no module, and a value around it
+    named = with_names({"reward": {"function": half}}, folder=tmp_path / "my-run")
+    name = named["reward"]["function"]
+    assert name.startswith("passed_to_my_run:")
+    assert load_user_object(name, setting="reward.function")(None, None) == 0.5
+    code = f"from mempipe.user_code import load_user_object as load; print(load({name!r}, setting='s')(None, None))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
+    assert done.stdout == "0.5\n", done.stderr
+
+
+def test_another_object_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for value in (1.0, 2.0):
+        named = with_names({"reward": {"function": lambda *_, value=value: value}}, folder=tmp_path / "again")
+        assert load_user_object(named["reward"]["function"], setting="s")() == value
+
+
+def test_an_object_that_has_no_place_is_refused():
+    with pytest.raises(mempipe.ConfigError, match=r"agent\.tools is namespace\(\); expected MODULE:NAME"):
+        with_names({"agent": {"tools": [SimpleNamespace()]}})
+    spec = notebook_agent.AGENT
+    lonely = type(spec)(**{**vars(spec)})
+    with pytest.raises(mempipe.ConfigError, match="no module holds as AGENT"):
+        with_names({"agent": lonely})
+
+
+def test_a_reward_of_this_process_trains(job, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(brief, "__module__", "__main__")
+    run = mempipe.train(job.settings(), reward=brief)
+    assert run.config.reward.function == "passed_to_run:brief"
+    assert load_config(run.folder / "config.yaml").reward.function == run.config.reward.function
+    assert isinstance(sys.modules["passed_to_run"], ModuleType)
