@@ -5,7 +5,7 @@
         corpus=[/shared/wiki-18.jsonl.gz] output=/shared/wiki18_e5
 
 `output` must be a path that all nodes see. There is an encoder for every GPU of the cluster, or for every two CPUs
-(`num_encoders` sets another number). After a kill the same submission goes on where the last one stopped.
+(`num_encoders` sets another number). After a kill the same submission resumes where the last one stopped.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Making masked documents of an index as a Ray job; the same command again goes on where a killed one stopped.
+"""Making masked documents of an index as a Ray job; the same command again resumes where a killed one stopped.
 
     RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
         python -m jobs.build_memtrain jobs/configs/memtrain_wiki18.yaml output=/shared/runs

@@ -4,7 +4,7 @@
         python -m jobs.chain jobs/configs/chain_memtrain_memagent.yaml output=/shared/runs [key=value ...]
 
 As in `jobs.train`, models, data and indexes are absolute paths that all nodes see. After a kill the same submission
-goes on where the last one stopped.
+resumes where the last one stopped.
 """
 
 import sys

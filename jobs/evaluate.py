@@ -4,7 +4,7 @@
         python -m jobs.evaluate jobs/configs/evaluate_search_qa.yaml output=/shared/evaluations [key=value ...]
 
 As in `jobs.train`, weights, index and question files are absolute paths that all nodes see. After a kill the same
-submission goes on where the last one stopped.
+submission resumes where the last one stopped.
 """
 
 import sys

@@ -4,7 +4,7 @@
         python -m jobs.sweep_memory_budget SWEEP.yaml output=/shared/sweeps [key=value ...] [--resume]
 
 As in `jobs.train`, weights, indexes and question files are absolute paths that all nodes see. After a kill the same
-submission with --resume does what is missing.
+submission with --resume runs the missing trials.
 """
 
 import sys

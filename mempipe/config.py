@@ -1,4 +1,4 @@
-"""A whole run: the sections of all rooms, and the rules that hold between them.
+"""Defines RunConfig: all sections of a run's YAML file, and the validation rules across sections.
 
 A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted keys: `load_config(path,
 ["algorithm.group_size=8"])` (`mempipe.loader`). Importing this module imports neither torch nor ray nor vllm.
@@ -68,7 +68,7 @@ class NoiseConfig(Section):
     vague_query: float = Field(0.2, ge=0, le=1)
     """Search for too little."""
     forget: float = Field(0.65, ge=0, le=1)
-    """Leave what was just read out of the memory. Above 0.5 the most likely memory is the useless one."""
+    """Omit the passages just read from the memory. Above 0.5 the most likely memory is the useless one."""
 
 
 class WarmStartConfig(Section):
@@ -106,7 +106,7 @@ class WarmStartConfig(Section):
     tokens_per_step: int = Field(2048, ge=1)
     """Tokens of one optimiser update, all ranks together."""
     checkpoint_every: int = Field(50, ge=1)
-    """Updates between two checkpoints, from which an interrupted start goes on."""
+    """Updates between two checkpoints, from which an interrupted start continues."""
 
     @property
     def scripted(self) -> bool:
@@ -127,7 +127,7 @@ class RunConfig(Section):
     num_steps: int = Field(100, ge=1)
     """Learner steps (groups_per_step groups each)."""
     ordered: bool = False
-    """One driver, on-policy, groups in the order of the questions, and every request with a seed of its own. On CPUs
+    """One driver, on-policy, groups in the order of the questions, and a separate seed for every request. On CPUs
     two runs are then equal to the last bit, also after a restart (docs/determinism.md).
     """
     ray_address: str = ""
@@ -140,7 +140,7 @@ class RunConfig(Section):
     rank or a node."""
     grace_s: float = Field(30.0, gt=0)
     """Seconds between SIGTERM and the kill that follows it, as the cluster gives them (Kubernetes, Slurm: 30). Within
-    them a run finishes the step under way if it can, saves and ends."""
+    them a run finishes the step in flight if it can, saves and ends."""
     model: ModelConfig = ModelConfig()
     agent: SerializeAsAny[AgentConfig] = Field(MemSearcherConfig(), validate_default=True)
     budget: SerializeAsAny[Budget] = Field(MemSearcherBudget(), validate_default=True)
@@ -224,7 +224,7 @@ class RunConfig(Section):
             return Budget()
         if isinstance(
             value, Budget
-        ):  # the default, or the budget of another agent: what is set of it and means something here
+        ):  # the default, or the budget of another agent: the keys that are set and have a meaning here
             kind = agent_spec(agent.name).budget
             value = {
                 name: given for name, given in value.model_dump(exclude_unset=True).items() if name in kind.model_fields
@@ -256,11 +256,11 @@ class RunConfig(Section):
         if self.ordered and self.generation.num_threads > 1:
             raise ValueError(
                 f"ordered needs generation.num_threads 1, got {self.generation.num_threads}: several threads share the "
-                "attention of a sequence in another way when other sequences are beside it"
+                "attention of a sequence in another way when the batch has other sequences"
             )
         if self.generation.updates_in_flight and not a.max_off_policy_steps:
             raise ValueError(
-                "generation.updates_in_flight: nothing is under way at a sync with algorithm.max_off_policy_steps 0; "
+                "generation.updates_in_flight: nothing is in flight at a sync with algorithm.max_off_policy_steps 0; "
                 "allow at least 1"
             )
         return self

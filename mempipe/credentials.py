@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-# A password may hold "@" and "/": where a colon stands before it, it ends at the last "@" of the word. Without a colon
+# A password may hold "@" and "/": if a colon precedes it, it ends at the last "@" of the word. Without a colon
 # an "@" behind a "/" is part of a path.
 _USER = re.compile(r'://(?:[^\s/@:"]*:[^\s"]*|[^\s/"]*)@')
 
 
 def without_passwords(text: str) -> str:
-    """Returns the text with *** for what stands before the host of every address.
+    """Returns the text with *** in place of user and password of every address.
 
     Of an address with a port and an "@" in its path it hides the host too: the port could be a password.
     """

@@ -42,7 +42,7 @@ def examine(
     Raises ConfigError when the settings themselves are wrong.
     """
     if gpu and num_gpus is None:
-        raise ConfigError(f"--gpu {gpu} says of which type, but not how many; say so by --devices N")
+        raise ConfigError(f"--gpu {gpu} says the type of the GPUs, but not their number; say so by --devices N")
     devices = None
     if num_gpus is not None:
         devices = Devices(num_gpus=num_gpus, gpu=gpu, **({"gpu_gib": GPUS[gpu].gib} if gpu else {}))

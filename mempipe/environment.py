@@ -27,7 +27,7 @@ LOCAL_CLUSTER = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""What the Ray node that a run starts for itself is told."""
+"""Variables of the Ray node that a run starts for itself."""
 
 SMALL_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """On CPUs torch keeps what it made for a matrix product in bfloat16, 1,024 of them: a megabyte or more for every length
@@ -57,8 +57,8 @@ GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """A learner's rows change their length, which fragments GPU memory. Handles of such memory cannot be passed by ipc."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Where ranks talk about what is not on a GPU. Gloo would take the address of the host's name, often 127.0.1.1, which
-ranks of other nodes cannot reach."""
+"""The network interface of ranks for data that is not on a GPU. Gloo would take the address of the host's name, often
+127.0.1.1, which ranks of other nodes cannot reach."""
 
 SHARED_TEMP = "MEMPIPE_SHARED_TEMP"
 """Holds the temporary folder of the machine, where its runs wait for each other, while TMPDIR is that of the run."""
@@ -67,7 +67,7 @@ VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 """Holds the id of the process that an engine belongs to, and with which it ends."""
 ENGINE_FOLDER = "MEMPIPE_ENGINE_FOLDER"
-"""Holds the folder of an engine in a process of its own, which goes when the engine ends."""
+"""Holds the folder of an engine that runs in a separate process; it is removed when the engine ends."""
 
 
 def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:

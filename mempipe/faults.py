@@ -1,4 +1,4 @@
-"""Faults of the machinery, which are retried and never become data (promise 8)."""
+"""Faults of the infrastructure, which are retried and never become data (promise 8)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mempipe.credentials import without_passwords
 
-_JITTER = random.Random()  # of its own: retries must not move the draws of anything that was seeded
+_JITTER = random.Random()  # a separate generator: retries must not change the draws of seeded ones
 
 
 class InfrastructureFault(RuntimeError):

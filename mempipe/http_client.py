@@ -57,7 +57,7 @@ class Answer:
 
 
 class HttpClient:
-    """Connections to one service. Any number of calls may be under way, `max_concurrency` of them with the service."""
+    """Connections to one service. Any number of calls may be in flight, `max_concurrency` of them with the service."""
 
     def __init__(
         self, url: str, policy: RetryPolicy, *, max_answer_bytes: int, max_concurrency: int = 1, key: str = ""

@@ -88,7 +88,7 @@ def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> Serv
 
 def section_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the settings of a section in values that are not checked yet; none for a section that is missing or null.
-    Raises ConfigError for what is no section.
+    Raises ConfigError for a value that is not a section.
     """
     section = values.get(name)
     if section is not None and not isinstance(section, dict):
@@ -176,8 +176,8 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML and refuses a key that stands twice, where YAML itself takes the last one without a word, and what
-    holds itself.
+    """Reads YAML and refuses a duplicate key (YAML itself silently takes the last one), and an alias that contains
+    itself.
     """
 
     def __init__(self, stream: str) -> None:
@@ -186,7 +186,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         node = super().compose_node(parent, index)
-        if node is not None and node.end_mark is None:  # an alias of what is still being read
+        if node is not None and node.end_mark is None:  # an alias of a value that is still being read
             raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
         return node
 
@@ -199,8 +199,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    """Raises YAMLError for keys that are no words, and for one that stands twice in the mapping itself: what `<<` names
-    may have it too.
+    """Raises YAMLError for keys that are not words, and for a key that is duplicated in the mapping itself; the mapping
+    named by `<<` may have it too.
     """
     seen: set[str] = set()
     for key, _ in node.value:
@@ -208,7 +208,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if not isinstance(key, yaml.ScalarNode):
             raise yaml.YAMLError(f"the key in line {line} is a list or a mapping; a key is a word")
         if key.value in seen:
-            raise yaml.YAMLError(f"the key {key.value!r} stands twice, the second time in line {line}")
+            raise yaml.YAMLError(f"the key {key.value!r} is duplicated, the second time in line {line}")
         seen.add(key.value)
 
 
@@ -255,7 +255,7 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
     if error["type"] == "model_type":
         return f"{where} is {_shown(error['input'])}; it is a section of settings"
     if error["type"] == "invalid_key":
-        return f"the key {where} is no word; put it into quotes if it is meant as one"
+        return f"the key {where} is not a word; put it into quotes if it is meant as one"
     return f"{where} is {_shown(error['input'])}: {error['msg'].replace('Input should be', 'should be')}"
 
 
@@ -267,7 +267,7 @@ def _shown(value: Any) -> str:
 
 
 def _unknown(where: str, kind: type[Section], values: dict[str, Any]) -> str:
-    """Says of a key that is no setting whose it is, or which setting is nearest."""
+    """Returns, for an unknown key, the section that has it or the nearest setting."""
     if issubclass(kind, RunConfig):
         section, _, rest = where.partition(".")
         agent = values.get("agent")

@@ -112,7 +112,7 @@ class Progress:
 
 
 def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
-    """Prints the results of a run, the places of its files, what is not on record, and the commands that come next."""
+    """Prints the results of a run, the places of its files, the missing records, and the next commands."""
     report = json.loads((run.folder / "report.json").read_text())
     console = Console()
     table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")

@@ -1,5 +1,5 @@
 """Of which settings and inputs a thing was made: the record that is kept with it, and the comparison with what would be
-used now. Runs, validations, evaluations, chains and sweeps decide by it whether what is there may be used again.
+used now. Runs, validations, evaluations, chains and sweeps decide by it whether existing results may be used again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
 
 
 def write_record(file: Path, values: Mapping[str, Any]) -> None:
-    """Writes a record as `read_record` reads it, whole or not at all, with a checksum."""
+    """Writes a record as `read_record` reads it, atomically, with a checksum."""
     write_object(file, values)
 
 
@@ -80,7 +80,7 @@ def files_sha256(path: str) -> str:
 
 def model_sha256(path: str) -> str:
     """Returns the hash of a local model's weights, by 256 blocks of each file, and of its configuration and tokenizer;
-    "" for what is no folder with weights, as the name of a model on the hub."""
+    "" for anything but a folder with weights, such as the name of a model on the hub."""
     folder = Path(path)
     weights = sorted(folder.glob("*.safetensors")) if path else []
     if not weights:

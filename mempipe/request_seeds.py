@@ -23,7 +23,7 @@ class RequestSeeds:
     """Gives every request of an attempt its seed: a hash of the run's seed, the group, the member and the call.
 
     A call is known by its prompt, and by how many calls of the attempt had the same prompt before it. A mere number
-    would not do: an agent may have several requests under way, and then the clock decides which call comes first.
+    would not do: an agent may have several requests in flight, and then the clock decides which call comes first.
     """
 
     def __init__(self, seed: int, *, group_id: str, member: int) -> None:

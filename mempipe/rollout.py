@@ -1,4 +1,4 @@
-"""Plays the siblings of one question and scores them together. Here agents and learning meet."""
+"""Plays all attempts at one question and scores them as one group. This module connects agents and rewards."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
     """Makes the configured agent's renderer: its prompts in the model's chat template.
 
-    Raises ConfigError when they and the budget do not fit the context, and UserCodeError for an error in an agent of
-    the user's own.
+    Raises ConfigError when they and the budget do not fit the context, and UserCodeError for an error in a user-defined
+    agent.
     """
     spec = config.agent_spec
     with agent_code(config, "its renderer cannot be made", passing=(ConfigError,)):
@@ -47,7 +47,7 @@ def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
 
 @contextmanager
 def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns errors of an agent of the user's own into a `UserCodeError`; those of a built-in agent are ours and stay.
+    """Turns errors of a user-defined agent into a `UserCodeError`; those of a built-in agent are ours and stay.
 
     `passing` are exceptions that mean something to the caller, whoever raises them.
     """
@@ -71,7 +71,7 @@ def _bound(
 ) -> Agent[Any]:
     if control == "no_search":
         search = find_nothing
-    forgets = {"forgets": True} if control == "no_memory" else {}  # an agent of the user's own need not know of it
+    forgets = {"forgets": True} if control == "no_memory" else {}  # a user-defined agent need not know of it
     return config.agent_spec.agent(renderer, generate=generate, search=search, **forgets)
 
 
@@ -109,7 +109,7 @@ def make_rollout(
     control: Control | None = None,
     training: bool = False,
 ) -> RolloutFn:
-    """Makes the agent's `rollout` for a run: with `ordered` every request has a seed of its own (`RequestSeeds`).
+    """Makes the agent's `rollout` for a run: with `ordered` every request has its own seed (`RequestSeeds`).
 
     In training with budget.memory_choices every group draws one of them, by its id and the run's seed, so that a group
     that is played again has the same. Raises as `make_renderer` does.
@@ -149,7 +149,7 @@ def _variants(config: RunConfig) -> list[RunConfig]:
 
 
 def _drawn(made: Sequence[T], config: RunConfig, group_id: str) -> T:
-    """Returns what was made for the variant that the group draws, by its id and the run's seed."""
+    """Returns the object for the variant that the group draws, by its id and the run's seed."""
     return random.Random(f"{config.seed}:{group_id}:memory").choice(made)
 
 
@@ -282,9 +282,9 @@ def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 
 
 async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:
-    """Returns the trajectory with the reward and the measures that a function of the user's own gives it.
+    """Returns the trajectory with the reward and the measures that a user-defined function gives it.
 
-    Raises UserCodeError when the function fails or returns what is no reward: neither becomes a reward of 0.
+    Raises UserCodeError when the function fails or does not return a reward: neither becomes a reward of 0.
     """
     function = load_user_object(path, setting="reward.function")
     with user_code(f"reward.function {path} failed for trajectory {trajectory.id} of question {question.id}"):

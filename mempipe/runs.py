@@ -67,8 +67,8 @@ FREE_SETTINGS = (
     "stream",
     "tracking",
 )
-"""Settings and sections that may differ between a run and its continuation: they say where and how fast it runs, how
-long, and what is measured on the way, but change nothing of what is learnt from a step."""
+"""Settings that may change on resume: placement, speed, duration and measurement. None of them changes the learned
+result of a step."""
 
 
 _STATE, _CONFIG, _INPUTS = "state.json", "config.yaml", "inputs.json"
@@ -101,7 +101,7 @@ class Run:
             saved = saved_state(config, resume=resume)  # again: the process that held the lock has written meanwhile
             self._is_new = saved is None
             self.rebuilt = saved is not None and not (self.folder / _STATE).exists()
-            """Whether state.json was gone, and was made anew from what else the folder holds."""
+            """Whether state.json was gone, and was made again from what else the folder holds."""
             self._config_before = _text(self.folder / _CONFIG)
             self._most_steps_unsaved = _most_steps_unsaved(config)
             self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
@@ -135,7 +135,7 @@ class Run:
     @contextmanager
     def preparation(self) -> Iterator[None]:
         """The phase in which inputs are read and made. A new run whose settings it refuses (ConfigError) is withdrawn,
-        so that better ones can start there, unless anything was made: that stays, and --resume goes on with it."""
+        so that better ones can start there, unless anything was made: that stays, and --resume continues with it."""
         try:
             with self.phase("prepare"):
                 yield
@@ -159,7 +159,7 @@ class Run:
         if changed := changed_inputs(before, now):
             raise ConfigError(
                 f"{self.folder} was begun with other inputs: the content of {', '.join(changed)} has changed since, "
-                "and with it what is learnt; put the old files back, or give the run another `name`"
+                "and with it the learned result; put the old files back, or give the run another `name`"
             )
         write_record(self.folder / _INPUTS, {**now, **{name: value for name, value in before.items() if value}})
 
@@ -179,9 +179,10 @@ class Run:
         return f"{names} {'is' if len(paths) == 1 else 'are'} now in {attempts / str(number)}"
 
     def restart_at(self, step: int, *, num_updates: int = 0) -> str:
-        """Goes on from the checkpoint of `step`, or of so many updates after it: sets aside what was made of newer
-        policies, which do not exist any more. Returns a line that says so, and which steps are trained again; "" where
-        there is nothing to say.
+        """Resumes from the checkpoint of `step`, or of `num_updates`
+        after it: sets aside the results of newer policies,
+        which do not exist any more. Returns a line that says so, and which steps are trained again; "" where there is
+        nothing to say.
 
         Raises ConfigError when the run would begin at zero although its checkpoints had been written.
         """
@@ -202,11 +203,11 @@ class Run:
         moved = self.set_aside(dict.fromkeys(newer))
         self.update(num_steps=step, best=best)
         lines = [f"steps {step + 1} to {done} are trained again"] * (done > step)
-        lines += [f"what was made of later steps before: {moved}"] * bool(moved)
+        lines += [f"results of later steps of the earlier start: {moved}"] * bool(moved)
         return "; ".join(lines)
 
     def _made(self) -> list[Path]:
-        """Lists what a run makes of its policy while it goes on, or at its end, beside checkpoints."""
+        """Lists the files, besides checkpoints, that a run writes of its policy during training and at its end."""
         return [
             path
             for pattern in ("evaluation/*.parquet", "exports/*", "best", "huggingface")
@@ -261,7 +262,7 @@ def kept(config: RunConfig) -> str:
 def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
     """Returns the state of the run in the config's folder; None when the folder holds no run.
 
-    With `resume` "always" the state of a run that lost its state.json is made anew from its newest checkpoint. Raises
+    With `resume` "always" the state of a run that lost its state.json is made again from its newest checkpoint. Raises
     ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
     and `resume` is "always", that run was started with other settings, or its files are damaged.
     """
@@ -278,9 +279,9 @@ def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Returns the state of the run in `folder`. Raises ConfigError, which says how the run goes on, for a damaged
+    """Returns the state of the run in `folder`. Raises ConfigError, which says how the run continues, for a damaged
     one."""
-    mends = f"delete it: `mempipe train {folder / _CONFIG} --resume` makes it anew from the newest checkpoint"
+    mends = f"delete it: `mempipe train {folder / _CONFIG} --resume` makes it again from the newest checkpoint"
     state = read_record(folder / _STATE, mends=mends, seconds=dict, finished=bool)
     best = state.get("best")
     wrong = [name for name, value in state["seconds"].items() if not isinstance(value, int | float)]
@@ -289,7 +290,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if best is not None and not (isinstance(best, dict) and {"step", "metric", "value"} <= best.keys()):
         wrong.append("best")
     if wrong:
-        raise ConfigError(f"{folder / _STATE} is damaged ({wrong[0]} is not what was written); {mends}")
+        raise ConfigError(f"{folder / _STATE} is damaged ({wrong[0]} differs from the written content); {mends}")
     return state
 
 
@@ -319,7 +320,7 @@ def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
     }
     if best.exists():
         fields = {"step": int, "metric": str, "value": float}
-        state["best"] = read_record(best, mends=f"move {best.parent} away to choose the best model anew", **fields)
+        state["best"] = read_record(best, mends=f"move {best.parent} away to choose the best model again", **fields)
     return state
 
 
@@ -332,7 +333,7 @@ def _check_same(config: RunConfig) -> None:
     ]
     if refused:
         raise ConfigError(
-            f"{config.folder} was started with other settings, which change what is learnt: {', '.join(refused)}; "
+            f"{config.folder} was started with other settings, which change the learned result: {', '.join(refused)}; "
             "continue with the old values, or give the run another `name`"
         )
 
@@ -341,7 +342,7 @@ def saved_inputs(folder: Path) -> dict[str, str]:
     """Returns the hashes of what the run in `folder` was begun with, by setting; empty where they are not known.
     Raises ConfigError for a damaged file."""
     file = folder / _INPUTS
-    return read_record(file, mends="delete it to go on with the inputs as they are now") if file.exists() else {}
+    return read_record(file, mends="delete it to continue with the inputs as they are now") if file.exists() else {}
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
@@ -355,12 +356,12 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); bring its folder back, or copy the YAML file that the run was "
-            "started with to it, and --resume goes on"
+            "started with to it, and --resume continues"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(
             f"{file} is damaged ({' '.join(str(error).split())}); copy the YAML file that the run was started with "
-            "to it, with its overrides written into it, and --resume goes on"
+            "to it, with its overrides written into it, and --resume continues"
         ) from error
     return _completed(saved)
 
@@ -381,7 +382,7 @@ def unfinished(folder: Path) -> str:
         return ""
     if state.get("finished"):
         return ""
-    return f"an unfinished run ({state.get('num_steps', 0)} steps are done; `mempipe train ... --resume` goes on)"
+    return f"an unfinished run ({state.get('num_steps', 0)} steps are done; `mempipe train ... --resume` continues)"
 
 
 def _holds_something(path: Path) -> bool:
@@ -389,7 +390,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def _updates_in_name(checkpoint: Path) -> int:
-    """Returns the optimiser updates that a checkpoint is of, of which a step has `algorithm.updates_per_step`."""
+    """Returns the optimiser updates of a checkpoint; a step has `algorithm.updates_per_step` updates."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

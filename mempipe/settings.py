@@ -48,7 +48,7 @@ class Section(BaseModel):
 
     @classmethod
     def _is_section(cls, name: str) -> bool:
-        """Tells whether a setting is a section that is always there."""
+        """Returns whether a setting is a section that is always there."""
         field = cls.model_fields.get(name)
         kinds = _kinds(field.annotation) if field is not None else set()
         return type(None) not in kinds and any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)

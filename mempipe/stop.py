@@ -48,7 +48,7 @@ class StopRequest:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def leaves_time_for(self, seconds: float) -> bool:
-        """Tells whether work of so many seconds may begin, so that what it made can still be saved."""
+        """Returns whether work of `seconds` may begin, so that its result can still be saved."""
         return seconds <= (1 - SAVING_SHARE) * self.seconds_left
 
     @contextmanager

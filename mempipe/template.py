@@ -61,7 +61,7 @@ def config_lines(kind: str) -> list[str]:
         "agent-service": (AgentServiceConfig, "# An agent service on a Ray cluster: `serve deploy FILE`"),
     }
     if kind not in sections:
-        raise ConfigError(f"{kind!r} is no kind of config; choose from {', '.join(KINDS)}, or an agent's module")
+        raise ConfigError(f"{kind!r} is not a kind of config; choose from {', '.join(KINDS)}, or an agent's module")
     section, title = sections[kind]
     lines = list(_section_lines(section, section.model_validate(EXAMPLES[section])))
     deployed = {"service": _deployed, "agent-service": _deployed_agent}

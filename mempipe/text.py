@@ -100,7 +100,7 @@ def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) 
 
     Of a longer run of letters (a script without spaces), and of a word that has more tokens than a chunk, every
     character counts as a word. The pieces joined are the text. A mask, or a character, that has more tokens than a
-    chunk is a chunk of its own.
+    chunk is a separate chunk.
     """
     words = _words(text, mask)
     lengths = {word: count_tokens(word) for word in set(words)}
@@ -113,7 +113,7 @@ def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) 
         while last < len(words) and total + lengths[words[last]] <= max_tokens:
             total += lengths[words[last]]
             last += 1
-        # A tokenizer may need another number of tokens for words that stand together.
+        # A tokenizer may need another number of tokens for adjacent words.
         while last > first + 1 and count_tokens("".join(words[first:last])) > max_tokens:
             last -= 1
         last = max(last, first + 1)
@@ -156,6 +156,6 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def _is_abbreviation(text: str, stop: int) -> bool:
-    """Tells whether the full stop at `stop` belongs to an abbreviation or an initial."""
+    """Returns whether the full stop at `stop` belongs to an abbreviation or an initial."""
     word = re.split(r"[\s(\"“‘]", text[max(0, stop - 16) : stop])[-1].lower()
     return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha())

@@ -1,8 +1,8 @@
 """The records that travel through the pipeline, in order of birth.
 
 A `Question` is asked `group_size` times; every attempt is a `Trajectory` of short `Context`s, each made of injected
-tokens and of `Completion`s sampled by the engine; siblings form a `Group`; every context becomes a `TrainingSample`;
-samples are packed into `MicroBatch`es (`mempipe.rl.packing`).
+tokens and of `Completion`s sampled by the engine; attempts of a group form a `Group`; every context becomes a
+`TrainingSample`; samples are packed into `MicroBatch`es (`mempipe.rl.packing`).
 
 Records are plain dataclasses whose fields are numbers, strings, lists and other records, so that `to_row` gives a row
 that Arrow, Parquet and JSON hold without loss and `from_row` gives the record back.
@@ -221,7 +221,7 @@ class Context:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
     """One sample of MemTrain's intermediate memory recall: the memory of a step is asked for an entity of an earlier
-    chunk. It is a context beside those of its trajectory, with a score and an advantage of its own.
+    chunk. A recall is a context in addition to those of its trajectory, with its own score and advantage.
     """
 
     context: Context
@@ -234,7 +234,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A named number that a reward of the user's own returned beside the reward."""
+    """A named number that a user-defined reward function returned in addition to the reward."""
 
     name: str
     value: float
@@ -315,8 +315,8 @@ def from_row(cls: type[T], row: Mapping[str, Any]) -> T:
     """Returns the record of type `cls` that `to_row` turned into `row`.
 
     Raises KeyError with the field's place when one without default is missing, and TypeError with place and value for a
-    value of another type: a text is no list of letters, and a list is no text. What a list of numbers holds is not
-    looked at.
+    value of another type: a text is not read as a list of letters, and a list is not read as a text. What a list of
+    numbers holds is not looked at.
     """
     return _record(cls, row, "")
 
@@ -334,7 +334,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Column):
         return list(value)
     if isinstance(value, list):
-        # Ids and log-probs are most of a record: what is in such a list need not be looked at one by one.
+        # Ids and log-probs are most of a record: the entries of such a list need not be checked one by one.
         flat = not value or isinstance(value[0], (int, float, str))
         return list(value) if flat else [_plain(item) for item in value]
     return to_row(value) if dataclasses.is_dataclass(value) else value

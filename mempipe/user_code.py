@@ -1,4 +1,4 @@
-"""Code of the user's own that a config names: it is imported by name, and its errors name its file."""
+"""User-defined code that a config names: it is imported by name, and its errors name its file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UserCodeError(RuntimeError):
 
 
 def import_user_module(name: str, *, setting: str) -> ModuleType:
-    """Imports the module `name`, which is installed or lies in the folder that the command was started from.
+    """Imports the module `name`, which is installed or in the folder where the command was started.
 
     Raises ConfigError that names `setting`, and the file and line where its import fails.
     """
@@ -62,7 +62,7 @@ def load_user_object(path: str, *, setting: str) -> Any:
 def user_code(what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns whatever the user's code raises inside into a `UserCodeError` with file and line.
 
-    Faults of the machinery pass, and so do the exceptions of `passing`.
+    Faults of the infrastructure pass, and so do the exceptions of `passing`.
     """
     try:
         yield

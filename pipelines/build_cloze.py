@@ -4,8 +4,8 @@ section.
     find      sentences of every passage with one entity hidden     Ray Data, one finder per core
     choose    rules of rejection, pairs of passages, splits         polars
 
-The folder holds train.parquet, validation.parquet, test.parquet and cloze.json; of plain text also the passages that
-were made of it (corpus.parquet), which is what an index is built from.
+The folder holds train.parquet, validation.parquet, test.parquet and cloze.json; for plain text also its passages
+(corpus.parquet), from which an index is built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANIFEST = "cloze.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ClozeFiles:
-    """Holds what was made: the corpus to search in, the question files, and the counts."""
+    """Result of a build: the corpus to search in, the question files, and the counts."""
 
     folder: Path
     corpus: str
@@ -58,7 +58,7 @@ def build_cloze(
         return _finished(folder, settings)
     plain = is_plain_text(corpus)
     if not plain:
-        corpus_files(corpus)  # refuses what is not there before Ray starts
+        corpus_files(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
         source = str(write_corpus(corpus, partial / "corpus.parquet")) if plain else corpus
         with connected(ray_address, name=name):

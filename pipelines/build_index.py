@@ -13,7 +13,7 @@ from mempipe.streams.segments import stream_segments
 
 
 def main(config: IndexConfig) -> Manifest:
-    """Builds the index, or goes on with a build that was interrupted.
+    """Builds the index, or continues with a build that was interrupted.
     Raises ConfigError, before anything starts where it can.
     """
     files = corpus_files(config.corpus)
@@ -24,7 +24,7 @@ def main(config: IndexConfig) -> Manifest:
     say("connecting to Ray, starting encoders")
     with connected(config.ray_address, name="index"), Progress("passages", total=None) as progress:
         if known := sum(segment.count for segment in build.segments()):
-            progress.note(f"going on with {build.folder}, where {known} passages were read")
+            progress.note(f"continuing with {build.folder}, where {known} passages were read")
         for count in stream_segments(config, files, folder=build.folder):
             progress.advance(count)
     return build.finish(encoder, note=say)

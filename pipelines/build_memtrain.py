@@ -61,7 +61,7 @@ FREE = {"output", "name", "num_workers", "ray_address"}
 
 
 def main(config: MemtrainConfig) -> Path:
-    """Builds the documents, or goes on with a build that was interrupted; returns the folder.
+    """Builds the documents, or continues with a build that was interrupted; returns the folder.
 
     Raises ConfigError before anything starts for an index, a tokenizer, a mask or a finder that cannot work, a corpus
     with too few passages, and a folder of other settings; and when no pivot gives a document.
@@ -110,7 +110,7 @@ def _num_rows(file: Path) -> int:
 
 
 def describe(folder: Path) -> list[str]:
-    """Returns what was built, for people."""
+    """Returns a description of the build for people."""
     summary = read_object(folder / SUMMARY, advice=f"remove it, and {_AGAIN}")
     lines = [f"{folder / DOCUMENTS}: {summary['num_documents']} documents"]
     if summary["num_held_out"]:
@@ -155,7 +155,7 @@ def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEnt
     sample = np.sort(order[: config.statistics_passages])
     _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
     for part in sorted(folder.glob("*.parquet")):
-        _num_rows(part)  # refuses what is damaged, which polars would read
+        _num_rows(part)  # refuses a damaged file, which polars would read
     return common_entities(pl.scan_parquet(folder / "*.parquet"), len(sample), config)
 
 

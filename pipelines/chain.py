@@ -4,9 +4,9 @@
     for each but the first, again, from the first one's model        (`compare`)
     evaluate            pipelines.evaluate: the last stage with and without the first one
 
-The same command after an interruption goes on where it stopped: a finished stage is kept, an unfinished one resumes
-from its newest checkpoint, and one whose beginning was trained again since is refused. In MLflow the chain is a run, of
-which stages and evaluation are children.
+The same command after an interruption resumes where it stopped: a finished stage is kept, an unfinished one resumes
+from its newest checkpoint, and one whose beginning was trained again since is refused. In MLflow the chain is a run;
+its stages and the evaluation are its children.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(chain: ChainConfig) -> list[Path]:
     """Runs the chain to its end and returns the files of the evaluation's report.
 
     Raises ConfigError for a stage that cannot work, before it starts; what else fails raises a RuntimeError or
-    OSError, and the same call goes on from there.
+    OSError, and the same call resumes from there.
     """
     check_stages(chain, chain_runs(chain))
     with parent_run(chain.tracking, folder=chain.folder, name=chain.name, settings=chain) as (tracker, tracking):

@@ -1,7 +1,7 @@
 """Trajectories for a supervised start: recorded ones, a teacher's, or a script's.
 
-A script or a teacher plays the same rollout loop against the same index as the model will, so what is learnt is token
-for token what the engine will be prompted with.
+A script or a teacher plays the same rollout loop against the same index as the model will, so the model learns exactly
+the prompts that the engine will receive, token for token.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _recorded(sources: Sequence[str]) -> Iterator[Group]:
 
 
 def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Group]:
-    """Every trajectory that scored enough, as a group of its own."""
+    """Every trajectory that scored enough, as a separate group."""
     for group in groups:
         for trajectory in group.trajectories:
             if getattr(trajectory, metric) >= min_score:

@@ -6,7 +6,7 @@
         for each set    questions -> the same drivers as in training -> one result row per question, in parts
     report      tables, plot, MLflow
 
-The same command after an interruption goes on where it stopped: a question that has its row is not asked again.
+The same command after an interruption resumes where it stopped: a question that has its row is not asked again.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class PlannedRun:
 
 def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
-    else fails raises a RuntimeError or OSError, and the same call goes on from there."""
+    else fails raises a RuntimeError or OSError, and the same call resumes from there."""
     say("reading question files, weights and prompts")
     planned = plan(suite)
     try:
-        lock(suite.folder)  # two evaluations in it would both ask what is missing
+        lock(suite.folder)  # two evaluations in it would both ask the missing questions
     except OSError as error:
         raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
     for each in planned:

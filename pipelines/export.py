@@ -1,4 +1,4 @@
-"""Models of a run: those that it exports while it goes on, and those made from its checkpoints afterwards."""
+"""Models of a run: those that it exports while it continues, and those made from its checkpoints afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Exporter(Protocol):
 
 
 class Exports:
-    """The models that a training run exports while it goes on (`checkpoint.export_every_steps`, `best_on`)."""
+    """The models that a training run exports while it continues (`checkpoint.export_every_steps`, `best_on`)."""
 
     def __init__(self, run: Run, learners: Exporter, *, source: str, weights: Callable[[], str] = str) -> None:
         """`source` is the model whose configuration and tokenizer the exported ones have; `weights` returns the hash of
@@ -71,7 +71,7 @@ def _comparable(best: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def export_best(run: Path, target: Path) -> Path:
-    """Copies the model that was best on validation while the run in folder `run` went on to the new folder `target`.
+    """Copies the model that was best on validation while the run in folder `run` continued to the new folder `target`.
 
     Raises ConfigError.
     """

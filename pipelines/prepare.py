@@ -52,7 +52,7 @@ def _with_imported_model(run: Run, config: RunConfig) -> RunConfig:
 
 
 def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> RunConfig:
-    """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are left out."""
+    """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are skipped."""
     from pipelines.build_cloze import build_cloze
     from pipelines.build_index import main as index_corpus
 

@@ -4,8 +4,8 @@
     trials      `mempipe train` and `mempipe evaluate` of each, as trials of Ray Tune
     report      curves, the smallest sufficient budget, MLflow
 
-The same command with --resume does what is missing: a trial whose questions all have their rows is left alone, any
-other one goes on from its newest checkpoint and its last row.
+The same command with --resume runs the missing trials: a trial whose questions all have their rows is left alone, any
+other one resumes from its newest checkpoint and its last row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TrialsFailed(RuntimeError):
 
 
 def main(sweep: SweepConfig, *, resume: Resume = "never") -> list[Path]:
-    """Runs what is missing of the sweep and returns the report's files. Raises ConfigError before anything starts, and
-    TrialsFailed when a trial failed for good."""
+    """Runs the missing trials of the sweep and returns the report's files. Raises ConfigError before anything starts,
+    and TrialsFailed when a trial failed for good."""
     begin(sweep, trials(sweep), resume=resume)
     with parent_run(sweep.tracking, folder=sweep.folder, name=sweep.name, settings=sweep) as (tracker, tracking):
         run_missing(sweep, trials(sweep, tracking=tracking))
@@ -96,7 +96,7 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
         name, error = next(iter(failed.items()))
         raise TrialsFailed(
             f"{len(failed)} of {len(planned)} trials failed ({', '.join(failed)}); {name}: {error}; its output is in "
-            f"{sweep.folder / 'logs'}, and --resume goes on"
+            f"{sweep.folder / 'logs'}, and --resume continues"
         )
 
 

@@ -8,7 +8,7 @@
     evaluate    held-out questions, after
     report      plots, Hugging Face export
 
-Each phase leaves its result in the run's folder; a resumed run skips what it finds there and goes on from the newest
+Each phase leaves its result in the run's folder; a resumed run skips what it finds there and resumes from the newest
 checkpoint.
 """
 
@@ -62,7 +62,7 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     """
     run = Run(config, resume=resume)
     if run.rebuilt:
-        say(f"{run.folder}: state.json was gone and is made anew; the run goes on with its {run.kept()}")
+        say(f"{run.folder}: state.json was gone and is made again; the run continues with its {run.kept()}")
     with StopRequest(config.grace_s).listening() as stop:
         try:
             return _run(run, config, stop)
@@ -81,7 +81,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
         if latest(run.folder / "checkpoints") is None:
             raise ConfigError(
                 f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "
-                "holds no checkpoint to go on from; begin another run with its huggingface folder as model.path"
+                "holds no checkpoint to resume from; begin another run with its huggingface folder as model.path"
             )
         run.update(finished=False)
     losses: Sequence[str] = read_losses(run.folder)
@@ -108,7 +108,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
                 status = "FINISHED" if run.state["finished"] else "KILLED" if stop.requested else "FAILED"
                 losses = tracker.finish(status).losses
     try:
-        read_record(run.folder / "report.json", mends="it is written anew")
+        read_record(run.folder / "report.json", mends="it is written again")
     except ConfigError as error:
         say(str(error))
         write_report(run.folder)
@@ -117,7 +117,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
 
 
 def _phases(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
-    """All phases that need actors. Each skips what it finds done, so that another attempt goes on."""
+    """All phases that need actors. Each skips what it finds done, so that another attempt continues."""
     if config.warm_start is not None:
         if config.evaluation.untrained:
             evaluate_untrained(run, config, namespace, tracker)
@@ -126,7 +126,7 @@ def _phases(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, 
     _train(run, config, namespace, tracker, stop)
     with run.phase("report"):
         reached("report")
-        tracker.flush()  # the report says what is not on record
+        tracker.flush()  # the report lists the missing records
         for path in write_report(run.folder):
             tracker.log_artifact(path)
 
@@ -265,7 +265,7 @@ def learn(
     """Runs the training loop. Each step takes exactly `groups_per_step` groups; a checkpoint holds the groups of every
     step.
 
-    It goes on from `position`, which a checkpoint holds.
+    It resumes from `position`, which a checkpoint holds.
     """
     config = roles.config
     exports = _exports(run, roles)
@@ -277,7 +277,9 @@ def learn(
             answers = evaluate(run, roles, validation, label=f"step-{step:08d}", step=step, tracker=tracker)
             exports.validated(answers, step=step)
 
-    if position.step and not position.num_updates:  # the run may have ended before what is due after a checkpoint
+    if (
+        position.step and not position.num_updates
+    ):  # the run may have ended before the work that is due after a checkpoint
         do_what_is_due(position.step)
     kept = KeptGroups.of(run).read(position)
     admission_name, admission = roles.new_admission(
@@ -330,8 +332,9 @@ def train_step(
 ) -> dict[str, float]:
     """Makes one learner step, brings the new weights to every engine, and returns the metrics of both.
 
-    The metrics of the learner are means over the tokens that it trained. A step that was interrupted goes on with its
-    update number `first`. When `stop` was requested the step is learnt as far as time allows, and Interrupted raised.
+    The metrics of the learner are means over the tokens that it trained. A step that was interrupted continues with its
+    update number `first`. When `stop` was requested, the step is trained until the time is up, and Interrupted is
+    raised.
     """
     stop = stop or StopRequest(roles.config.grace_s)
     config = roles.config

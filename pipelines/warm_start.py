@@ -1,5 +1,5 @@
 """Supervised start: the model imitates trajectories (`pipelines.demonstrations`) before reinforcement learning, through
-the same learner, packed, with LoRA or without; it goes on where it was interrupted.
+the same learner, packed, with LoRA or without; it resumes where it was interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = ("clean", "noisy", "held_out")
 
 def warm_start(run: Run, config: RunConfig, stop: StopRequest | None = None) -> RunConfig:
     """The config with the warm-started model in `model.path`; a model that is there already is kept. When `stop` was
-    requested, what was learnt is saved and Interrupted raised.
+    requested, the learner is saved and Interrupted is raised.
     """
     stop = stop or StopRequest(config.grace_s)
     folder = run.folder / "warm_start"
@@ -76,7 +76,7 @@ def _train(
     losses: list[float] = []
     judged: list[dict[str, float]] = []
     if position.step:
-        mends = f"delete {_checkpoints(run)} to begin the warm start anew"
+        mends = f"delete {_checkpoints(run)} to begin the warm start again"
         kept = read_record(file, mends=mends, losses=list, held_out=list)
         losses, judged = kept["losses"][: position.step], kept["held_out"]
         if len(losses) < position.step:
@@ -116,7 +116,8 @@ def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample]) -> float:
 
 
 def _recorded(folder: Path, config: RunConfig) -> Demonstrations:
-    """The demonstrations as files (`mempipe trace` shows them), so that a start that goes on imitates the same ones."""
+    """The demonstrations as files (`mempipe trace` shows them), so that a start that continues imitates the same
+    ones."""
     if not (folder / "held_out.parquet").exists():  # written last
         made = demonstrations(config)
         for part in PARTS:

@@ -1,1 +1,1 @@
-"""An agent, a reward and a tool of one's own: see docs/extending.md."""
+"""A user-defined agent, reward and tool: see docs/extending.md."""

@@ -1,7 +1,7 @@
 """A notebook agent: it solves a problem calculation by calculation and keeps nothing but the question and a notebook.
 
-Every turn is a context of its own: question and notebook, then one sampled message that calls the tool or answers in a
-box. What the tool returned is the next line of the notebook; the policy writes no memory of its own.
+Every turn has its own context: question and notebook, then one sampled message that calls the tool or answers in a
+box. What the tool returned is the next line of the notebook; the policy does not write the memory.
 """
 
 from __future__ import annotations

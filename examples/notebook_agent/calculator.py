@@ -1,4 +1,4 @@
-"""A tool of one's own: a calculator for the four operations."""
+"""A user-defined tool: a calculator for the four operations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Calculator:
         except ZeroDivisionError:
             return [f"{arguments} divides by zero"]
         except (SyntaxError, ValueError, OverflowError, RecursionError):
-            return [f"{arguments} is no expression of numbers, + - * / and parentheses that can be computed"]
+            return [f"{arguments} is not an expression of numbers, + - * / and parentheses that can be computed"]
 
 
 def evaluate(node: ast.expr) -> float:

@@ -1,4 +1,4 @@
-"""A reward of one's own: the right number, with as few words as possible."""
+"""A user-defined reward: the right number, with as few words as possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def right_and_brief(trajectory: Trajectory, question: Question) -> dict[str, flo
 
 
 def is_number(answer: str | None, golden: str) -> bool:
-    """Tells whether the answer states the number, in whatever form: 12, 12.0 or 1,200."""
+    """Returns whether the answer states the number, in whatever form: 12, 12.0 or 1,200."""
     try:
         return answer is not None and float(answer.replace(",", "")) == float(golden)
     except ValueError:

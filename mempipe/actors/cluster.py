@@ -155,7 +155,7 @@ class ClusterWatch:
                     return self._end(reason)
 
     def _end(self, reason: str) -> None:
-        again = "What was saved is kept; the same command goes on (train: with --resume)"
+        again = "What was saved is kept; the same command continues (train: with --resume)"
         self.lost = f"the Ray cluster was lost: {reason}. {again}"
         if self._before is not None:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
@@ -193,7 +193,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _answers(address: str) -> bool:
-    """Tells whether somebody takes connections there; a process that stands still does so too."""
+    """Returns whether somebody takes connections there; a process that stands still does so too."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=WATCH_EVERY_S).close()

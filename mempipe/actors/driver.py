@@ -80,12 +80,12 @@ class Driver:
             self._gold_logprobs = make_gold_logprobs(config, tokenizer=tokenizer, score=generators.score)
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
-        """Plays one attempt. Errors in an agent of the user's own name the user's file."""
+        """Plays one attempt. Errors in a user-defined agent name the user's file."""
         with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion,)):
             return await self._play(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:
-        """Returns the group's trajectories, scored. Plays the whole group again after a fault of the machinery.
+        """Returns the group's trajectories, scored. Plays the whole group again after a fault of the infrastructure.
 
         Raises GroupFailed when `stream.num_attempts` are used up, UnfitQuestion for a question that the agent cannot
         take, and UserCodeError for an error in code of the user's own.

@@ -26,7 +26,7 @@ WATCH_EVERY_S = 1.0
 
 
 class GeneratorActor:
-    """One vLLM engine. When the engine dies the actor exits with an error, so that Ray starts both anew."""
+    """One vLLM engine. When the engine dies the actor exits with an error, so that Ray starts both again."""
 
     def __init__(
         self,

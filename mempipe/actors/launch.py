@@ -137,7 +137,7 @@ class Roles(RolloutActors):
         return sent | self._check(policy_version)
 
     def waited_for(self) -> str:
-        """Says which role the trajectories under way wait for. It asks every engine and retriever, and starts
+        """Says which role the trajectories in flight wait for. It asks every engine and retriever, and starts
         nothing."""
         roles = {"completions in the engines": self.generators, "searches in the retrievers": self.retrievers}
         counts, silent = Counter[str](), []

@@ -156,7 +156,7 @@ class LearnerGroup:
         """Makes one optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the
         metrics of each update.
 
-        A step that goes on begins with update `first`. It ends early, between two updates, when `stop` leaves no time
+        A step that continues begins with update `first`. It ends early, between two updates, when `stop` leaves no time
         for the rest.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]

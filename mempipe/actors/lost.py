@@ -1,5 +1,5 @@
-"""Which errors say that a part of the machinery was lost, so that another start may do better, and how a person is told
-of them in one line.
+"""Which errors say that a part of the infrastructure was lost, so that another start may do better, and how a person is
+told of them in one line.
 
 Ray raises one kind for every way in which an actor, a worker, a node or an object can go; Ray Data wraps them once or
 twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in code of the user's own) would
@@ -41,7 +41,7 @@ class RoleLost(LaunchError):
 
 
 class ClusterLost(LaunchError):
-    """The Ray cluster itself is gone; only a new process can go on."""
+    """The Ray cluster itself is gone; only a new process can continue."""
 
 
 class GroupFailed(RoleLost):
@@ -49,7 +49,7 @@ class GroupFailed(RoleLost):
 
 
 class LearnerFailed(RuntimeError):
-    """A rank failed or did not finish a phase in time; the run goes on from its checkpoint with --resume."""
+    """A rank failed or did not finish a phase in time; the run resumes from its checkpoint with --resume."""
 
 
 class LearnerLost(LearnerFailed):
@@ -80,7 +80,7 @@ _CLASS = re.compile(r"^\s+class_name: (\w+)$", re.MULTILINE)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tells whether the run may go on after another start of its roles."""
+    """Returns whether the run may continue after another start of its roles."""
     if isinstance(error, ClusterLost):
         return False
     if isinstance(error, RoleLost | LearnerLost):

@@ -30,7 +30,7 @@ class RoleUnavailable(InfrastructureFault):
 
 
 class Pool:
-    """Replicas of one role: each call goes to the one with the fewest calls under way."""
+    """Replicas of one role: each call goes to the one with the fewest calls in flight."""
 
     def __init__(self, replicas: Sequence[Handle], *, role: str, timeout_s: float) -> None:
         self._lines = [BatchedClient(replica) for replica in replicas]

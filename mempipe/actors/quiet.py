@@ -29,7 +29,7 @@ def quiet_loggers() -> None:
 def quiet_retries() -> None:
     """Keeps out of the terminal that a worker died and that Ray will try its task again; Ray's log files have it.
 
-    It says so for every group under way when a stream is closed, as at the end of a run that replaces groups without
+    It says so for every group in flight when a stream is closed, as at the end of a run that replaces groups without
     signal, and `log_to_driver` is about other lines. What is lost in earnest is said by the run itself.
     """
     from ray._private import worker

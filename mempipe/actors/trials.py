@@ -119,7 +119,7 @@ def _same_cluster() -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Makes Linux end this process when the one that started it is gone: a killed trial must not go on working."""
+    """Makes Linux end this process when the one that started it is gone: a killed trial must not continue working."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -45,7 +45,7 @@ class RoleMarks:
 
 
 def chat_frame(tokenizer: Tokenizer, *, system: str) -> ChatFrame:
-    """Raises ConfigError when the chat template refuses, repeats or leaves out messages."""
+    """Raises ConfigError when the chat template refuses, repeats or skips messages."""
     shows_system = bool(system) and _shows_system(tokenizer)
     prompt = _render(tokenizer, ["user"], system=shows_system)
     before_user, after_user = _split_at(USER, prompt)
@@ -71,7 +71,7 @@ def closing_id(tokenizer: Tokenizer, after_action: str) -> int:
     if not closing or closing[0] not in stops:
         texts = [tokenizer.decode([i]) for i in sorted(stops)]
         raise ConfigError(
-            f"the chat template goes on after an assistant message with {after_action[:32]!r}, which does not "
+            f"the chat template continues after an assistant message with {after_action[:32]!r}, which does not "
             "start with a stop token "
             f"{texts}; add its token to eos_token_id in generation_config.json"
         )
@@ -128,7 +128,7 @@ def _render(tokenizer: Tokenizer, roles: Sequence[str], *, system: bool) -> str:
 
 
 def _shows_system(tokenizer: Tokenizer) -> bool:
-    """Tells whether the template takes a system message and shows its text."""
+    """Returns whether the template takes a system message and shows its text."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
     try:
         return SYSTEM in tokenizer.render_chat(messages, add_generation_prompt=True)
@@ -139,8 +139,7 @@ def _shows_system(tokenizer: Tokenizer) -> bool:
 def _split_at(mark: str, text: str) -> tuple[str, str]:
     if text.count(mark) != 1:
         raise ConfigError(
-            f"the chat template repeats or leaves out a message: its text stands {text.count(mark)} times in the "
-            "rendering"
+            f"the chat template repeats or skips a message: its text stands {text.count(mark)} times in the rendering"
         )
     before, _, after = text.partition(mark)
     return before, after

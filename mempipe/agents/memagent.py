@@ -40,7 +40,8 @@ class MemAgentConfig(AgentConfig):
     """MemAgent reads a long text chunk by chunk and carries the question and a memory."""
 
     chunk_first: bool = False
-    """The chunk stands before the memory, so that siblings share it in the prefix cache. Off, as published."""
+    """The chunk stands before the memory, so that attempts of a group share it in the prefix cache. Off, as
+    published."""
     compat: MemAgentCompat = MemAgentCompat()
 
 
@@ -50,7 +51,7 @@ class MemAgentBudget(MemoryBudget):
     chunk_tokens: int = Field(5000, ge=1)
     """Tokens of the long text that one context reads (MemAgent: 5000)."""
     max_chunks: int = Field(0, ge=0)
-    """The most chunks of a text; longer texts are refused. 0: no limit. The agent reads a text whole or not at all."""
+    """The most chunks of a text; longer texts are refused. 0: no limit. A text is never shortened."""
 
     def parts(self) -> dict[str, int]:
         start = {"question": self.question_tokens, "memory": self.memory_tokens}

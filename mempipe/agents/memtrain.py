@@ -3,7 +3,7 @@
 The question asks for an entity that is masked everywhere in a document (end-to-end masked reconstruction). Beside it,
 one memory of every attempt is asked for another entity (intermediate memory recall): a context of its own shows the
 memory after step k and a chunk l < k in which that entity is replaced by [TARGET], and it is sampled `num_recalls`
-times. The recall samples are drawn while the reading goes on. Rewards and advantages are those of Eq. 1 to 3
+times. The recall samples are drawn while the reading continues. Rewards and advantages are those of Eq. 1 to 3
 (`mempipe.rollout`, `mempipe.rl.advantages`).
 """
 

@@ -169,7 +169,7 @@ def _blocks(text: str, tag: str) -> list[str]:
 
 
 def _tags_pair(text: str, tag: str) -> bool:
-    """Tells whether there are as many openings as closings, and the n-th opening stands before the n-th closing."""
+    """Returns whether there are as many openings as closings, and the n-th opening stands before the n-th closing."""
     openings = [match.start() for match in re.finditer(f"<{tag}>", text)]
     closings = [match.start() for match in re.finditer(f"</{tag}>", text)]
     return len(openings) == len(closings) and all(start < end for start, end in zip(openings, closings, strict=True))

@@ -1,8 +1,8 @@
 """ReAct as Search-R1 trains it (arXiv 2210.03629, 2503.09516): the whole history in one growing context. Agents with a
 memory are compared with it.
 
-The policy reads one user prompt and then writes an assistant message that goes on after every observation until it
-answers. After a message that neither searches nor answers, the policy is told so and the trajectory goes on. When
+The policy reads one user prompt and then writes an assistant message that continues after every observation until it
+answers. After a message that neither searches nor answers, the policy is told so and the trajectory continues. When
 another turn would not fit the context the trajectory ends; nothing is ever cut off on the left.
 """
 

@@ -69,7 +69,7 @@ def agent_spec(name: str) -> AgentSpec:
     if not isinstance(name, str) or (name not in BUILT_IN and "." not in name):
         known = ", ".join(map(repr, BUILT_IN))
         raise ConfigError(
-            f"agent.name is {name!r}; it is {known}, or the module of an agent of your own, e.g. my_package.my_agent"
+            f"agent.name is {name!r}; it is {known}, or the module of your own agent, e.g. my_package.my_agent"
         )
     spec = getattr(import_user_module(BUILT_IN.get(name, name), setting="agent.name"), "AGENT", None)
     if not isinstance(spec, AgentSpec):

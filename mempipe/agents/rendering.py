@@ -78,7 +78,7 @@ class Renderer(Generic[B]):
 
     @property
     def takes_instructions(self) -> bool:
-        """Tells whether the prompt set has a place for instructions of whoever asks."""
+        """Returns whether the prompt set has a place for instructions of whoever asks."""
         return self._instructed is not None
 
     def instructed(self, instructions: str) -> Self:
@@ -130,7 +130,7 @@ class Renderer(Generic[B]):
         self.question(question)
 
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
-        """Tells whether sampled ids hold a token, or spell a text, with which the chat template tells roles apart."""
+        """Returns whether sampled ids hold a token, or spell a text, with which the chat template tells roles apart."""
         if not self._role_marks.isdisjoint(token_ids):
             return True
         written = self.tokenizer.decode(token_ids) if self._role_texts else ""

@@ -1,4 +1,4 @@
-"""What MEM1 and ReAct share: one assistant message that goes on after every observation, with queries and answers
+"""What MEM1 and ReAct share: one assistant message that continues after every observation, with queries and answers
 between tags.
 
 The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples after the first of these
@@ -151,7 +151,7 @@ class TaggedAgent(Agent[T]):
         """Adds the tokens of the message to the turn.
 
         The stop token is added only when the trajectory `ends` with this message and the message is no search: in every
-        other case the assistant message goes on, and the stop token is dropped.
+        other case the assistant message continues, and the stop token is dropped.
         """
         whole = len(without_stop(completion.token_ids, self.renderer)) == len(message.token_ids)
         stopped = ends and whole and message.query is None

@@ -1,7 +1,7 @@
 """The functions that a policy may call: the search function, and tools of the user's own.
 
 A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails
-for reasons of the machinery raises an `InfrastructureFault`, and its whole group is played again. What the policy
+for reasons of the infrastructure raises an `InfrastructureFault`, and its whole group is played again. What the policy
 should read about a call that went wrong (division by zero, an unknown city) is an ordinary result text.
 """
 
@@ -152,7 +152,7 @@ class Toolbox:
         """Parses the JSON of a call.
 
         Raises InvalidCall unless it is a call of a tool here with arguments that the tool takes, and UserCodeError when
-        the check of a tool of your own fails in another way.
+        the check of your own tool fails in another way.
         """
         try:
             call = json.loads(text, parse_constant=_refuse_constant)
@@ -169,7 +169,7 @@ class Toolbox:
             return ToolCall(text=text, tool=name, arguments=tools[name].check(arguments))
 
     async def use(self, call: ToolCall) -> ToolUse:
-        """Makes a call of a tool of your own.
+        """Makes a call of your own tool.
 
         Raises UserCodeError with the user's file when the tool fails; an `InfrastructureFault` that it raises passes,
         and the group is tried again.
@@ -209,7 +209,7 @@ def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of a call: passages of a search, or the texts of a tool of your own."""
+    """The result of a call: passages of a search, or the texts of your own tool."""
 
     passages: list[Passage] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -36,8 +36,8 @@ def check_inputs(config: RunConfig) -> str:
 
 
 def hash_inputs(config: RunConfig) -> dict[str, str]:
-    """Returns the hash of what the run learns from, by setting; "" for what is not on this machine, and for the prompts
-    of an agent of the user's own, which may not take the question that stands for all."""
+    """Returns the hash of what the run learns from, by setting; "" for a file that is not on this machine, and for the
+    prompts of a user-defined agent, which may not accept the test question."""
     train, index, model = config.data.train, config.retrieval.index, config.model.path
     has_prompts = model and model_folder(model) is not None and config.agent.name in BUILT_IN
     return {

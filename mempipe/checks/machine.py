@@ -20,7 +20,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The accelerators that roles can be placed on, and the memory of the machine beside them."""
+    """The accelerators that roles can be placed on, and the memory of their machine."""
 
     num_gpus: int
     gpu_gib: float = DEFAULT_GPU_GIB
@@ -42,7 +42,7 @@ def devices_here() -> Devices:
 
 
 def is_on_a_cluster(ray_address: str) -> bool:
-    """Tells whether roles run on a cluster whose devices are not this machine's."""
+    """Returns whether roles run on a cluster whose devices are not this machine's."""
     return bool(ray_address or os.environ.get("RAY_ADDRESS"))
 
 

@@ -18,7 +18,7 @@ from mempipe.retrieval.encoders import ENCODERS
 from mempipe.retrieval.manifest import check_index, read_manifest
 
 FOUND_IN_THE_MODEL = {"dimension", "fingerprint"}
-"""Keys of an encoder in an index's manifest that are no settings."""
+"""Keys of an encoder in an index's manifest that are not settings."""
 
 
 def check_build(config: IndexConfig) -> list[Finding]:
@@ -51,7 +51,7 @@ def check_documents(config: MemtrainConfig) -> list[Finding]:
     return [
         attempt(lambda: check_index(config.index, mode="auto", num_gpus=0), f"index: {config.index}"),
         *check_model(config.tokenizer, setting="tokenizer"),
-        ok(f"{folder} is gone on with") if folder.exists() else check_writable(folder, setting="output"),
+        ok(f"{folder} exists; the build will resume") if folder.exists() else check_writable(folder, setting="output"),
         *check_hub(config.tokenizer, setting="tokenizer"),
     ]
 

@@ -67,7 +67,7 @@ def check_retrieval(config: RunConfig) -> list[Finding]:
 
 
 def place_roles(config: RunConfig, devices: Devices | None, *, training: bool = True) -> list[Finding]:
-    """Checks that GPUs and memory suffice, as far as this machine can tell."""
+    """Checks that GPUs and memory suffice, if this machine can determine it."""
     if devices is None and is_on_a_cluster(config.ray_address):
         return [note("the cluster's GPUs are counted when it is connected to (--devices plans for them)")]
     return check_roles(config, devices or devices_here(), training=training)
@@ -130,7 +130,7 @@ def _given(config: RunConfig) -> list[Finding]:
 
 
 def _cloze(config: RunConfig) -> list[Finding]:
-    """The passages of which the run makes its questions and its index."""
+    """The passages for the run's questions and index."""
     corpus = config.data.corpus
     given = {"data.train": config.data.train, "retrieval.index": config.retrieval.index or config.retrieval.url}
     for setting, value in given.items():
@@ -188,4 +188,4 @@ def _service(url: str) -> list[Finding]:
     except httpx.RequestError as error:
         return [note(f"retrieval.url {url} cannot be reached from this machine: {error!r}")]
     except (KeyError, TypeError, ValueError):
-        return [note(f"retrieval.url {url} is no mempipe service; searches in partitions and snapshots need one")]
+        return [note(f"retrieval.url {url} is not a mempipe service; searches in partitions and snapshots need one")]

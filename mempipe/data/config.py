@@ -49,7 +49,7 @@ class WorldConfig(Section):
     """The synthetic world (mempipe.data.world)."""
 
     num_train_worlds: int = Field(200, ge=1)
-    """Worlds with facts of their own."""
+    """Worlds with their own facts."""
     num_train_questions: int = Field(4000, ge=1)
     """Questions about them."""
     num_validation_questions: int = Field(384, ge=1)

@@ -46,7 +46,7 @@ _NO_JSON = (re.compile(rb"NaN\s*[,}\]]"), re.compile(rb"Inf(?:inity)?\s*[,}\]]")
 
 @dataclass(frozen=True, slots=True)
 class CorpusPosition:
-    """Says where to go on reading: in `file`, after its first `row` lines or rows, good or bad.
+    """Says where to continue reading: in `file`, after its first `row` lines or rows, good or bad.
 
     `counts` are the bad rows so far, by kind.
     """
@@ -73,7 +73,7 @@ class SeenIds:
         return self._known(_hashes(ids))
 
     def add(self, ids: pa.Array | Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Adds them all. Tells which of them were added before or stand earlier in `ids`, [n]."""
+        """Adds them all. Returns which ids were added before or occur earlier in `ids`, [n]."""
         hashes = _hashes(ids)
         order = np.lexsort(hashes[::-1])  # stable: of equal ids the first one stays first
         ordered = hashes[:, order]
@@ -125,9 +125,9 @@ def read_segments(
     starts there, with the ids before it in `seen`, yields the batches that an undisturbed reading yields; at each yield
     `seen` holds the ids of the batches so far. Only `seen` grows with the corpus. Lone surrogates become U+FFFD.
 
-    It passes over bad rows: those that are no JSON object in UTF-8, are longer than `max_line_bytes`, lack id or text,
-    have a wrong type, or repeat an id. Raises ConfigError with file and line for more than `max_bad_rows` of them, and
-    for a truncated file.
+    It passes over bad rows: those that are not a JSON object in UTF-8, are longer than `max_line_bytes`, lack id or
+    text, have a wrong type, or repeat an id. Raises ConfigError with file and line for more than `max_bad_rows` of
+    them, and for a truncated file.
     """
     if size < 1:
         raise ConfigError(f"a segment has {size} passages; it needs at least 1")
@@ -165,7 +165,7 @@ def read_corpus(path: str | Path | Sequence[str | Path], *, max_bad_rows: int = 
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Returns title and text of wiki-18 contents. The title is "" when it has no line of its own.
+    """Returns title and text of wiki-18 contents. The title is "" when it does not have a separate line.
 
     Quotes that belong to the title stay.
     """
@@ -275,8 +275,8 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
 
 
 def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
-    """Tells whether the fields that Arrow passes over are certainly what JSON allows; Arrow itself does not look, not
-    even for text that is no UTF-8.
+    """Returns whether the fields that Arrow passes over are certainly what JSON allows; Arrow itself does not look, not
+    even for text that is not UTF-8.
     """
     try:
         joined.decode()

@@ -31,7 +31,7 @@ PASSAGE_WORDS = 100
 PART_PASSAGES = 10
 """Passages of a section that share a title."""
 HEADING_WORDS = 20
-"""A longer line is no heading, whatever stands before or under it."""
+"""A longer line is not a heading, whatever precedes or underlines it."""
 _LETTERS_A_WORD, _LONGEST_WORD = 6, 30
 _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
 _CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")
@@ -39,7 +39,7 @@ _WORD = re.compile(r"\S+\s*")
 
 
 def is_plain_text(source: str | Path) -> bool:
-    """Tells whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere and no
+    """Returns whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere and no
     file of a corpus.
     """
     path = Path(source)
@@ -91,7 +91,7 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
     files = sorted(_files_of(path))
     whole = [str(file.relative_to(path)) for file in files]
     short = [str(file.relative_to(path).with_suffix("")) for file in files]
-    seen = Counter([*whole, *short])  # beside notes.md a notes.txt has its whole name
+    seen = Counter([*whole, *short])  # if notes.md exists too, notes.txt has its whole name as title
     for file, name, brief in zip(files, whole, short, strict=True):
         yield brief if seen[brief] == 1 else name, _read(file)
 
@@ -148,8 +148,8 @@ def _joined(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _parts(text: str, cuts: Sequence[Callable[[str], Iterable[int]]]) -> Iterator[str]:
-    """Yields the text where it fits a passage, else what the first of `cuts` makes of it, and so on. The parts joined
-    are the text.
+    """Yields the text where it fits a passage, else the pieces that the first of `cuts` gives, cut further in the same
+    way. The parts joined are the text.
     """
     if not cuts or _num_words(text) <= PASSAGE_WORDS:
         yield text

@@ -33,8 +33,8 @@ _SPLIT = re.compile(r"train|test|dev|val")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionFile:
-    """Holds the questions of a file, how many of them came in each shape, what was understood of the first row, how
-    many rows were left out and why, and the bad rows that were passed over.
+    """Holds the questions of a file, the number of questions by shape, the reading of the first row, the number of
+    skipped rows by reason, and the bad rows that were passed over.
     """
 
     questions: list[Question]
@@ -53,14 +53,14 @@ def read_question_file(path: str | Path, *, columns: Columns = BY_NAME, max_bad_
     """Reads the questions of a file or of a folder of files, in order. Lone surrogates in texts become U+FFFD.
 
     `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. `columns` names fields of
-    the rows that their names do not tell. Supporting facts give `num_hops` but no `evidence`: a title is no passage id
-    (`mempipe.data.evidence` finds the passages). A row without an id gets one that its content decides. When two
+    the rows that their names do not tell. Supporting facts give `num_hops` but no `evidence`: a title is not a passage
+    id (`mempipe.data.evidence` finds the passages). A row without an id gets one that its content decides. When two
     questions of joined data sets have one id, the later one's id gets the name of its source.
 
-    It leaves out rows that have no answer by design of their data set, and rows without an id that repeat an earlier
-    one. It passes over bad rows: those of no known shape, with a missing or wrong value, without golden answers, that
-    can be read in two ways, or with an id and a question that came before. Raises ConfigError with row and field for
-    more than `max_bad_rows` of them, and for a file that cannot be read, has no question or lacks its texts.
+    It skips rows that have no answer by design of their data set, and rows without an id that repeat an earlier one. It
+    passes over bad rows: those of no known shape, with a missing or wrong value, without golden answers, that can be
+    read in two ways, or with an id and a question that came before. Raises ConfigError with row and field for more than
+    `max_bad_rows` of them, and for a file that cannot be read, has no question or lacks its texts.
     """
     bad, left_out = BadRows(max_bad_rows), Counter[str]()
     found = [reading for _, reading in _read(path, columns=columns, bad=bad, left_out=left_out)]
@@ -82,12 +82,12 @@ def iter_questions(path: str | Path, *, columns: Columns = BY_NAME) -> Iterator[
 
 
 def iter_rows(path: str | Path, *, columns: Columns = BY_NAME) -> Iterator[tuple[dict[str, Any], Reading]]:
-    """Yields the questions of `iter_questions`, each with the row that holds it and what was understood of that."""
+    """Yields the questions of `iter_questions`, each with its row and the reading of that row."""
     return _read(path, columns=columns, bad=BadRows(), left_out=Counter())
 
 
 def understood(path: str | Path, *, columns: Columns = BY_NAME) -> str:
-    """Returns one line that says what is understood of the first question of a file. Raises ConfigError and OSError."""
+    """Returns one line that says how the first question of a file is read. Raises ConfigError and OSError."""
     _, first = next(iter_rows(path, columns=columns))
     return f"{first.shape}: {first.describe()}"
 
@@ -189,7 +189,7 @@ def draw_questions(questions: Sequence[Question], count: int, *, seed: int) -> l
 def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
     """Writes mempipe's own parquet, one column per field, and replaces an existing file.
 
-    The file appears whole or not at all.
+    The file appears atomically.
     """
     table = pa.Table.from_pylist([to_row(question) for question in questions], schema=arrow_schema(Question))
     write_table(Path(path), table)
@@ -227,7 +227,7 @@ def describe_questions(file: QuestionFile) -> list[str]:
             f"{values[(len(values) - 1) // 2]}"
         )
     if file.left_out:
-        lines.append(f"left out: {_counts(file.left_out)}")
+        lines.append(f"skipped:  {_counts(file.left_out)}")
     if file.bad.counts:
         lines += [
             f"bad rows: {_counts(file.bad.counts)}; the first:",

@@ -49,7 +49,7 @@ Source = str | Path
 class BadRow(ValueError):
     """A row that a reader cannot use.
 
-    `kind` is a short name to count by; the message says what is wrong with which field.
+    `kind` is a short name to count by; the message names the field and the fault.
     """
 
     def __init__(self, kind: str, problem: str) -> None:
@@ -143,12 +143,12 @@ def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]
 
 
 def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the place and the content of every row in order; a place is "FILE, line 3", "FILE, row 3" or
-    "FILE, item 3", counted from 1. It passes over blank lines.
+    """Yields the place and the content of every row in order; a place is "FILE, line 3", "FILE, row 3" or "FILE, item
+    3", counted from 1. It passes over blank lines.
 
     It streams lines and tables, and holds a `.json` file in memory: a list of objects, an object with one such list
-    ({"data": [...]}), columns ({"question": [...], ...}), or lines of objects. Lines that are no JSON object in UTF-8
-    go to `bad` (None: the first one raises). Raises ConfigError with the place for a file that is truncated or of
+    ({"data": [...]}), columns ({"question": [...], ...}), or lines of objects. Lines that are not a JSON object in
+    UTF-8 go to `bad` (None: the first one raises). Raises ConfigError with the place for a file that is truncated or of
     another kind.
     """
     bad = bad or BadRows()
@@ -225,7 +225,7 @@ def parquet_batches(
 def parse_object(line: bytes) -> dict[str, Any]:
     """Returns the JSON object of a line.
 
-    Raises BadRow for anything else, also for NaN, Infinity and text that is no UTF-8.
+    Raises BadRow for anything else, also for NaN, Infinity and text that is not UTF-8.
     """
     try:
         row = json.loads(line.decode(), parse_constant=_refuse_constant)
@@ -239,7 +239,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iterator[dict[str, Any] | BadRow | None]:
-    """Yields for each line its object, what is wrong with it, or None for a blank line."""
+    """Yields for each line its object, a description of its fault, or None for a blank line."""
     for line in lines:
         if line is None:
             yield BadRow("too_long", f"longer than {max_line_bytes} bytes")
@@ -316,7 +316,7 @@ class _Blocks:
 
 
 def is_remote(source: Source) -> bool:
-    """Tells whether a source is read over the network."""
+    """Returns whether a source is read over the network."""
     return _is_url(_url(source))
 
 
@@ -364,7 +364,7 @@ def _find_remote(url: str) -> tuple[list[InputFile], bool]:
         entries = filesystem.ls(path, detail=True) if is_folder else [entry]
     except FileNotFoundError as error:
         raise ConfigError(f"{url} does not exist or cannot be reached") from error
-    except Exception as error:  # file systems have errors of their own; each means that the place cannot be read
+    except Exception as error:  # file systems define their own errors; each means that the place cannot be read
         said = " ".join(str(error).split())[:300]
         advice = "; without a network, copy the file to this machine and name the copy" * url.startswith("hf://")
         raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {said}{advice}") from error
@@ -437,8 +437,8 @@ def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yields the rows below the header of a csv or tsv file. An empty cell is no value. The separator is the one of
-    comma, tab and semicolon that makes the most columns of the header.
+    """Yields the rows below the header of a csv or tsv file. An empty cell does not count as a value. The separator is
+    the one of comma, tab and semicolon that makes the most columns of the header.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = table = None

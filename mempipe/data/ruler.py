@@ -1,13 +1,14 @@
-"""RULER-HQA: HotpotQA questions whose paragraphs stand among as many others as wanted (MemAgent, arXiv 2507.02259).
+"""RULER-HQA: HotpotQA questions whose paragraphs are hidden among a chosen number of others (MemAgent, arXiv
+2507.02259).
 
 A document is a title, a newline and the paragraph's sentences; a context is documents under "Document i:" headers. Each
-question draws the other documents from all paragraphs of the file with a generator of its own, so that it depends on no
+question draws the other documents from all paragraphs of the file with its own generator, so that it depends on no
 other question, on no order and on no process. It draws the positions too. Published files have the same positions in
 every question; `peer_positions` repeats them.
 
-A file has one row per question: context, input, answers, num_docs, index, id, evidence_depths (where the needed
-documents stand, 0 to 1). Above 10,000 documents `context` is the list of their numbers in `documents.arrow` beside the
-file, expanded while it is read.
+A file has one row per question: context, input, answers, num_docs, index, id, evidence_depths (positions of the needed
+documents, 0 to 1). Above 10,000 documents `context` is a list of document IDs (rows of `documents.arrow` in the same
+folder); the text is inserted when the file is read.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Pool:
     def arrange(
         self, question: SourceQuestion, *, num_docs: int, seed: int, peer_positions: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Returns the numbers of `num_docs` documents in their order, and where the needed ones stand: 0 is the first
+        """Returns the IDs of `num_docs` documents in their order, and the positions of the needed ones: 0 is the first
         document, 1 the last.
 
         Paragraphs that share a title with one of the question's own are not among the others. Raises ConfigError when
@@ -81,7 +82,7 @@ class Pool:
         num_others = num_docs - len(own)
         if num_others < 0:
             raise ConfigError(
-                f"--num-docs is {num_docs}, but question {question.id} brings {len(own)} documents of its own"
+                f"--num-docs is {num_docs}, but question {question.id} brings {len(own)} documents itself"
             )
         if num_others > len(self.texts) - len(taken):
             raise ConfigError(
@@ -144,12 +145,12 @@ def write_ruler(
     exclude: Collection[str] = (),
     are_known: Callable[[list[SourceQuestion]], list[bool]] | None = None,
 ) -> dict[str, Any]:
-    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which says what is in the files.
+    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which describes the files.
     Returns what `ruler.json` holds.
 
     Questions are drawn once, so all lengths of a split ask the same. No question is in two splits, and none has the
     normalised text of one in `exclude`. Questions that `are_known` calls known (a model answers them without the
-    documents) are left out. Raises ConfigError when too few are left.
+    documents) are skipped. Raises ConfigError when too few are left.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

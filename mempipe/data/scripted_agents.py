@@ -91,7 +91,7 @@ class ScriptedAgent(ABC):
         return [(entity, missing[0], found[1])] if found else []
 
     def _searched(self, facts: Sequence[Fact], query: str) -> bool:
-        """Tells whether the query asks for the next missing fact; other passages teach nothing."""
+        """Returns whether the query asks for the next missing fact; other passages teach nothing."""
         entity, missing = self._progress(facts)
         return bool(missing) and query == search_query(missing[0], entity)
 
@@ -133,7 +133,7 @@ class ScriptedMem1(ScriptedAgent):
         return self._message([*facts, *new], noted=self._noted([*facts, *new]))
 
     def _facts(self, prompt: str) -> tuple[list[Fact], list[Fact]]:
-        """Returns what the thoughts in the prompt say, and what was found since."""
+        """Returns the facts of the thoughts in the prompt, and those found since."""
         facts = parse_facts(" ".join(re.findall("<think>(.*?)</think>", prompt)))
         searched = self._searched(facts, last_between(prompt, "<search>", "</search>"))
         return facts, self._read(facts, last_between(prompt, "<information>", "</information>")) if searched else []
@@ -148,7 +148,7 @@ class ScriptedMem1(ScriptedAgent):
 
 
 class ScriptedReact(ScriptedMem1):
-    """Writes the same, but only what is new in a thought: earlier thoughts stay readable."""
+    """Writes the same, but a thought has only the new facts: earlier thoughts stay readable."""
 
     def reply(self, prompt: str) -> str:
         facts, new = self._facts(prompt)
@@ -156,7 +156,7 @@ class ScriptedReact(ScriptedMem1):
 
 
 class ScriptedMemAgent(ScriptedAgent):
-    """Writes a memory that says what is looked for and what is known, and in the end a box."""
+    """Writes a memory with the fact to search for and the known facts, and at the end a box."""
 
     def reply(self, prompt: str) -> str:
         facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))

@@ -44,7 +44,7 @@ ANSWERS = (
 WORKED = ("solution",)
 """Fields whose text may be more than the answer; they count only where no field of `ANSWERS` has a value."""
 ALIASES = ("answer_aliases", "aliases")
-"""Further golden answers, beside those of another field."""
+"""Further gold answers, in addition to those of another field."""
 IDS = ("id", "_id", "question_id", "questionid", "qid", "uuid")
 CONTEXT = "context"
 _NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
@@ -68,7 +68,7 @@ _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
 
 class LeftOut(Exception):
-    """A row that is no question to ask, by design of its data set; the message says which kind it is."""
+    """A row that is not a question to ask, by design of its data set; the message says which kind it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Shape:
 
     Of `question`, `answers` and `id` the first field with a value counts. An `id` with braces is put together from
     {file}, {source}, {split}, {index} and {number}. `source` is a field or, behind an equals sign, a name; "" takes the
-    name of the file or of its folder. `read` stands in place of all this for a shape that no field describes.
+    name of the file or of its folder. `read` replaces all other fields for a shape that they cannot describe.
     """
 
     name: str
@@ -181,7 +181,7 @@ def find(row: Any, paths: Sequence[str]) -> Any:
 def golden_answers(value: Any, name: str) -> list[str]:
     """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
 
-    Raises BadRow for what is missing, is no answer, or may be one answer or several.
+    Raises BadRow for a missing value, a value that is not an answer, or one that may be one answer or several.
     """
     if isinstance(value, bool):
         yes = "yes" if value else "no"
@@ -251,7 +251,7 @@ def _first(row: dict[str, Any], paths: Sequence[str]) -> str:
 
 
 def _fits(shape: Shape, row: dict[str, Any]) -> bool:
-    """A field without a value is a mark too: what is missing is then refused by its name."""
+    """A field without a value is a mark too: a missing field is then refused by its name."""
     return all(mark in row or _has(row, mark) for mark in shape.marks) and shape.applies(row)
 
 
@@ -506,7 +506,7 @@ def _answers_in(text: str, name: str) -> list[str]:
         raise BadRow(
             "ambiguous",
             f"{name} is {_shown(text)}, a worked solution; the golden answer may be all of it or what its {BOX} holds: "
-            "write the answer into a field of its own and set data.columns.answer to it",
+            "write the answer into a separate field and set data.columns.answer to it",
         )
     return [text]
 
@@ -628,7 +628,7 @@ def _evidence(value: Any) -> Any:
 
 
 def _readable(question: Question) -> Question:
-    """Returns the question with U+FFFD for the lone surrogates of its texts, of which the name of a file may be one."""
+    """Returns the question with U+FFFD for the lone surrogates of its texts (the name of a file may have some)."""
 
     def readable(value: Any) -> Any:
         if isinstance(value, str):
@@ -666,7 +666,7 @@ _PARTS = {
     "answer": f"a golden answer ({', '.join((*ANSWERS, *WORKED))})",
 }
 _UNANSWERABLE = (("is_impossible", True), ("answerable", False), ("answers", {"text": [], "answer_start": []}))
-"""What SQuAD 2 and MuSiQue write beside a question that its text does not answer."""
+"""Fields of SQuAD 2 and MuSiQue that mark a question whose text does not answer it."""
 
 SHAPES = (  # the first that a row fits
     Shape(name="mempipe", marks=("text", "golden_answers"), read=_mempipe),
@@ -688,7 +688,7 @@ SHAPES = (  # the first that a row fits
         source="data_source",
     ),
     Shape(
-        name="MemSearcher",  # whose index is no row's own, since one data source is named for all
+        name="MemSearcher",  # whose index does not belong to one row, since one data source is named for all
         marks=("question", "reward_model"),
         answers=("reward_model.ground_truth",),
         id=("{source}-{split}-{number}",),

@@ -69,7 +69,7 @@ def trajectories_schema() -> pa.Schema:
 
 
 def write_trajectories(path: str | Path, groups: Iterable[Group], *, made_of: Mapping[str, Any] | None = None) -> int:
-    """Writes one row per trajectory and returns their number. The file appears whole or not at all; an existing one is
+    """Writes one row per trajectory and returns their number. The file appears atomically; an existing one is
     replaced. `made_of` are plain values that `read_made_of` returns: which policy played which questions.
 
     Raises ValueError for a group that has no trajectories, or whose id was seen before or differs from its
@@ -159,7 +159,7 @@ def _values(hint: Any, array: pa.Array) -> list[Any]:
     origin = typing.get_origin(hint)
     if origin is Sequence:
         numbers = array.flatten().to_numpy(zero_copy_only=False)
-        # A copy of its own: a view would keep the whole block in the object store.
+        # A copy: a view would keep the whole block in the object store.
         return [Column(numbers[start:end].copy()) for start, end in _bounds(array)]
     if origin is list and dataclasses.is_dataclass(item := typing.get_args(hint)[0]):
         records = _records(typing.cast(type, item), array.flatten())

@@ -210,7 +210,7 @@ class World:
         )
 
     def _walk(self, num_hops: int, rng: random.Random) -> Chain:
-        """Draws a chain of `num_hops` facts, or of fewer where it cannot go on."""
+        """Draws a chain of `num_hops` facts, or of fewer where it cannot continue."""
         entities, relations = (rng.choice(list(self._kind)),), ()
         while len(relations) < num_hops:
             triples = set(zip(relations, relations[1:], relations[2:], strict=False))
@@ -327,5 +327,5 @@ def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _derive(seed: int, *parts: str | int) -> int:
-    """Returns a seed of its own for every purpose."""
+    """Returns a separate seed for every purpose."""
     return random.Random(f"{seed}:{':'.join(map(str, parts))}").getrandbits(48)

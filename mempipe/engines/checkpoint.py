@@ -1,4 +1,4 @@
-"""Checkpoints that exist whole or not at all: what is in one, which are there, and whether they are still what was
+"""Checkpoints that exist atomically: what is in one, which are there, and whether they are still what was
 written.
 
 A checkpoint is a folder `step-00000012`: the tensors (`mempipe.engines.sharded_checkpoint`), `state.json` and

@@ -45,7 +45,7 @@ class ModelConfig(Section):
 
     @property
     def serves_adapter(self) -> bool:
-        """Tells whether engines hold the adapter beside its base, so that a sync sends the adapter only."""
+        """Returns whether engines hold the adapter beside its base, so that a sync sends the adapter only."""
         return self.lora_rank > 0 and not self.lora_merge
 
 
@@ -92,9 +92,9 @@ class GenerationConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     updates_in_flight: bool = False
-    """New weights do not wait for completions under way: these stand still meanwhile, their cache is computed anew, and
-    the new weights sample the rest of them. Every token carries the version that sampled it. Needs
-    algorithm.max_off_policy_steps of at least 1: without, nothing is under way at a sync."""
+    """New weights do not wait for completions in flight: these stand still meanwhile, their cache is computed again,
+    and the new weights sample the rest of them. Every token carries the version that sampled it. Needs
+    algorithm.max_off_policy_steps of at least 1: without, nothing is in flight at a sync."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync; null: .001 where
     model.dtype is float32, .05 where it is bfloat16. A single token may differ by 20 times as much."""
@@ -163,8 +163,8 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Packed tokens in one forward and backward pass of one rank."""
     share_prefixes: bool = False
-    """Contexts that begin alike (siblings with the same prompt; with agent.chunk_first, the same chunk) train on those
-    tokens once. Only attention still sees every context whole."""
+    """Contexts that begin alike (attempts of a group with the same prompt; with agent.chunk_first, the same chunk)
+    train on those tokens once. Only attention still sees every context whole."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of one rank without a GPU."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"

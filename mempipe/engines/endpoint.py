@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class Endpoint:
-    """One client. Any number of calls may be under way, of which `config.max_concurrency` are with the server."""
+    """One client. Any number of calls may be in flight, of which `config.max_concurrency` are with the server."""
 
     def __init__(
         self,

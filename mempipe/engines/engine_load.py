@@ -13,7 +13,7 @@ class EngineLoad:
     steps: int = 0
     """Steps of the engine; each samples one token of every running completion."""
     running: int = 0
-    """Completions that went on after a step, added up over the steps."""
+    """Completions that continued after a step, added up over the steps."""
     most_waiting: int = 0
     """Completions that had no room in the engine at the same time."""
     most_cache_use: float = 0.0
@@ -22,7 +22,7 @@ class EngineLoad:
     cached_tokens: int = 0
     """Of the prompt tokens those that the prefix cache held."""
     drain_seconds: float = 0.0
-    """For which new weights waited until the completions under way had finished."""
+    """For which new weights waited until the completions in flight had finished."""
     load_seconds: float = 0.0
     """From then on until the weights were served."""
 

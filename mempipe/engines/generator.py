@@ -2,9 +2,9 @@
 runs.
 
 Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names.
-Every completion is sampled by one version of the weights: `load_weights` lets the completions under way finish, holds
+Every completion is sampled by one version of the weights: `load_weights` lets the completions in flight finish, holds
 back new ones, and empties the prefix cache. With `generation.updates_in_flight` those under way stand still instead and
-go on under the new weights, from a cache that is computed anew; every token knows its version. Faults raise
+continue under the new weights, from a cache that is computed again; every token knows its version. Faults raise
 (`EngineFault`); they are never a completion (promise 8).
 """
 
@@ -84,7 +84,7 @@ class Generator:
         self._connected = False
         self._update = asyncio.Lock()
         self._open = asyncio.Event()  # cleared while weights are replaced
-        self._idle = asyncio.Event()  # set while no completion is under way
+        self._idle = asyncio.Event()  # set while no completion is in flight
         self._idle.set()
         self._open.set()
         self._under_way = 0
@@ -137,7 +137,7 @@ class Generator:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
     ) -> Completion:
-        """One completion after `token_ids`. Any number of calls may be under way.
+        """One completion after `token_ids`. Any number of calls may be in flight.
 
         Log-probs are of the distribution that was sampled from: temperature applied, and renormalised over what top_k
         and top_p leave. Temperature 0 takes the likeliest id, with its log-prob at temperature 1. With `seed` the
@@ -192,8 +192,8 @@ class Generator:
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
-        Completions under way finish first, under the old ones, or go on afterwards (`updates_in_flight`). `weights` is
-        a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
+        Completions under way finish first, under the old ones, or continue afterwards (`updates_in_flight`). `weights`
+        is a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
         store; those of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the
         phase; then completions that stood still raise it too.
         """
@@ -237,7 +237,7 @@ class Generator:
                     await self._call("resume", lambda engine: engine.resume())
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of weights and cache, once the completions under way have finished.
+        """Frees the GPU memory of weights and cache, once the completions in flight have finished.
 
         New ones wait until `load_weights`, which wakes the engine. Only for an engine that was made with `can_sleep`.
         """
@@ -254,7 +254,7 @@ class Generator:
                     self._open.set()
 
     def take_load(self) -> EngineLoad:
-        """Returns what the engine counted since the last call, and begins anew."""
+        """Returns what the engine counted since the last call, and begins again."""
         with self._load_lock:
             load, self._load = self._load, EngineLoad()
         return load
@@ -264,7 +264,7 @@ class Generator:
         self._live()
 
     async def shutdown(self) -> None:
-        """Ends the engine and frees its memory; completions under way raise EngineDead."""
+        """Ends the engine and frees its memory; completions in flight raise EngineDead."""
         if self._engine is None:
             return
         engine, self._engine = self._engine, None

@@ -117,7 +117,7 @@ class Learner:
         """Takes this rank's micro-batches of every optimiser update of a step.
 
         With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here. A
-        step that goes on with update `first` after an interruption has that policy no more: its ratios are to the
+        step that continues with update `first` after an interruption has that policy no more: its ratios are to the
         sampler. Raises ValueError when ranks were given different numbers of micro-batches.
         """
         self._check_counts([len(update) for update in updates])
@@ -256,7 +256,7 @@ class Learner:
         return path
 
     def start_save(self, folder: str | Path, position: Position, *, keep: int) -> None:
-        """As `save`, but writes in the background while training goes on. Raises CheckpointError when the checkpoint
+        """As `save`, but writes in the background while training continues. Raises CheckpointError when the checkpoint
         before could not be written.
         """
         state = TrainingState(num_updates_done=self.num_updates_done, ranks=self._ranks, position=position)

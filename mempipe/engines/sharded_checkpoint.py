@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, while the tensors go on changing.
+    """Writes checkpoints in the background, one at a time, while the tensors continue changing.
 
     With several ranks each has one, made by all together: the ranks talk in a process group of their own, so that
     writing and training do not take each other's messages.

@@ -112,7 +112,7 @@ class HFTokenizer:
 
     def _encode_untrusted(self, text: str) -> tuple[int, ...]:
         token_ids = self._untrusted.encode(replace_surrogates(text), add_special_tokens=False).ids
-        # Where a special token is also a word of the vocabulary (an unknown-token, say), it is left out.
+        # Where a special token is also a word of the vocabulary (an unknown-token, say), it is skipped.
         return tuple(i for i in token_ids if i not in self.special_token_ids)
 
 

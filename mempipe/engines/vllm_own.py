@@ -89,11 +89,11 @@ class OwnEngine:
         await _of_living(self._vllm.add_lora(adapter))
 
     async def reset_prefix_cache(self, *, running: bool) -> bool:
-        """Empties the prefix cache, with `running` that of completions under way too; False when it is kept."""
+        """Empties the prefix cache, with `running` that of completions in flight too; False when it is kept."""
         return await _of_living(self._vllm.reset_prefix_cache(running))
 
     async def pause(self) -> None:
-        """Lets completions under way stand still until `resume`."""
+        """Lets completions in flight stand still until `resume`."""
         await _of_living(self._vllm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
@@ -110,7 +110,7 @@ class OwnEngine:
         return self._vllm.output_processor.get_num_unfinished_requests()
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes; completions under way raise EngineDead."""
+        """Ends the engine's processes; completions in flight raise EngineDead."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self.died.cancel()

@@ -42,7 +42,7 @@ global."""
 
 
 def is_occupied() -> bool:
-    """Tells whether this process has an engine already."""
+    """Returns whether this process has an engine already."""
     return _OCCUPIED.locked()
 
 
@@ -108,11 +108,11 @@ class SharedEngine:
         await self._between_steps(lambda vllm: vllm.add_lora(adapter))
 
     async def reset_prefix_cache(self, *, running: bool) -> bool:
-        """Empties the prefix cache, with `running` that of completions under way too; False when it is kept."""
+        """Empties the prefix cache, with `running` that of completions in flight too; False when it is kept."""
         return await self._between_steps(lambda vllm: vllm.reset_prefix_cache(running))
 
     async def pause(self) -> None:
-        """Lets completions under way stand still until `resume`."""
+        """Lets completions in flight stand still until `resume`."""
         await self._between_steps(self._pause)
 
     async def resume(self) -> None:
@@ -129,7 +129,7 @@ class SharedEngine:
         return await self._between_steps(lambda vllm: vllm.get_num_unfinished_requests())
 
     async def shutdown(self) -> None:
-        """Ends the thread and frees the engine's memory; completions under way raise EngineDead."""
+        """Ends the thread and frees the engine's memory; completions in flight raise EngineDead."""
         self._end("shut down")
         await asyncio.to_thread(self._end_thread)
 

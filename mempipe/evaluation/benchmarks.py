@@ -62,7 +62,7 @@ def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
 
 def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
     """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
-    remainder is left out.
+    remainder is skipped.
 
     As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first.
     """

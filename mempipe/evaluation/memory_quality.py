@@ -285,7 +285,7 @@ def _spaced(words: Sequence[str]) -> str:
     return f" {' '.join(words)} "
 
 
-@functools.lru_cache(maxsize=256)  # the memory of a turn is that of the next one, and siblings read the same chunks
+@functools.lru_cache(maxsize=256)  # attempts of a group read the same chunks
 def _words(text: str) -> tuple[str, ...]:
     return tuple([word for word in _all_words(text) if word not in _ARTICLES])
 

@@ -59,7 +59,7 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Tells whether gold stands in prediction or prediction in gold, as 0 or 1: the number that MemAgent (arXiv
+    """Returns whether gold stands in prediction or prediction in gold, as 0 or 1: the number that MemAgent (arXiv
     2507.02259) reports on RULER-HQA.
 
     Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction
@@ -93,7 +93,7 @@ def score_objectives(answer: str | None, question: Question) -> list[dict[str, f
     """Returns every metric for each objective of a question (one without objectives is a single one), 0 without an
     answer.
 
-    With objectives the answer is split at ";". A missing or empty part is no answer; surplus parts are left out.
+    With objectives the answer is split at ";". A missing or empty part is no answer; surplus parts are skipped.
     """
     golds = question.objectives or [question.golden_answers]
     answers: list[str | None] = [answer]

@@ -1,6 +1,6 @@
 """The recall probe: a reader model is asked for needed facts from the memory alone.
 
-A *probe* is the first sentence that holds the value of a needed fact, with the value left out: a sentence of the
+A *probe* is the first sentence that holds the value of a needed fact, with the value removed: a sentence of the
 fact's passage where a search returned it, of any chunk for an agent that reads. The reader sees the last memory of an
 attempt and the sentence, and fills the gap. It is asked a second time without the memory: what it fills in then it
 knew, or guessed from the sentence, so only the difference says what the memory holds.

@@ -1,7 +1,7 @@
 """The results of one run on one set: a folder of parquet parts, one row per question, that an interrupted evaluation
-goes on from.
+resumes from.
 
-A part appears whole or not at all, and no question is in two. `settings.json` says how the results came about; other
+A part appears atomically, and no question is in two. `settings.json` says how the results came about; other
 settings are refused.
 """
 
@@ -137,7 +137,7 @@ class ResultFolder:
 
     @property
     def finished(self) -> bool:
-        """Says whether every question has its row."""
+        """Returns whether every question has its row."""
         return self._state["finished"]
 
     @property
@@ -181,7 +181,7 @@ class ResultFolder:
         if _parts(self.path):
             raise ConfigError(
                 f"{self.path} holds parts of results, but no {SETTINGS} that says what they are; delete that folder to "
-                "evaluate this anew"
+                "evaluate this again"
             )
         return None
 
@@ -192,7 +192,7 @@ class ResultFolder:
 def read_result_state(folder: Path) -> dict[str, Any]:
     """Returns how the results in `folder` came about (`settings`) and whether they are `finished`. Raises ConfigError
     for a damaged file."""
-    mends = f"delete {folder} to evaluate this anew"
+    mends = f"delete {folder} to evaluate this again"
     return read_record(folder / SETTINGS, mends=mends, settings=dict, finished=bool)
 
 

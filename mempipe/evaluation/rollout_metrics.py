@@ -23,7 +23,7 @@ def rollout_metrics(
     """Returns the numbers that describe the trajectories of one step, or of one evaluation.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
-    (shares), `measure/…` (MemTrain's recall, and what a reward of the user's own measures), advantage_mean. Spread over
+    (shares), `measure/…` (MemTrain's recall, and what a user-defined reward measures), advantage_mean. Spread over
     trajectories: reward_std, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn
     (prompt tokens). Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled
     tokens, those of recall samples among them: sampled_tokens (sum); with `policy_version` (the learner's current one)

@@ -46,7 +46,7 @@ class Cell:
         return any(row.judge is not None for row in self.rows)
 
     def scores(self, metric: str) -> dict[str, float]:
-        """Returns each question's score; failed ones have 0, those without a verdict of the judge are left out. All
+        """Returns each question's score; failed ones have 0, those without a verdict of the judge are skipped. All
         lengths of RULER-HQA have the same questions.
         """
         key = _index if self.benchmark.num_docs else _id

@@ -47,7 +47,7 @@ class MemtrainConfig(Section):
     output: str = "runs"
     """Folder that holds the build's own folder."""
     name: FolderName = "memtrain"
-    """The build's folder; the same command again goes on with it."""
+    """The build's folder; the same command again continues with it."""
     entities: str = "auto"
     """Finder of entities: rules, the name of an installed spaCy pipeline, or auto (an installed English pipeline,
     else rules)."""

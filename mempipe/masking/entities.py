@@ -328,7 +328,7 @@ def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
 
 
 def can_be_read(text: str, entity: str, kind: Kind) -> bool:
-    """Tells whether some form of the entity stands in the text, accents aside."""
+    """Returns whether some form of the entity stands in the text, accents aside."""
     pattern = forms_pattern(entity, kind)
     if pattern.search(text):
         return True
@@ -410,7 +410,7 @@ def _names_elsewhere(text: str, words: set[str]) -> set[str]:
             continue
         start = letters.start()
         follows = start > 1 and text[start - 1] == " " and text[start - 2] in _BEFORE_NAME
-        # A word may go on behind an apostrophe, a hyphen or a full stop.
+        # A word may continue behind an apostrophe, a hyphen or a full stop.
         for end in _WORD_BOUNDARY.finditer(text, letters.end(), start + longest + 1):
             part = text[start : end.start()]
             if part in small:

@@ -144,10 +144,10 @@ class Memory:
 def learner_memory(config: RunConfig, shape: Shape, *, num_ranks: int) -> Memory:
     """One learner rank.
 
-    Held: float32 master weights (4 bytes a parameter), and for what is trained a gradient and two moments of AdamW (12
-    bytes), all split over the ranks. Working: one layer gathered and its gradient reduced (14 bytes a parameter),
-    embedding and head with their gradients, and the activations of one micro-batch; or the
-    copy of the weights that is sent.
+    Held: float32 master weights (4 bytes a parameter), and for each trained parameter a gradient and two moments of
+    AdamW (12 bytes), all split over the ranks. Working: one layer gathered and its gradient reduced (14 bytes a
+    parameter), embedding and head with their gradients, and the activations of one micro-batch; or the copy of the
+    weights that is sent.
     """
     width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
     trained = trained_parameters(config.model, shape)

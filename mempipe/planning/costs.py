@@ -18,7 +18,7 @@ COMPUTE_SHARE = 0.4
 MEMORY_SHARE = 0.7
 """The share of the data sheet's memory and link rates that is reached: an assumption."""
 ENGINE_STEP_S = 0.003
-"""What an engine step costs beside the GPU's work: scheduling, sampling, detokenising."""
+"""Seconds of an engine step in addition to the GPU's work: scheduling, sampling, detokenising."""
 STORE_BYTES_PER_SECOND = 1e9
 """Weights as bytes: packed, copied to the object store and from there into an engine."""
 DRIVER_S_PER_MILLION = 0.2
@@ -96,7 +96,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds of one learner step, by what is at work."""
+    """Seconds of one learner step, by role."""
 
     tokens: float
     generate: float
@@ -196,7 +196,7 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
     driver = DRIVER_S_PER_MILLION * tokens / 1e6
     sync = sync_seconds(config, shape, plan, gpu)
     if algorithm.max_off_policy_steps and not config.generation.updates_in_flight:
-        sync += work.message_tokens * engine.step_seconds(sequences)  # completions under way finish first
+        sync += work.message_tokens * engine.step_seconds(sequences)  # completions in flight finish first
     if plan.kind == "colocated":
         total = max(generate, longest) + reference + learn + driver + sync
     elif algorithm.max_off_policy_steps:

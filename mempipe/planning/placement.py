@@ -1,9 +1,9 @@
 """Which role works on which GPUs: from the GPUs of every node and what the config asks for to one plan.
 
-`separate`: every role has GPUs of its own, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
+`separate`: every role has its own GPUs, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
 rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits: separate;
 separate, but with the references on GPUs of the learner; colocated on all GPUs. The numbers of ranks and of engines and
-the tensor parallelism change nothing of what is learnt, so where GPUs are few a plan differs from the config in them.
+the tensor parallelism change nothing in the learned result, so with few GPUs a plan differs from the config in them.
 
 docs/scale.md has the rules with examples. Nothing here imports ray or torch.
 """
@@ -24,7 +24,7 @@ Transfer = Literal["mempipe_shm", "nccl", "ipc"]
 """How weights reach an engine: as bytes through the object store, from GPU to GPU, or on the GPU that both are on."""
 Role = Literal["learner", "generator", "reference", "retrieval"]
 Bundle = dict[Role, float]
-"""The GPUs, or the share of one, of each role that works in one place; a bundle lies on one node."""
+"""The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
 """What Ray counts for the roles of a shared GPU. Memory is divided by `Plan.gpu_memory_utilization`."""
 UNKNOWN_UTILIZATION = 0.4
@@ -77,7 +77,7 @@ def _holders(config: RunConfig) -> dict[str, int]:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Tells whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
+    """Returns whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
     return config.algorithm.uses_reference and not config.model.lora_rank
 
 
@@ -218,7 +218,7 @@ def bundle_gpus(bundle: Bundle) -> int:
 
 
 def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
-    """Tells whether every bundle finds one node; the largest choose first."""
+    """Returns whether every bundle finds one node; the largest choose first."""
     free = list(gpus_per_node)
     for size in sorted(map(bundle_gpus, bundles), reverse=True):
         node = next((i for i, gpus in enumerate(free) if gpus >= size), None)

@@ -39,7 +39,7 @@ _REFERENCE_TITLE = "Against agents without a memory budget"
 
 
 def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[Path]:
-    """Writes the report into the folder, each file whole or not at all, and returns their paths."""
+    """Writes the report into the folder, each file atomically, and returns their paths."""
     figures = [score_by_budget(study), score_by_tokens(study)]
     causes = [figure for curve in study.curves for figure in causes_by_budget(curve)]
     figures += [*(figure for curve in study.curves for figure in figures_by_hops(study, curve)), *causes]

@@ -79,7 +79,7 @@ def write_evaluation_report(
     configs: Mapping[str, RunConfig],
     settings: Mapping[str, Mapping[str, Any]],
 ) -> list[Path]:
-    """Writes the report into the evaluation's folder, each file whole or not at all, and returns their paths.
+    """Writes the report into the evaluation's folder, each file atomically, and returns their paths.
 
     `configs` are the runs' configs by name; `settings` what their result folders say of each "RUN/LABEL".
     """
@@ -271,7 +271,7 @@ def _sections(
     causes: list[list[str]],
     facts: Mapping[str, Mapping[str, Any]],
 ) -> list[TableSection]:
-    """Returns the report's tables in their order; those without a line are left out."""
+    """Returns the report's tables in their order; those without a line are skipped."""
     sections = [
         TableSection(
             title=table.heading,

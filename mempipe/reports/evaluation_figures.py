@@ -125,7 +125,7 @@ def context_by_turn(cells: Sequence[Cell]) -> Figure | None:
     if not lines:
         return None
     title = "Context tokens by turn"
-    caption = f"A line ends where fewer than {_MIN_SHARE:.0%} of its attempts go on."
+    caption = f"A line ends where fewer than {_MIN_SHARE:.0%} of its attempts continue."
     if len(lines) > len(keys):
         caption += " Dashed: the same turns with the whole history in the memory's place."
     return Figure(title=title, chart=line_chart(lines, title=title, x_label="turn"), keys=keys, caption=caption)

@@ -126,7 +126,7 @@ def shown_turns(
 
 
 def _same(first: Context, second: Context) -> bool:
-    """Tells whether a turn repeats another one: the same message, passages or chunk, and memories."""
+    """Returns whether a turn repeats another one: the same message, passages or chunk, and memories."""
     return all(
         getattr(first, name) == getattr(second, name)
         for name in ("action", "searches", "chunk", "memory_before", "memory_after", "memory_truncated")

@@ -13,7 +13,7 @@ from mempipe.tracking.mlflow_writer import without_credentials
 
 
 def write_report(folder: str | Path, data: ReportData | None = None) -> tuple[Path, Path]:
-    """Writes report.html and report.json into the run's folder, each whole or not at all, and returns their paths.
+    """Writes report.html and report.json into the run's folder, each atomically, and returns their paths.
 
     Without `data` it is read from the folder.
     """

@@ -35,7 +35,7 @@ _NOT_PARTS = ("step",)  # the whole step, not a part of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Holds what a report is made from. Anything may be empty; the report leaves out what it cannot know then."""
+    """Holds what a report is made from. Anything may be empty; the report skips what it cannot know then."""
 
     settings: Mapping[str, Any]
     """The run's config as nested plain values."""
@@ -66,7 +66,7 @@ class ReportData:
 
     @property
     def growing(self) -> bool:
-        """Says whether the agent carries its whole history in one context."""
+        """Returns whether the agent carries its whole history in one context."""
         return self._agent.grows
 
     @property

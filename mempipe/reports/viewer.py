@@ -27,7 +27,7 @@ _MAX_CHUNK_CHARS = 2_000
 
 
 def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
-    """Writes the page, whole or not at all, with the first `MAX_TRAJECTORIES`. Returns the number of trajectories."""
+    """Writes the page, atomically, with the first `MAX_TRAJECTORIES`. Returns the number of trajectories."""
     shown = traced[:MAX_TRAJECTORIES]
     script = files("mempipe.reports").joinpath("templates/trace.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""Builds an index folder from a corpus in steps: read, encode, assemble, finish. A build that was killed goes on where
+"""Builds an index folder from a corpus in steps: read, encode, assemble, finish. A build that was killed resumes where
 it stopped.
 
     .NAME.building/                 becomes NAME in the end, in one rename
@@ -86,7 +86,7 @@ class Segment:
     count: int
     partitions: list[tuple[str, int]]
     position: CorpusPosition
-    """Where reading goes on after it."""
+    """Where reading continues after it."""
     file: FileRecord
 
 
@@ -98,7 +98,7 @@ class IndexBuild:
         the `lock` and compares settings and corpus, which it reads through; others work for it.
 
         Raises ConfigError when the output holds something, when an unfinished build has other settings or another
-        corpus or is under way, and when faiss does not know the factory.
+        corpus or is in flight, and when faiss does not know the factory.
         """
         self._config = config
         self._files = list(files)
@@ -194,7 +194,7 @@ class IndexBuild:
         return segment
 
     def needs_vectors(self, segment: Segment) -> bool:
-        """Tells whether the segment is still to be encoded."""
+        """Returns whether the segment is still to be encoded."""
         if self._config.encoder is None or (self.folder / MANIFEST).exists():
             return False
         shard = shard_name(segment.number // self._shard_segments)
@@ -252,7 +252,7 @@ class IndexBuild:
                 raise ConfigError(
                     f"{self.folder} is an unfinished build with {name} {found.get(name)!r}, now it is "
                     f"{settings.get(name)!r}; "
-                    "remove that folder, or go on with its settings"
+                    "remove that folder, or continue with its settings"
                 )
 
     def _check_corpus(self) -> None:
@@ -291,7 +291,7 @@ class IndexBuild:
         write_object(self._record(name), record_of(file).model_dump())
 
     def _has(self, name: str) -> bool:
-        """Tells whether the file was written whole."""
+        """Returns whether the file was written whole."""
         return (self.folder / name).exists() and self._record(name).exists()
 
     def _kept(self, name: str) -> FileRecord:

@@ -125,7 +125,7 @@ class IndexConfig(Section):
     num_encoders: int = Field(0, ge=0)
     """Actors that encode; 0: one for every GPU of the cluster, or for every two CPUs."""
     max_bad_rows: int = Field(0, ge=0)
-    """Rows that may be left out because they are no passages (not JSON, no text, an id for the second time, ...);
+    """Rows that may be skipped because they are no passages (not JSON, no text, an id for the second time, ...);
     one more is an error.
     """
     max_line_bytes: int = Field(2**20, ge=1)

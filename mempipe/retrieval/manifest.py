@@ -37,7 +37,7 @@ class PassageFiles(_Part):
     partitions: dict[str, tuple[int, int]] = {}
     """Name of a partition: its rows, from the first up to, not including, the second."""
     skipped: dict[str, int] = {}
-    """Rows of the corpus that were left out, by reason."""
+    """Rows of the corpus that were skipped, by reason."""
 
 
 class VectorFiles(_Part):

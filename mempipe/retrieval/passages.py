@@ -113,7 +113,7 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
 def line_offsets(file: Path) -> npt.NDArray[np.int64]:
     """Returns where every line begins, and where the last one ends; int64 [num_lines + 1].
 
-    It leaves out blank lines at the end of the file only: elsewhere rows of vectors and lines of text would no longer
+    It skips blank lines at the end of the file only: elsewhere rows of vectors and lines of text would no longer
     match.
     """
     starts = [np.zeros(1, dtype=np.int64)]

@@ -103,7 +103,7 @@ class RemoteRetriever:
             self._under_way.cancel()  # a caller that is interrupted leaves no request that is repeated
 
     def close(self) -> None:
-        """Ends a search that is under way, and closes the connections."""
+        """Ends a search that is in flight, and closes the connections."""
         if self._under_way is not None:
             self._under_way.cancel()
         self._closing.close()

@@ -1,4 +1,4 @@
-"""Group statistics: how much better an attempt was than its siblings."""
+"""Group statistics: how much better an attempt was than the others of its group."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
 
 
 def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
-    """Returns the trajectories of one group with their advantages: of each reward among its siblings, and of each
-    recall score among those that `config.recall_group` compares it with (MemTrain Eq. 3, arXiv 2606.03197).
+    """Returns the trajectories of one group with their advantages: computed from the rewards of the group, and from the
+    recall scores that `config.recall_group` compares (MemTrain Eq. 3, arXiv 2606.03197).
     """
     statistics = functools.partial(group_advantages, normalize_std=config.advantage == "grpo")
     of_recalls = [[recall.score for recall in trajectory.recalls] for trajectory in trajectories]
@@ -62,8 +62,8 @@ def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig)
 
 
 def has_signal(group: Group) -> bool:
-    """Tells whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter, arXiv
-    2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain).
+    """Returns whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter,
+    arXiv 2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain).
     """
     if any(trajectory.recalls for trajectory in group.trajectories):
         return len({trajectory.em for trajectory in group.trajectories}) > 1

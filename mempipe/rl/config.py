@@ -51,8 +51,8 @@ class AlgorithmConfig(Section):
     """The most versions by which the sampler may lag the learner; 0 is strictly on-policy."""
     correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "token"
     """What is done about tokens to which learner and sampler give different probabilities, at any lag. token, sequence:
-    the importance weight of a token, or the product of those of its context, is cut at max_importance_ratio. Masks
-    leave out tokens, or contexts, whose weight is not between min_importance_ratio and max_importance_ratio. With
+    the importance weight of a token, or the product of those of its context, is cut at max_importance_ratio. Masks omit
+    tokens, or contexts, whose weight is not between min_importance_ratio and max_importance_ratio. With
     learner.old_logprobs: sampler the clipped ratio is the importance weight itself, and only masks add to it."""
     max_importance_ratio: float = Field(2.0, gt=1)
     """The largest importance weight of the learner's policy over the sampler's."""
@@ -61,12 +61,12 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Tells whether log-probs of the reference model are needed."""
+        """Returns whether log-probs of the reference model are needed."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Tells whether a context whose advantage is 0 adds nothing to the loss: every term is the advantage times
+        """Returns whether a context whose advantage is 0 adds nothing to the loss: every term is the advantage times
         something."""
         return self.kl_coef == 0 and self.entropy_coef == 0
 
@@ -96,8 +96,8 @@ class RewardConfig(Section):
     """memtrain: what the recall samples of an attempt add to its reward, times their mean score (lambda of arXiv
     2606.03197, Eq. 2); 0 trains recall on its own."""
     recall_match: Literal["em", "exact"] = "em"
-    """memtrain: a recall is right when the normalised answer is a form of the entity, or when the answer as it stands
-    is. The paper does not say; em, as for the end-to-end answer."""
+    """memtrain: a recall is right when the normalised answer is a form of the entity, or when the unchanged answer is.
+    The paper does not say; em, as for the end-to-end answer."""
     overlong_tokens: int = Field(0, ge=0)
     """A trajectory that samples more than this in one context loses overlong_penalty (DAPO, arXiv 2503.14476);
     0: none does."""
@@ -113,14 +113,14 @@ class RewardConfig(Section):
     to the (first) golden answer after question and memory, minus the same without the memory, in nats. For agents that
     write a memory, and while training only; 0: nothing is added or computed."""
     function: str = ""
-    """A reward of your own, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
+    """Your own reward, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""
 
     @field_validator("function")
     @classmethod
     def _is_there(cls, path: str) -> str:
         if path and not callable(load_user_object(path, setting="reward.function")):
-            raise ValueError(f"reward.function is {path!r}, which is no function")
+            raise ValueError(f"reward.function is {path!r}, which is not a function")
         return path
 
     @model_validator(mode="after")

@@ -32,6 +32,6 @@ def with_kl_in_reward(
     after = group_advantages(
         [reward - coef * kl[trajectory] for trajectory, reward in rewards.items()], normalize_std=normalize_std
     )
-    # A context may have an advantage of its own; it moves by as much as its trajectory's.
+    # A context may have its own advantage; it moves by as much as its trajectory's.
     moved = {name: new - old for name, new, old in zip(rewards, after, before, strict=True)}
     return [replace(sample, advantage=sample.advantage + moved[sample.trajectory_id]) for sample in samples]

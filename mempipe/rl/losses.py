@@ -40,7 +40,7 @@ def policy_loss(
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
     `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own
     go into `sampler_logprobs`, and each token is weighed by `importance_weights`. Without `sampler_logprobs` the ratio
-    is the importance weight itself, and the weights only leave out what a mask leaves out.
+    is the importance weight itself, and the weights are 0 or 1, as a mask says.
 
     - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip
     (arXiv 1912.09729).
@@ -148,10 +148,11 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turns merged sums into what is logged: means per trained token, but totals, maxima and token counts as they are.
+    """Turns merged sums into the logged metrics: means per trained token, but totals, maxima and token counts as they
+    are.
 
-    Where no token was trained (`pack_step`, when every advantage is 0) there are no means.
-    A name "context_2/x" is a mean over the tokens of third contexts ("context_2/tokens").
+    Where no token was trained (`pack_step`, when every advantage is 0) there are no means. A name "context_2/x" is a
+    mean over the tokens of third contexts ("context_2/tokens").
     """
     means = {}
     for name, value in sums.items():

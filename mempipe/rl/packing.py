@@ -3,9 +3,9 @@
 The weight of a token is its share of the mean that the loss is, and counts the whole step: the gradient is the sum over
 all micro-batches of all ranks of `weights * loss(token)`, however the contexts were ordered, packed and dealt out.
 
-Contexts that begin alike can share a row's tokens: siblings that read the same chunk, or were given the same prompt. In
-the order of their tokens every context begins with as much of the one before it as of any other, so a number for each
-context, how many tokens it takes from the one before it, describes the whole tree of prefixes.
+Contexts that begin alike can share a row's tokens: attempts of a group that read the same chunk, or were given the same
+prompt. In the order of their tokens every context begins with as much of the one before it as of any other, so a number
+for each context, how many tokens it takes from the one before it, describes the whole tree of prefixes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Aggregation = Literal["token", "context", "trajectory"]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 MOST_SHARED = 8
-"""Tokens of whole contexts that a micro-batch holds for each of its own, at most: attention sees contexts whole, and
-needs memory for them."""
+"""Upper bound of sum(sequence_lengths) / T in a micro-batch. Attention expands shared prefixes, so its memory grows
+with the expanded length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class MicroBatch:
     position_ids: Ints  # [T], counted from 0 in every context
     sequence_lengths: Ints  # [S], of whole contexts
     shared_lengths: Ints  # [S], first tokens that the context before has too, and that are there once; else 0
-    loss_positions: Ints  # [N], where in T each loss token stands; never the first token of a context
-    source_positions: Ints  # [N], where in T the token before it stands, whose state predicts it
+    loss_positions: Ints  # [N], the place in T of each loss token; never the first token of a context
+    source_positions: Ints  # [N], the place in T of the token before it, whose state predicts it
     loss_sequences: Ints  # [N], which of the S contexts it is in
     old_logprobs: Floats  # [N], the sampler's
     ref_logprobs: Floats  # [N], zeros without a reference
@@ -122,8 +122,8 @@ def pack_step(
 
 
 def context_places(lengths: Sequence[int], shared_lengths: Sequence[int]) -> Ints:
-    """Returns where in the row each token of each context stands, [sum of lengths]: the first `shared_lengths` of a
-    context where those of the context before it stand, the others after everything before them."""
+    """Returns the place in the row of each token of each context, [sum of lengths]. The first `shared_lengths` tokens
+    of a context have the places of the context before it; the others follow everything before them."""
     places: list[Ints] = []
     start = 0
     for length, shared in zip(lengths, shared_lengths, strict=True):

@@ -47,7 +47,7 @@ _MATH_FORMS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """`reward` is what is optimised: in [0, 1], or up to the number of objectives. `em` and `f1`, in [0, 1], are
+    """`reward` is optimised: in [0, 1], or up to the number of objectives. `em` and `f1`, in [0, 1], are
     means over the objectives, and 0 unless the trajectory ended with an answer."""
 
     reward: float
@@ -105,7 +105,7 @@ def split_answers(answer: str, count: int) -> list[str | None]:
 
 
 def follows_format(message: str) -> bool:
-    """Tells whether the assistant's message has the form that Search-R1 rewards (arXiv 2505.15117): turns of thought,
+    """Returns whether the assistant's message has the form that Search-R1 rewards (arXiv 2505.15117): turns of thought,
     search and information, then a thought and an answer, with nothing but space between the tags.
     """
     pieces = _TAG.split(message)

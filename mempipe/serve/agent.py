@@ -2,7 +2,7 @@
 (`mempipe serve`, or `serve deploy jobs/configs/agent_service.yaml`).
 
 New weights are another engine application, started beside the old one; the agents turn to it when it is ready, and
-what is under way ends on the weights that it began with.
+what is in flight ends on the weights that it began with.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _agents(config: AgentServiceConfig, served: ServedRun, engines: str) -> Appl
         # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns
         # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
-        graceful_shutdown_timeout_s=config.timeout_s + 60,  # answers under way are finished first
+        graceful_shutdown_timeout_s=config.timeout_s + 60,  # answers in flight are finished first
         max_surge_percent=100,  # a new replica is there before the old one goes
         user_config={"generator": engines},
         logging_config=LoggingConfig(encoding="JSON", enable_access_log=False),

@@ -9,7 +9,7 @@
 ignored, as there.
 - The published servers have no limits. This one has: the OpenAPI schema names them, and what is beyond them is refused
 with 422 (413 for a large body, 408 for a slow one).
-- 503 with Retry-After means "the same request later": too many requests under way, a search that took too long, or one
+- 503 with Retry-After means "the same request later": too many requests in flight, a search that took too long, or one
 that failed.
 """
 
@@ -71,7 +71,7 @@ class RetrievalService:
         return results
 
     def check_health(self) -> None:
-        """Raises RuntimeError when search after search failed, so that whoever watches starts the service anew."""
+        """Raises RuntimeError when search after search failed, so that whoever watches starts the service again."""
         if self._num_failures >= MAX_FAILURES:
             raise RuntimeError(f"the last {self._num_failures} searches failed; the log says why")
 
@@ -118,7 +118,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {
         "model": Problem,
         "description": (
-            "Too many requests are under way, or the search failed or took too long; the same request "
+            "Too many requests are in flight, or the search failed or took too long; the same request "
             "may be made again."
         ),
         "headers": {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}},

@@ -71,8 +71,8 @@ def changed_files(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def verify_once(folder: Path, files: Mapping[str, FileRecord], *, refuse: Callable[[str], Exception]) -> None:
     """Compares the files with their records unless the folder's stamp says that this was done since they last changed.
 
-    Processes compare one after the other, so that only the first reads. Raises what `refuse` makes of
-    the name of a file that was changed.
+    Processes compare one after the other, so that only the first reads. Raises the error that `refuse` returns for the
+    name of a changed file.
     """
     if _is_stamped(folder, files):
         return
@@ -88,7 +88,7 @@ def verify_once(folder: Path, files: Mapping[str, FileRecord], *, refuse: Callab
 
 
 def write_checksums(folder: Path) -> None:
-    """Keeps the checksum of every file that lies in the folder, in a file beside them, for `check_folder`."""
+    """Writes the checksum of every file of the folder into a file of the same folder, for `check_folder`."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (CHECKSUMS, STAMP))
     write_object(folder / CHECKSUMS, {"files": {file.name: record_of(file).model_dump() for file in files}})
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and stay; a folder that one process holds at a time."""
+"""Files and folders that appear atomically, and stay; a folder that one process holds at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str, *, make_folder: bool = True) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path` to fill.
+    """Yields an empty folder, next to `path`, to be filled.
     When the block ends without an error, it becomes `path`, replacing an old one.
     """
     partial = start_folder(path)
@@ -64,9 +64,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def start_folder(path: Path) -> Path:
-    """Makes the empty folder beside `path` that `finish_folder` renames; for writers that are several processes."""
+    """Creates the empty folder next to `path` that `finish_folder` renames; for writers that are several processes."""
     recover_folder(path)
-    # In this order: `recover_folder` takes a new folder beside a replaced one for whole.
+    # In this order: `recover_folder` takes a new folder next to a replaced one as complete.
     for left in (_replaced_folder(path), partial_folder(path)):  # by a process that was killed
         if left.exists():
             shutil.rmtree(left)
@@ -106,7 +106,8 @@ def finish_folder(partial: Path, path: Path) -> None:
 
 
 def discard_folder(path: Path) -> None:
-    """Removes what `start_folder` made for `path`, unless it is all there is: then `recover_folder` goes on with it."""
+    """Removes what `start_folder` made for `path`, unless it is all there is: then `recover_folder` continues with
+    it."""
     if path.exists() or not _replaced_folder(path).exists():
         shutil.rmtree(partial_folder(path), ignore_errors=True)
 
@@ -114,7 +115,7 @@ def discard_folder(path: Path) -> None:
 def recover_folder(path: Path) -> None:
     """Gives `path` its name when a writer was killed between the two renames of `finish_folder`.
 
-    At that moment, and at no other, the old folder and the new one lie beside a name that nothing has; the new one is
+    At that moment, and at no other, the old and the new folder exist next to a name that nothing has; the new one is
     whole then. Whoever opens a folder that `whole_folder` or `finish_folder` replaces calls this first.
     """
     if not path.exists() and _replaced_folder(path).exists():
@@ -131,7 +132,7 @@ def recover_folders(parent: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Removes a folder in such a way that a kill leaves all of it or nothing under its name.
 
-    Removes with it what a killed process left of another one beside it.
+    Also removes the rest of a folder that a killed process left next to it.
     """
     path.rename(path.with_name(f".{path.name}.removed"))
     for left in path.parent.glob(".*.removed"):
@@ -152,8 +153,8 @@ def sync(path: Path) -> None:
 
 
 def is_local_path(name: str) -> bool:
-    """Tells whether a name is meant as a path and not as OWNER/NAME on the Hugging Face hub, so that a mistyped folder
-    is refused without asking the hub for it."""
+    """Returns whether a name is meant as a path and not as OWNER/NAME on the Hugging Face hub, so that a mistyped
+    folder is refused without asking the hub for it."""
     parent = Path(name).parent
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or (parent != Path() and parent.is_dir())
 

@@ -22,7 +22,7 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
 def read_object(path: Path, *, advice: str) -> dict[str, Any]:
     """Returns the object of a file without its checksum. A file of an older version, which has none, is read as it is.
 
-    Raises ConfigError when the file is missing or is not what was written; `advice` says what to do then.
+    Raises ConfigError when the file is missing or differs from the written content; `advice` says what to do then.
     """
     try:
         return without_checksum(parse_object(path.read_bytes()))
@@ -33,7 +33,7 @@ def read_object(path: Path, *, advice: str) -> dict[str, Any]:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Returns the object, with its checksum. Raises ValueError for text that is no JSON object in UTF-8."""
+    """Returns the object, with its checksum. Raises ValueError for text that is not a JSON object in UTF-8."""
     try:
         values = json.loads(text.decode())
     except RecursionError as error:

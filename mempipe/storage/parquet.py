@@ -1,8 +1,8 @@
 """Parquet files that tell when they are damaged: each carries the sha256 of its bytes.
 
-It stands between the data and the footer, where Parquet allows anything: any reader reads such a file. It stands there
-several times, so that damage to the checksum shows as damage too. Files of older versions and of other programs have
-none and are read as they are.
+The checksum is between the data and the footer, where Parquet allows anything: any reader reads such a file. It is
+repeated there, so that damage to the checksum is detected too. Files of older versions and of other programs have none
+and are read as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 2**20
 def parquet_writer(
     path: Path, schema: pa.Schema, *, durable: bool = True, **options: Any
 ) -> Iterator[pq.ParquetWriter]:
-    """Yields a writer of the file, which appears whole or not at all, with its checksum. `options` are pyarrow's."""
+    """Yields a writer of the file, which appears atomically, with its checksum. `options` are pyarrow's."""
     with whole_file(path, durable=durable) as partial:
         with pq.ParquetWriter(partial, schema, **options) as writer:
             yield writer
@@ -53,7 +53,7 @@ def read_table(path: Path, *, advice: str, columns: Sequence[str] | None = None)
         with pq.ParquetFile(path) as file:
             known = set(file.schema_arrow.names)
             table = file.read(columns=None if columns is None else [name for name in columns if name in known])
-            table.validate(full=True)  # texts that are no UTF-8, places in lists that do not ascend
+            table.validate(full=True)  # texts that are not UTF-8, places in lists that do not ascend
             return table.replace_schema_metadata()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error, advice) from error

@@ -1,7 +1,7 @@
 """The temporary folder of a run: everything that the run and its processes leave there goes with it.
 
-vLLM leaves sockets and files of its meeting points in the temporary folder, Ray a folder for every cluster. A run gives
-all of them a folder of its own, which is removed at its end; after a kill -9 the next start of any run removes it.
+vLLM leaves sockets and files of its meeting points in the temporary folder, Ray a folder for every cluster. A run puts
+all of them into one folder, which is removed at its end; after a kill -9 the next start of any run removes it.
 """
 
 from __future__ import annotations

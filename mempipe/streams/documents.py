@@ -1,7 +1,7 @@
 """MemTrain's documents as a Ray Data stream: a pool of makers, each with the index and a finder of entities.
 
 A row of the stream is a part: the rows of some passages, and the file that a maker writes about them. A part whose file
-is there already is kept, so that a build goes on where it was killed. What a part holds depends on its rows alone, not
+is there already is kept, so that a build resumes where it was killed. What a part holds depends on its rows alone, not
 on who makes it.
 """
 

@@ -103,7 +103,7 @@ def check_stages(chain: ChainConfig, runs: Sequence[RunConfig]) -> None:
         has_learnt = latest(run.folder / "checkpoints") is not None  # all that a run of an earlier version tells
         if before != now if before else has_learnt and not now:
             raise ConfigError(
-                f"stages: {run.name} was begun with the model {model}, which {'was made anew' if now else 'is gone'} "
+                f"stages: {run.name} was begun with the model {model}, which {'was made again' if now else 'is gone'} "
                 f"since; move {run.folder} away to train it again, or put that model back"
             )
 

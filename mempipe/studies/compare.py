@@ -2,7 +2,7 @@
 trusted.
 
 The interval is a paired bootstrap over questions. McNemar's test is of exact match, where a question is right or wrong,
-so it needs one attempt and one objective. Questions that only one side has are left out and counted.
+so it needs one attempt and one objective. Questions that only one side has are skipped and counted.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compare_rows(
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
-    """Returns what a reader has to know beside the table: questions and sets left out, settings that differ."""
+    """Returns what a reader has to know beside the table: questions and sets that were skipped, settings that differ."""
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     lines = [f"only {folder} has {_names(own)}" for folder, own in _lonely(first, second, *sets)]
     for each in comparisons:
@@ -118,11 +118,11 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
         }
         if each.label != OVERALL and any(left_out.values()):
             counts = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
-            lines.append(f"{each.label}: questions left out: {counts}")
+            lines.append(f"{each.label}: questions skipped: {counts}")
     compared = {each.label for each in comparisons}
     for label in sorted(sets[0].keys() & sets[1].keys()):
         if label not in compared:
-            lines.append(f"{label}: no question is shared; the set is left out")
+            lines.append(f"{label}: no question is shared; the set is skipped")
         settings = [read_result_state(own[label])["settings"] for own in sets]
         for name in ("sampling", "num_samples", "judge"):
             here, there = (each.get(name) for each in settings)

@@ -99,7 +99,7 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        """Says whether every question of every set has its row."""
+        """Returns whether every question of every set has its row."""
         folders = [self.results / benchmark.label for benchmark in self.suite.benchmarks]
         return all((each / SETTINGS).exists() and read_result_state(each)["finished"] for each in folders)
 
@@ -135,7 +135,7 @@ def study_sweep(folder: Path, *, metric: str = "em") -> BudgetStudy:
     sweep = load_sweep(folder / SWEEP_FILE)
     planned = sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
     if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
-        raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume goes on")
+        raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume continues")
     runs = [run for name in planned for run in measured_runs(folder / "trials" / name)]
     return study_runs([replace(run, agent=run.name) for run in runs], metric=metric, seed=sweep.seed)
 
@@ -171,7 +171,7 @@ def _kept(file: Path) -> dict[str, Any]:
     try:
         return load_values(file)
     except ConfigError as error:
-        raise ConfigError(f"{error}; delete it, and --resume writes it anew") from error
+        raise ConfigError(f"{error}; delete it, and --resume writes it again") from error
 
 
 def _check_measured(trial: Trial) -> None:
@@ -183,7 +183,7 @@ def _check_measured(trial: Trial) -> None:
         if model and measured and measured != model:
             raise ConfigError(
                 f"{folder} was measured with another model than {trial.training.folder} holds now, which has been "
-                f"trained again; delete {trial.suite.folder}, and --resume measures it anew"
+                f"trained again; delete {trial.suite.folder}, and --resume measures it again"
             )
 
 

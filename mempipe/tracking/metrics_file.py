@@ -1,5 +1,5 @@
 """`metrics.jsonl`: one JSON object a line, `{"step": 3, "time": 1700000000.5, "reward": 0.25, …}`, appended as a run
-goes on.
+continues.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_metrics(path: str | Path) -> list[Row]:
     """Reads the rows of a `metrics.jsonl`, one per step in order of steps. Of a value that a step has twice the last
     one counts.
 
-    Values that were not finite are NaN. Lines that are no rows are left out with a warning that names them.
+    Values that were not finite are NaN. Lines that are no rows are skipped with a warning that names them.
     """
     rows, bad_lines = read_rows(path)
     if bad_lines:
@@ -110,12 +110,12 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[int]]:
 
 
 def describe_bad_lines(path: str | Path, numbers: Sequence[int]) -> str:
-    """Says which lines of the file are left out."""
+    """Says which lines of the file are skipped."""
     named = ", ".join(str(number) for number in numbers[:MAX_NAMED_LINES])
     more = f" and {len(numbers) - MAX_NAMED_LINES} more" if len(numbers) > MAX_NAMED_LINES else ""
     one = len(numbers) == 1
     subject = f"line {named} of {path} is not a row" if one else f"lines {named}{more} of {path} are not rows"
-    return f"{subject} of metrics and {'was' if one else 'were'} left out; all other rows are used"
+    return f"{subject} of metrics and {'was' if one else 'were'} skipped; all other rows are used"
 
 
 def _row(line: bytes) -> Row | None:
@@ -135,7 +135,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_before(line: bytes, step: int) -> bool:
-    """Tells whether the line is a row of `step` or of an earlier one."""
+    """Returns whether the line is a row of `step` or of an earlier one."""
     row = _row(line)
     return row is not None and row["step"] <= step
 

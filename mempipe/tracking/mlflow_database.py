@@ -9,7 +9,7 @@ _SQLITE = "sqlite:///"
 
 
 def is_database(uri: str) -> bool:
-    """Tells whether the URI names a database that this process reads and writes itself."""
+    """Returns whether the URI names a database that this process reads and writes itself."""
     from mlflow.store.db.db_types import DATABASE_ENGINES
 
     return re.split(r"[+:]", uri, maxsplit=1)[0] in DATABASE_ENGINES

@@ -92,7 +92,7 @@ class MlflowWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Entries that are not written yet, metrics left out."""
+        """entries that are not written yet, without metrics."""
         return len(self._calls)
 
     def losses(self) -> list[str]:
@@ -148,7 +148,7 @@ class MlflowWriter:
                 self._write_some()
                 self._note_success()
                 delay = 0.5
-            except Exception as error:  # the border to foreign code: whatever a server does, training goes on
+            except Exception as error:  # the border to foreign code: whatever a server does, training continues
                 self._note_failure(error)
                 self._pause(delay)
                 delay = min(2 * delay, _MAX_RETRY_DELAY_S)
@@ -202,7 +202,7 @@ class MlflowWriter:
             self._outage_was_told = True
             self._tell(
                 f"MLflow at {without_passwords(self._store.uri)} does not take entries; they are tried again while the "
-                f"work goes on: {self._last_failure}"
+                f"work continues: {self._last_failure}"
             )
 
     def _note_success(self) -> None:
@@ -249,12 +249,12 @@ class MlflowRun:
         self._identity: tuple[int, int] | None = None  # of the database file
 
     def check(self) -> None:
-        """Raises StoreGone when the database file is another one than the run was begun in; sqlite goes on writing to
+        """Raises StoreGone when the database file is another one than the run was begun in; sqlite continues writing to
         a file that was removed.
         """
         if self._identity is not None and (found := file_identity(self.uri)) != self._identity:
             what = "was removed" if found is None else "was replaced by another file"
-            raise StoreGone(f"the database {database_file(self.uri)} {what} while the run went on")
+            raise StoreGone(f"the database {database_file(self.uri)} {what} while the run continued")
 
     def connect(self) -> None:
         """Finds or makes experiment and run, and records parameters and config."""

@@ -37,7 +37,7 @@ __all__ = ["Tracker", "TrackingSummary", "last_run_id", "read_metrics", "trackin
 FLUSH_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 60.0
 MAX_WAITING_TRACES = 256
-"""Traces, files and notes that wait for a server that is away; further traces are left out, so that memory stays
+"""Traces, files and notes that wait for a server that is away; further traces are skipped, so that memory stays
 bounded. Metrics are small and all wait."""
 
 _RESERVED = ("step", "time")
@@ -86,7 +86,7 @@ class Tracker:
             self._writer = MlflowWriter(store, tell=tell)
 
     def log_metrics(self, metrics: Mapping[str, SupportsFloat | None], step: float) -> None:
-        """Records numbers of one step. None means "not measured" and is left out. Raises ValueError for what is no
+        """Records numbers of one step. None means "not measured" and is skipped. Raises ValueError for what is no
         number.
         """
         assert not self._finished, "log_metrics after finish"
@@ -119,7 +119,7 @@ class Tracker:
             self._writer.add_call(lambda store: store.log_artifact(path, artifact_folder))
 
     def restart_at(self, step: int) -> None:
-        """The run goes on after `step`, and makes later steps again: what is on record of them is set aside, so that
+        """The run continues after `step`, and makes later steps again: what is on record of them is set aside, so that
         each step stands once. A call where there is nothing to set aside changes nothing.
         """
         try:
@@ -129,7 +129,7 @@ class Tracker:
             num_rows = num_bad_lines = 0
         moved = f"moved from {self._file.path} to {REPLACED_FILE} beside it"
         if num_rows:
-            self._tell(f"the run goes on after step {step}: rows of later steps ({num_rows}) were {moved}")
+            self._tell(f"the run continues after step {step}: rows of later steps ({num_rows}) were {moved}")
         if num_bad_lines:
             self._tell(f"lines that are not rows of metrics ({num_bad_lines}) were {moved}")
         if self._writer:
@@ -156,7 +156,7 @@ class Tracker:
         if self._file.failure:
             losses.append(f"{self._file.path} lacks {self._file.num_waiting} rows: {_reason(self._file.failure)}")
         if self._num_traces_left_out:
-            losses.append(f"{self._num_traces_left_out} traces were left out while MLflow did not take entries")
+            losses.append(f"{self._num_traces_left_out} traces were skipped while MLflow did not take entries")
         if self._writer:
             losses += self._writer.losses()
         return losses
@@ -197,7 +197,7 @@ class Tracker:
         if failure and not failed:
             self._tell(
                 f"{self._file.path} cannot be written: {_reason(failure)}; its rows wait in memory and are tried again "
-                "while the work goes on"
+                "while the work continues"
             )
         elif failed and not failure:
             self._tell(f"{self._file.path} is written again, with all rows that waited")

@@ -21,7 +21,7 @@ def parent_run(
 ) -> Iterator[tuple[Tracker, TrackingConfig]]:
     """Yields the job's tracker, and the tracking of its parts: into the same MLflow, below the job's run.
 
-    The run goes on where the folder has one. It is FINISHED after the block, and FAILED when the block raises.
+    The run resumes where the folder has one. It is FINISHED after the block, and FAILED when the block raises.
     """
     tracker = Tracker(
         tracking,

@@ -1,7 +1,7 @@
-"""How a run survives: checkpoints while it goes on and when it fails, and another start after a role is lost.
+"""How a run survives: checkpoints while it continues and when it fails, and another start after a role is lost.
 
 A run that fails or is told to end saves what was learnt since its last checkpoint, and keeps the groups that were
-finished, unless the learner itself failed in the middle of a step. It goes on by itself when a role was lost (an
+finished, unless the learner itself failed in the middle of a step. It continues by itself when a role was lost (an
 engine, a rank, a node; `config.max_restarts` times an hour), since another start can do better then. It ends when it
 failed for a reason that would come again: a full disk, stale weights, a gradient that is not finite, an error in code
 of the user's own.
@@ -37,7 +37,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Supervisor:
-    """Makes an attempt again when a role was lost. Every attempt goes on from what is in the run's folder."""
+    """Makes an attempt again when a role was lost. Every attempt resumes from what is in the run's folder."""
 
     def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_restarts` are those within an hour: a run of weeks may lose more in all."""
@@ -75,7 +75,7 @@ class Supervisor:
         if len(self._restarts) == self._max_restarts:
             raise LaunchError(
                 f"{one_line(error)}; max_restarts is {self._max_restarts} an hour. What was saved is kept, and the "
-                "same command with --resume goes on"
+                "same command with --resume continues"
             ) from error
         self._restarts.append(now)
         self._has_started = True
@@ -83,7 +83,7 @@ class Supervisor:
 
 
 class KeptGroups:
-    """Finished groups of a run that ended before a step took them; the run that goes on from there trains on them."""
+    """Finished groups of a run that ended before a step took them; the run that resumes from there trains on them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class KeptGroups:
         return cls(run.folder / "kept_groups")
 
     def write(self, position: Position, groups: Sequence[Group]) -> None:
-        """Keeps the groups for the run that goes on at `position`."""
+        """Keeps the groups for the run that continues at `position`."""
         if groups:
             write_trajectories(self._file(position), groups)
 
@@ -119,7 +119,7 @@ class KeptGroups:
 
 
 def newest_usable(run: Run) -> Path | None:
-    """Returns the newest checkpoint that the run can go on from; None when there is none.
+    """Returns the newest checkpoint that the run can resume from; None when there is none.
 
     One that was saved between two updates of a step needs the groups of that step.
     """
@@ -193,7 +193,7 @@ class Checkpoints:
             self.save()
 
     def save(self) -> None:
-        """Starts to write the position with the learner's state, if that is not done yet; training may go on."""
+        """Starts to write the position with the learner's state, if that is not done yet; training may continue."""
         if self._saved == self.position:
             return
         self._tracker.flush()  # a step that a resumed run will not repeat must be on record
@@ -206,10 +206,10 @@ class Checkpoints:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves the last whole step, or the update after which the run was told to end, and keeps the groups that are
-        finished. What goes wrong here must not hide `error`, which goes on."""
+        finished. What goes wrong here must not hide `error`, which continues."""
         asked = self._stop.requested or isinstance(error, KeyboardInterrupt | SystemExit)  # the learner is sound
         if asked and self._under_way is not None:
-            say("ending after the update under way; interrupt again to end without it")
+            say("ending after the update in flight; interrupt again to end without it")
         doing = "saved"
         try:
             done = self._learners.updates_done(finish=asked)
@@ -225,7 +225,7 @@ class Checkpoints:
             unsaved = is_sound and self._saved != self.position
             if unsaved:
                 self.save()
-            self._learners.finish_save()  # one that was under way as well
+            self._learners.finish_save()  # one that was in flight as well
             if unsaved:
                 what = f"step {steps}" + (f" and {rest} updates of the next one" if rest else "")
                 say(f"saved {what} before the run ended: {'it was told to' if asked else one_line(error)}")
@@ -255,7 +255,7 @@ class Checkpoints:
 
     def _log_batch(self) -> None:
         """Puts on record what the step was trained on, since no resumed run repeats it; the learner's part is lost."""
-        assert self._batch is not None, "a step is under way without its groups"
+        assert self._batch is not None, "a step is in flight without its groups"
         metrics = rollout_metrics(
             self._batch.groups, policy_version=self.position.step - 1, growing=self._config.agent_spec.grows
         )

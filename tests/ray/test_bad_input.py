@@ -167,7 +167,7 @@ def test_a_run_that_is_there_already(train, refused, capsys, tmp_path, world):
     assert train("--resume") == EXIT_CONFIG
     already, other, damaged = capsys.readouterr().err.splitlines()
     assert str(folder) in already and "--resume" in already
-    assert "change what is learnt: optimizer.lr 0.5 (was 0.0005), seed 7 (was 1);" in other
+    assert "change the learned result: optimizer.lr 0.5 (was 0.0005), seed 7 (was 1);" in other
     assert "state.json is damaged" in damaged
     assert contents(folder) | {"state.json": b""} == before | {"state.json": b""}
 

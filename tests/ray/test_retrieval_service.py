@@ -194,7 +194,7 @@ def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
         }
         answer = http.post(f"{narrow}/retrieve", json=body)
         if answer.status_code == 503:
-            return 503, int(answer.headers["retry-after"]) >= 1 and "under way" in answer.json()["detail"]
+            return 503, int(answer.headers["retry-after"]) >= 1 and "in flight" in answer.json()["detail"]
         hits = answer.json()["result"][0]
         return answer.status_code, [hit["document"]["id"] for hit in hits] == [
             p.id for p in retriever.search([query])[0].passages

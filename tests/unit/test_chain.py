@@ -148,7 +148,7 @@ def three_runs(tmp_path) -> tuple[ChainConfig, list[RunConfig]]:
 def test_a_stage_whose_beginning_was_trained_again_is_refused(three_runs):
     chain, runs = three_runs
     trained(runs[0], weights="another seed, another run")
-    with pytest.raises(ConfigError, match=r"stages: two was begun with .*one/huggingface, which was made anew"):
+    with pytest.raises(ConfigError, match=r"stages: two was begun with .*one/huggingface, which was made again"):
         pipeline.main(chain)
 
 

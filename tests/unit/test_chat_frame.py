@@ -199,7 +199,7 @@ def test_promise_2_whatever_is_asked_found_read_and_sampled_only_the_template_ma
         for context in contexts:
             runs = segments(context)
             for place, (sampled, ids) in enumerate(runs):
-                if sampled and place + 1 < len(runs):  # the conversation went on after it
+                if sampled and place + 1 < len(runs):  # the conversation continued after it
                     body = ids[:-1] if ids[-1] in tokenizer.stop_token_ids else ids
                     assert renderer._role_marks.isdisjoint(body)
                     assert not any(count(body, mark) for mark in renderer._role_texts)

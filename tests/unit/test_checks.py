@@ -208,7 +208,7 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(settings, tiny, 
             (["train", config, "name=begun"], "holds a run already"),
             (
                 ["train", config, "name=begun", "--resume", "seed=7"],
-                "which change what is learnt: seed 7 (was 1)",
+                "which change the learned result: seed 7 (was 1)",
             ),
             (["train", config, "--resume"], "holds no run"),
             (["train", config, "name=../x"], "name is '../x'"),

@@ -48,7 +48,7 @@ def test_means_difference_and_mcnemar_are_over_the_shared_questions(tmp_path):
     assert (nq.num_shared, nq.num_only_first, nq.num_only_second, nq.num_changed) == (4, 1, 2, 0)
     assert (nq.first, nq.second, nq.difference.value) == (0.25, 0.5, 0.25)
     assert (nq.mcnemar.gained, nq.mcnemar.lost, nq.mcnemar.p_value) == (2, 1, 1.0)
-    assert warnings(a, b, [nq]) == [f"nq: questions left out: 1 only in {a}, 2 only in {b}"]
+    assert warnings(a, b, [nq]) == [f"nq: questions skipped: 1 only in {a}, 2 only in {b}"]
 
 
 def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
@@ -56,7 +56,7 @@ def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
     b = results(tmp_path / "b" / "nq", {"1": True, "2": True}, texts={"2": "another?"})
     (nq,) = compare_runs(a, b)
     assert (nq.num_shared, nq.num_changed) == (1, 1)
-    assert warnings(a, b, [nq]) == ["nq: questions left out: 1 asked differently"]
+    assert warnings(a, b, [nq]) == ["nq: questions skipped: 1 asked differently"]
 
 
 def test_all_sets_weigh_the_same_whatever_their_size(tmp_path):
@@ -110,7 +110,7 @@ def test_a_set_in_which_no_question_is_shared_is_said(tmp_path):
         results(folder / "popqa", {"1": True})
     comparisons = compare_runs(a, b)
     assert [each.label for each in comparisons] == ["popqa"]
-    assert warnings(a, b, comparisons) == ["nq: no question is shared; the set is left out"]
+    assert warnings(a, b, comparisons) == ["nq: no question is shared; the set is skipped"]
 
 
 def test_runs_without_a_shared_question_or_a_known_metric_are_refused(tmp_path):

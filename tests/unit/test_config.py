@@ -84,7 +84,7 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"learner": [1]}, ["learner is [1]", "a section of settings"]),
         ({"agent": {"name": [1]}}, ["agent.name is [1]"]),
         ({"agent": {"name": [1]}, "sede": 1}, ["sede is not a setting; did you mean seed?"]),
-        ({1: 2}, ["the key 1 is no word"]),
+        ({1: 2}, ["the key 1 is not a word"]),
         ([1], ["expected settings by name, got [1]"]),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_section_may_merge_another_and_an_override_of_one_leaves_the_other_alo
     changed = load_values(file, ["e.path=z"])
     assert changed["e"] == {"path": "z"} and changed["b"] == {"path": "y"}
     file.write_text("model: &m {path: x}\nb:\n  <<: *m\n  path: y\n  path: z\n")
-    with pytest.raises(ConfigError, match=r"the key 'path' stands twice, the second time in line 5"):
+    with pytest.raises(ConfigError, match=r"the key 'path' is duplicated, the second time in line 5"):
         load_values(file)
 
 
@@ -242,7 +242,7 @@ def test_the_reward_is_the_published_one_unless_it_is_set(agent):
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("seed: 3\nname: x\nseed: 4\n")
-    with pytest.raises(ConfigError, match=r"'seed' stands twice, the second time in line 3"):
+    with pytest.raises(ConfigError, match=r"'seed' is duplicated, the second time in line 3"):
         load_config(file)
 
 

@@ -1,5 +1,5 @@
 """What a warm start imitates: a script that knows what a question was made of, recorded trajectories that scored, never
-what is held out; and a start that goes on where it stopped.
+what is held out; and a start that resumes where it stopped.
 """
 
 from __future__ import annotations

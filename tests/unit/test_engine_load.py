@@ -50,7 +50,7 @@ def test_memory_is_of_the_process_and_those_that_it_started():
 
 
 class Actor:
-    """Answers how much is under way, unless it hangs."""
+    """Answers how much is in flight, unless it hangs."""
 
     def __init__(self, under_way: int | None) -> None:
         self.under_way = SimpleNamespace(remote=lambda: under_way)

@@ -282,7 +282,7 @@ def test_parts_come_back_in_order_with_whole_trajectories_and_metric_definitions
     again = ResultFolder(tmp_path / "r", {"seed": 1})
     assert again.done() == {"q0", "q1", "q2"} and not again.finished
     whole = read_groups(tmp_path / "r")
-    assert [each.question.context for each in whole] == ["", "", ""], "the text that was read is left out"
+    assert [each.question.context for each in whole] == ["", "", ""], "the text that was read is skipped"
     assert [each.trajectories for each in whole] == [group(i, "Nile").trajectories for i in range(3)]
     schema = pq.read_schema(tmp_path / "r" / "part-00000.parquet")
     assert json.loads(schema.metadata[b"metrics"]).keys() == METRICS.keys()
@@ -526,7 +526,7 @@ def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
     assert (counts["hops"], counts["wrong attempts"], counts["stopped early"], counts["lost"]) == ("2", "2", "1", "0")
     assert "2 wrong" in files["report.html"] and "First cause of wrong answers" in files["report.html"]
     chart = files["report.html"].partition("First cause of wrong answers")[2].partition("</svg>")[0]
-    assert chart.count('class="bar') == 2 and "never" not in chart, "causes that nothing has are left out"
+    assert chart.count('class="bar') == 2 and "never" not in chart, "causes that nothing has are skipped"
     (tmp_path / "plain").mkdir()
     assert "First cause" not in written(tmp_path / "plain", cell("a", "mine", [0]))["report.md"]
 

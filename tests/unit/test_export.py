@@ -118,7 +118,7 @@ def test_the_best_model_on_validation_is_kept_and_can_be_exported(tmp_path, caps
     run, learners = running(tmp_path, best_on="em"), Learners()
     for step, scores in enumerate([(0.5, 0.0), (1.0, 0.0), (0.5, 0.5), (0.0, 0.0)], start=1):
         learners.step = step
-        Exports(run, learners, source="base").validated(answers(*scores), step=step)  # anew, as after a restart
+        Exports(run, learners, source="base").validated(answers(*scores), step=step)  # again, as after a restart
     assert models(run) == {"best": "2 base"} and best_of(run) == (2, "em", 0.5)
     record = read_record(run.folder / "best" / "made_of.json", mends="")
     assert record == {**run.state["best"], "weights": ""}, "the model says itself what it is"

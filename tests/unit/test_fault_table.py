@@ -58,7 +58,7 @@ LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
     "an object's owner died": (lambda: OwnerDiedError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
     "nothing came in time": (lambda: GetTimeoutError("120 s"), ("learn", "sync", "choose", "consume", *STREAMS)),
 }
-"""By what was lost: the exception, and the places where it is raised. The run goes on by itself after each."""
+"""By what was lost: the exception, and the places where it is raised. The run continues by itself after each."""
 
 ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
     "Ray's head is gone": (lambda: RaySystemError(ConnectionError("GCS")), ("launch", "collect", "learn"), 1),
@@ -81,7 +81,7 @@ ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
     "Ctrl-C": (KeyboardInterrupt, ("prepare", "connected", *ANY, "report"), 130),
     "SIGTERM of a library": (lambda: SystemExit(143), ("prepare", "connected", *ANY, "report"), 143),
 }
-"""By what happened: the exception, where, and the exit code. The run ends, and --resume goes on."""
+"""By what happened: the exception, where, and the exit code. The run ends, and --resume continues."""
 
 
 def of(table: dict[str, tuple]) -> list[tuple[str, str]]:

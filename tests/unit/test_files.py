@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, whatever kills the writer; one process works at a time."""
+"""Files and folders appear atomically, whatever kills the writer; one process works at a time."""
 
 from __future__ import annotations
 

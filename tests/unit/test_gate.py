@@ -84,7 +84,7 @@ async def test_requests_beyond_the_limit_are_refused_and_get_in_once_there_is_ro
         await until(lambda: work.num_begun == 2)
         refused = await client.post("/")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "2 requests are under way" in refused.json()["detail"]
+        assert "2 requests are in flight" in refused.json()["detail"]
         assert (await client.get("/now")).status_code == 200
         work.go_on.set()
         assert [(await task).json() for task in under_way] == [1, 1]

@@ -527,7 +527,7 @@ def test_all_updates_of_a_step_have_its_learning_rate(qwen2):
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_an_entropy_bonus_raises_the_entropy_where_nothing_else_is_learnt(qwen2, monkeypatch, chunk):
-    if chunk:  # logits of a few rows at a time, computed anew in the backward pass
+    if chunk:  # logits of a few rows at a time, computed again in the backward pass
         monkeypatch.setattr(model_module, "MAX_LOGITS", chunk * VOCAB)
     indifferent = [dataclasses.replace(each, advantage=0.0) for each in samples(15)]
     (update,) = pack(indifferent)

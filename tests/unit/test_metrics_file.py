@@ -55,11 +55,11 @@ def test_a_line_that_is_no_row_is_left_out_with_its_file_and_number(tmp_path, ca
     first, second = read_metrics(file)
     assert first == {"step": 1, "em": 0.1} and second["step"] == 2 and math.isnan(second["em"])
     (warning,) = [record.message for record in caplog.records]
-    assert warning == f"line 2 of {file} is not a row of metrics and was left out; all other rows are used"
+    assert warning == f"line 2 of {file} is not a row of metrics and was skipped; all other rows are used"
 
 
 def test_one_warning_names_the_first_lines_of_many():
-    assert describe_bad_lines("m", [1, 2]).startswith("lines 1, 2 of m are not rows of metrics and were left out")
+    assert describe_bad_lines("m", [1, 2]).startswith("lines 1, 2 of m are not rows of metrics and were skipped")
     assert "lines 1, 2, 3, 4, 5 and 4 more of m" in describe_bad_lines("m", range(1, 10))
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_begins_again_makes_each_step_once(tmp_path):
     assert [json.loads(line)["step"] for line in replaced] == [3]
     file = tmp_path / "metrics.jsonl"
     moved = f"rows of later steps (1) were moved from {file} to metrics.replaced.jsonl beside it"
-    assert said == [f"the run goes on after step 2: {moved}"]
+    assert said == [f"the run continues after step 2: {moved}"]
 
 
 def test_what_was_set_aside_twice_is_there_twice(tmp_path):
@@ -147,7 +147,7 @@ def test_a_full_disk_costs_no_step_and_is_said_at_once_with_the_path(tmp_path, d
     file = tmp_path / "metrics.jsonl"
     assert said == [
         f"{file} cannot be written: No space left on device; its rows wait in memory and are tried again while the "
-        "work goes on"
+        "work continues"
     ]
     assert not tracker.flush() and tracker.losses() == [f"{file} lacks 2 rows: No space left on device"]
     disk.room = 10**9

@@ -433,7 +433,7 @@ def test_doctor_asks_the_service_what_it_serves(service, retriever):
     assert finding(service[1]) == f"ok: retrieval.url: {service[1]}, snapshot {retriever.snapshot}, 60 passages"
     assert finding("http://127.0.0.1:1").startswith("note: retrieval.url http://127.0.0.1:1 cannot be reached")
     with serving(respond_to_all(404, b"{}")) as url:
-        assert "is no mempipe service" in finding(url)
+        assert "is not a mempipe service" in finding(url)
 
 
 def respond_to_all(status: int, body: bytes) -> Any:

@@ -284,7 +284,7 @@ def test_a_report_leaves_out_what_it_cannot_know(tmp_path, missing):
         missing.get("after", True)
     )
     parsed = Page(page.read_text())
-    assert not parsed.open and "How to go on" in parsed.text
+    assert not parsed.open and "How to continue" in parsed.text
 
 
 def test_report_json_is_strict_json(tmp_path):

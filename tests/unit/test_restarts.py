@@ -170,7 +170,7 @@ def test_a_run_that_is_told_to_stop_waits_for_a_long_update(checkpoints, learner
         learners.num_under_way = 1
         raise SystemExit(15)
     assert steps(learners) == [1]
-    assert "ending after the update under way" in capsys.readouterr().out
+    assert "ending after the update in flight" in capsys.readouterr().out
     assert tracker.rows[1].items() >= {"reward": 0.25, "sampled_tokens": 1, "staleness_max": 0}.items()
 
 
@@ -272,7 +272,7 @@ def test_a_lost_role_costs_a_restart(capsys):
 
 
 def test_restarts_are_counted_within_an_hour():
-    with pytest.raises(LaunchError, match=r"third; max_restarts is 2 an hour\..* --resume goes on"):
+    with pytest.raises(LaunchError, match=r"third; max_restarts is 2 an hour\..* --resume continues"):
         attempts([RoleLost("first"), RoleLost("second"), RoleLost("third")], max_restarts=2)
     assert attempts([RoleLost("one an hour")] * 9, max_restarts=2, seconds_between=1900.0) == 10
 

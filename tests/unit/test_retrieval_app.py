@@ -225,7 +225,7 @@ async def test_requests_beyond_the_limit_are_turned_away_at_once_and_those_under
         await asyncio.sleep(0.1)
         refused = await client.post("/search", json={"query": "c"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "2 requests are under way" in refused.json()["detail"]
+        assert "2 requests are in flight" in refused.json()["detail"]
         assert (await client.get("/health")).status_code == 200
         retriever.released.set()
         assert [(await task).json()[0]["contents"] for task in under_way] == ['"t"\na', '"t"\nb']

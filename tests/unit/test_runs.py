@@ -1,4 +1,4 @@
-"""A run's folder: what may be changed when it goes on, what is refused, and that nothing in it is ever lost."""
+"""A run's folder: what may be changed when it continues, what is refused, and that nothing in it is ever lost."""
 
 from __future__ import annotations
 
@@ -176,10 +176,10 @@ def test_a_lost_state_is_not_made_anew_for_other_settings(begun):
         ('{"finished": false}', "seconds is missing"),
         ('{"seconds": {}}', "finished is missing"),
         ('{"seconds": [], "finished": false}', "seconds is []"),
-        ('{"seconds": {"train": "x"}, "finished": false}', "train is not what was written"),
-        ('{"seconds": {}, "finished": true}', "num_steps is not what was written"),
-        ('{"seconds": {}, "finished": false, "num_steps": "3"}', "num_steps is not what was written"),
-        ('{"seconds": {}, "finished": false, "best": {"step": 1}}', "best is not what was written"),
+        ('{"seconds": {"train": "x"}, "finished": false}', "train differs from the written content"),
+        ('{"seconds": {}, "finished": true}', "num_steps differs from the written content"),
+        ('{"seconds": {}, "finished": false, "num_steps": "3"}', "num_steps differs from the written content"),
+        ('{"seconds": {}, "finished": false, "best": {"step": 1}}', "best differs from the written content"),
         ("\udcff", "is damaged"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_damaged_state_is_a_sentence_that_says_how_the_run_goes_on(begun, cont
         saved_state(config(begun), resume="auto")
     text = str(error.value)
     assert part in text and str(file) in text and "\n" not in text
-    assert text.endswith("config.yaml --resume` makes it anew from the newest checkpoint")
+    assert text.endswith("config.yaml --resume` makes it again from the newest checkpoint")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "a: [", "12", "a: b: c", "\udcff", "1: 2\nb: 3"])
@@ -254,7 +254,7 @@ def test_a_state_in_which_a_digit_was_flipped_is_damaged(begun):
     Run(config(begun), resume="always").update(num_steps=3)
     file = config(begun).folder / "state.json"
     file.write_text(file.read_text().replace('"num_steps": 3', '"num_steps": 7'))
-    with pytest.raises(ConfigError, match=r"its values do not fit its checksum.*--resume` makes it anew"):
+    with pytest.raises(ConfigError, match=r"its values do not fit its checksum.*--resume` makes it again"):
         saved_state(config(begun), resume="always")
 
 

@@ -135,7 +135,7 @@ def test_memtrains_memory_holds_all_that_was_read_and_answers_every_recall(token
 
 
 def knows(trajectory: Trajectory, question: Question) -> bool:
-    """Says whether the last memory holds the last fact that the question needs."""
+    """Returns whether the last memory holds the last fact that the question needs."""
     evidence = question.evidence[-1]
     noted = parse_facts(trajectory.contexts[-1].memory_before)
     return any(evidence.passage_id.endswith(f"/{entity}") and value == evidence.value for entity, _, value in noted)

@@ -39,7 +39,7 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monke
     )  # a busy machine makes a database slowly
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     of_service = served(tmp_path, uri)
-    for _ in range(2):  # a restart goes on with the same MLflow run
+    for _ in range(2):  # a restart continues with the same MLflow run
         recorder = SampledTraces(of_service, share=1.0, decode=tokenizer.decode)
         service = build_service(tokenizer, tmp_path, record=recorder.record)
         with running(service):

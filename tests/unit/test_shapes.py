@@ -376,7 +376,7 @@ def test_what_was_understood_is_said_with_the_first_row(tmp_path, capsys):
     assert main(["data", "qa", str(path)]) == 2
     assert "set data.columns.answer to answer or to label" in capsys.readouterr().err
     assert main(["data", "qa", str(path), "data.column.answer=label"]) == 2
-    assert "data.column.answer=label is no setting of this command" in capsys.readouterr().err
+    assert "data.column.answer=label is not a setting of this command" in capsys.readouterr().err
     assert main(["data", "qa", str(path), "data.columns.answers=label"]) == 2
     assert "answers is not a setting; did you mean answer?" in capsys.readouterr().err
 

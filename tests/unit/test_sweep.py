@@ -259,7 +259,7 @@ def test_a_damaged_record_of_results_is_a_sentence(tmp_path, content):
     finish(trial, right=10)
     file = trial.results / "world" / "settings.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=rf"^{file} is damaged.*; delete {file.parent} to evaluate this anew$"):
+    with pytest.raises(ConfigError, match=rf"^{file} is damaged.*; delete {file.parent} to evaluate this again$"):
         print(trial.finished)
 
 
@@ -267,7 +267,7 @@ def test_a_damaged_config_of_a_trial_is_a_sentence(tmp_path):
     sweep = config(tmp_path)
     ((_, file),) = write_configs(sweep.folder, trials(sweep)[0])
     file.write_text("name: [")
-    with pytest.raises(ConfigError, match=rf"^{file} is not YAML: .*; delete it, and --resume writes it anew$"):
+    with pytest.raises(ConfigError, match=rf"^{file} is not YAML: .*; delete it, and --resume writes it again$"):
         check_same(sweep.folder, trials(sweep))
 
 

@@ -492,7 +492,7 @@ def test_a_database_that_is_removed_is_said_at_once_with_its_path(tmp_path):
     tracker.log_metrics({"em": 0.2}, step=1)
     assert not tracker.flush(60)
     (sentence,) = said
-    assert f"the database {database} was removed while the run went on" in sentence
+    assert f"the database {database} was removed while the run continued" in sentence
     summary = tracker.finish(timeout_s=1.0)
     (loss,) = summary.losses
     assert f"lacks 1 values and 1 traces or files: StoreGone: the database {database} was removed" in loss
@@ -588,4 +588,4 @@ def test_traces_that_wait_for_a_dead_server_are_bounded_and_counted(tmp_path, mo
     for step in range(5):
         tracker.log_trajectories([make_group("q")], step=step)
     losses = tracker.finish(timeout_s=0.1).losses
-    assert "2 traces were left out while MLflow did not take entries" in losses
+    assert "2 traces were skipped while MLflow did not take entries" in losses

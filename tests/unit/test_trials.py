@@ -44,7 +44,7 @@ def test_commands_run_one_after_another_and_leave_their_output(tmp_path, reports
 def test_input_that_cannot_work_ends_a_trial_for_good(tmp_path, reports):
     trials._run(trial(tmp_path / "log", ["config", "nothing"], WORLD))
     (told,) = reports
-    assert told["error"].startswith("mempipe config ended with 2: error: 'nothing' is no kind of config")
+    assert told["error"].startswith("mempipe config ended with 2: error: 'nothing' is not a kind of config")
     assert "(1 hop" not in (tmp_path / "log").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Which policy and which questions a kept validation belongs to, when a run goes on. Roles are stand-ins; pipeline,
+"""Which policy and which questions a kept validation belongs to, when a run continues. Roles are stand-ins; pipeline,
 folder and files are real."""
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def test_the_validations_of_a_policy_that_was_lost_are_gone_from_the_run(tmp_pat
     assert [file.name for file in sorted(run.folder.glob("evaluation/*"))] == ["step-00000005.parquet"]
     assert run.state["best"] is None
     assert (
-        "steps 6 to 12 are trained again; what was made of later steps before: evaluation/" in capsys.readouterr().out
+        "steps 6 to 12 are trained again; results of later steps of the earlier start: evaluation/"
+        in capsys.readouterr().out
     )
 
 

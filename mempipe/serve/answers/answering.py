@@ -138,7 +138,7 @@ class Answering:
             self._kept(agent, "{}")
 
     def takes_instructions(self, agent: str | None) -> bool:
-        """Tells whether an agent, None for the service's own, has a place for instructions of whoever asks."""
+        """Returns whether an agent, None for the service's own, has a place for instructions of whoever asks."""
         name = agent or next(iter(self.agents))
         return name in self.agents and self._kept(name, "{}").takes_instructions
 

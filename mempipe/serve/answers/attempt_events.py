@@ -52,5 +52,5 @@ class AttemptEvents:
         self._emit("turn", {"sample": self._sample, **next(self._turns).model_dump()})
 
     def _tell(self, name: str, **data: Any) -> None:
-        """Tells what happens in the turn that is under way."""
+        """Tells what happens in the turn that is in flight."""
         self._emit(name, {"sample": self._sample, "turn": len(self._contexts), **data})

@@ -130,7 +130,7 @@ class Store:
     async def claim(self, session_id: str, owner: str, *, for_s: float) -> Session:
         """Claims the session for one question for at most `for_s` seconds.
 
-        Raises ApiError 404, and 409 when another question of it is under way.
+        Raises ApiError 404, and 409 when another question of it is in flight.
         """
 
         def claim(database: sqlite3.Connection) -> Session:

@@ -56,7 +56,7 @@ def refuse(status: int, message: str) -> JSONResponse:
 def sentence(where: Sequence[int | str], error: Any) -> str:
     """Returns what is wrong with a request, and where; `error` is one of pydantic's.
 
-    It leaves out most of the input, which may be large and may hold text that cannot be encoded.
+    It skips most of the input, which may be large and may hold text that cannot be encoded.
     """
     name = ".".join(map(str, where)) or "the body"
     if error["type"] == "json_invalid":

@@ -34,7 +34,7 @@ class Gate:
     waits for any more.
 
     - 413: the body has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
-    - 503 with Retry-After: `max_in_flight` requests are under way, or `timeout_s` seconds have passed.
+    - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed.
     - A request whose client has hung up is cancelled, so that its place and its work are free at once.
 
     Requests without a body (GET, HEAD, DELETE) pass: health, metrics and documentation answer under any load.
@@ -74,7 +74,7 @@ class Gate:
             await self._refuse(413, reason)(scope, receive, send)
             return
         if self._in_flight >= self._max_in_flight:
-            reason = f"{self._in_flight} requests are under way, the most that are allowed"
+            reason = f"{self._in_flight} requests are in flight, the most that are allowed"
             await self._refuse(503, reason)(scope, receive, send)
             return
         self._in_flight += 1

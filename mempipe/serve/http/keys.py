@@ -53,7 +53,7 @@ class KeyRecord:
         return f"{self.name}:{self.id}:{self.salt}:{self.hash}"
 
     def is_of(self, secret: str) -> bool:
-        """Tells whether the secret is this key's (tens of milliseconds, on purpose)."""
+        """Returns whether the secret is this key's (tens of milliseconds, on purpose)."""
         return hmac.compare_digest(self.hash, _hash(secret, self.salt))
 
 
@@ -101,7 +101,7 @@ class Allowance:
     def take(self) -> None:
         """Raises ApiError 429 when the key asks too often, or too much at once."""
         if self.under_way >= self.at_once:
-            raise ApiError(429, f"{self.under_way} requests of this key are under way, the most that are allowed")
+            raise ApiError(429, f"{self.under_way} requests of this key are in flight, the most that are allowed")
         now = time.monotonic()
         self.tokens = min(self.capacity, self.tokens + (now - self.filled_at) * self.per_minute / 60)
         self.filled_at = now

@@ -113,7 +113,7 @@ class ResponseRequest(RequestBody):
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     """Kept with the response, and with the MLflow trace of the question where there is one."""
     store: Annotated[bool, Field(strict=True)] | None = None
-    """false: the response is not kept, and no other one can go on from it."""
+    """false: the response is not kept, and no other one can resume from it."""
     stream: Annotated[bool, Field(strict=True)] | None = None
     stream_options: StreamOptions | None = None
     mempipe: Options | None = None

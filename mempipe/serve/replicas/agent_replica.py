@@ -73,7 +73,7 @@ class AgentReplica:
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Takes the engines of the application `generator` once they answer; requests under way keep theirs."""
+        """Takes the engines of the application `generator` once they answer; requests in flight keep theirs."""
         config, main = self._config, self._served.main
         if config.endpoint is not None:
             stop_texts = main.agent_spec.stop_texts

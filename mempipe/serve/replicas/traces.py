@@ -14,7 +14,7 @@ from mempipe.tracking.tracker import last_run_id, without_credentials
 from mempipe.types import Group
 
 MAX_WAITING = 64
-"""Traces that wait for a slow server; further ones are left out, so that memory stays bounded."""
+"""Traces that wait for a slow server; further ones are skipped, so that memory stays bounded."""
 FINISH_TIMEOUT_S = 5.0
 
 

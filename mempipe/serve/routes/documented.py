@@ -19,7 +19,7 @@ _MEANINGS = {
     409: "The session works on another question, or a piece begins at another byte.",
     413: "The body or the document is too large.",
     429: "The key asks too often or too much at once.",
-    503: "Too many requests are under way, or engine or retriever cannot answer now; ask again later.",
+    503: "Too many requests are in flight, or engine or retriever cannot answer now; ask again later.",
 }
 
 

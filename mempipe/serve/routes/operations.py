@@ -13,12 +13,12 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/healthz")
 async def healthz() -> StatusReply:
-    """Says whether this process answers at all."""
+    """Returns whether this process answers at all."""
     return StatusReply(status="ok")
 
 
 @router.get("/readyz", responses=refusals(503))
 async def readyz(parts: PartsOfApp) -> StatusReply:
-    """Says whether a question would be answered: engine and retriever are there."""
+    """Returns whether a question would be answered: engine and retriever are there."""
     detail, answering = await parts.health(), parts.answering
     return StatusReply(status="ok", model=answering.name, model_version=answering.engine().version, detail=detail)

@@ -35,7 +35,7 @@ async def create_response(
 ) -> Any:
     """Answers a question; the memory after each turn is a reasoning item before the answer.
 
-    The next question goes on from it with `previous_response_id`, with a `conversation`, or with the items sent back
+    The next question resumes from it with `previous_response_id`, with a `conversation`, or with the items sent back
     in `input`. The response header `x-mempipe-ignored` names what was sent and has no meaning here.
     """
     agent = asked.mempipe.agent if asked.mempipe is not None else None
