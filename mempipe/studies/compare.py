@@ -107,7 +107,7 @@ def compare_rows(
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
-    """Returns what a reader has to know beside the table: questions and sets that were skipped, settings that differ."""
+    """Returns warnings for the reader of the table: skipped questions and sets, settings that differ."""
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     lines = [f"only {folder} has {_names(own)}" for folder, own in _lonely(first, second, *sets)]
     for each in comparisons:

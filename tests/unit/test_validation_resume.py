@@ -201,9 +201,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         "launch": launch,
         "evaluate": evaluate,
         "learn": lambda *_: None,
-        "iter_questions": lambda _: [],
+        "iter_questions": lambda *_, **__: [],
         "QuestionTable": list,
-        "held_out_questions": lambda _: QUESTIONS,
+        "held_out_questions": lambda *_, **__: QUESTIONS,
         "load_tokenizer": lambda _: None,
     }.items():
         monkeypatch.setattr(train, name, value)
