@@ -16,7 +16,6 @@ from mempipe.agents.protocol import Tokenizer
 from mempipe.api import roles
 from mempipe.api.agent import load
 from mempipe.api.evaluation import evaluate
-from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, ScriptedMemSearcher
 from mempipe.data.trajectories import write_trajectories
@@ -82,7 +81,8 @@ def scripted_engines(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> E
     engines = Engines()
 
     @asynccontextmanager
-    async def engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[ScriptedEngine]:
+    async def engine(*made_of: Any) -> AsyncIterator[ScriptedEngine]:
+        tokenizer = made_of[-1]
         engines.started.append(ScriptedEngine(tokenizer, list(texts)))
         try:
             yield engines.started[-1]
@@ -90,6 +90,7 @@ def scripted_engines(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> E
             engines.num_ended += 1
 
     monkeypatch.setattr(roles, "_engine", engine)
+    monkeypatch.setattr(roles, "_endpoint", engine)
     return engines
 
 
