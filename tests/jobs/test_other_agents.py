@@ -1,8 +1,7 @@
-"""ReAct and MemTrain through the whole real job in miniature: a short warm start, two learner steps, evaluations, and
-the export.
+"""ReAct, MemAgent and MemTrain through the whole real job in miniature: a short warm start, two learner steps,
+evaluations, and the export.
 
-MEM1 is trained by test_repair.py, MemAgent by test_submission.py, MemSearcher by test_main_job.py, MemTrain on masked
-documents by test_memtrain_job.py.
+MEM1 is trained by test_repair.py, MemSearcher by test_main_job.py, MemTrain on documents by test_memtrain_job.py.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ MEMTRAIN = [
     "agent, config, overrides",
     [
         ("react", "quickstart_react", []),
+        pytest.param("memagent", "quickstart_memagent", [], marks=pytest.mark.jobs),
         pytest.param("memtrain", "tiny_memtrain", MEMTRAIN, marks=pytest.mark.jobs),
     ],
 )

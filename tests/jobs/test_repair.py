@@ -1,4 +1,5 @@
-"""A run that is told to stop, and one that loses a learner rank: the real command, its processes ended or killed.
+"""A run that is told to stop, goes on as a submitted Ray job on another cluster, and loses its learner there: the real
+commands, their processes ended or killed.
 
 It trains MEM1.
 """
@@ -6,19 +7,30 @@ It trains MEM1.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
 import subprocess
+import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-from miniature import FEW_PROCESSES, QUICKSTART, train_command
-from trained import GRAMMAR, check_trained
+from miniature import FEW_PROCESSES, MINIATURE, QUICKSTART, SHORT_WARM_START, train_command
+from trained import GRAMMAR, NUM_QUESTIONS, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
+from mempipe.environment import EVERY_PROCESS
 from mempipe.tracking.tracker import read_metrics
-from tools.processes import Marked, Running, command_line
+from tools.processes import ROOT, Marked, Running, command_line, free_ports
 
+BIN = Path(sys.executable).parent
+CONFIG = QUICKSTART.with_name("quickstart_mem1.yaml")
 NUM_STEPS = 6
 OVERRIDES = [
     *FEW_PROCESSES,
@@ -28,45 +40,110 @@ OVERRIDES = [
     "checkpoint.every_steps=100",
     "tracking.enabled=false",
 ]
+PORTS = ["port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    marked: Marked
+    dashboard: str
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head node with ports, temporary folder and token of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="mp-", dir="/tmp"))  # sockets need a short path
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    # The job's `python` is found on the path of whoever started the node, as with an activated environment.
+    marked = Marked({**token, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **EVERY_PROCESS})
+    marked.environment.pop("PYTHONPATH")  # the job must get along with what was uploaded
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    command = [
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+    ]
+    command += [f"--temp-dir={folder}", "--num-cpus=2", f"--object-store-memory={256 * 2**20}"]
+    command += [f"--{name}={port}" for name, port in ports.items()]
+    node = Running(command, marked=marked, cwd=folder)
+    try:
+        for name in ("dashboard-port", "dashboard-agent-listen-port"):  # the agent takes the jobs
+            node.wait_until(lambda port=ports[name]: is_open(port), every_s=0.2)
+        yield Cluster(marked=marked, dashboard=f"http://127.0.0.1:{ports['dashboard-port']}")
+    finally:
+        node.kill()
+        marked.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def submit(cluster: Cluster, *arguments: str, output: Path) -> Running:
+    """`ray job submit` as the job's docstring has it; follows the log to the job's end."""
+    command = [str(BIN / "ray"), "job", "submit", f"--address={cluster.dashboard}", "--working-dir=.", "--"]
+    command += ["python", "-m", "jobs.train", str(CONFIG.relative_to(ROOT)), *arguments, f"output={output}"]
+    return Running(command, marked=cluster.marked, cwd=ROOT, writes=output)
+
+
+def job_driver(cluster: Cluster) -> psutil.Process | None:
+    for process in cluster.marked.processes():
+        with suppress(psutil.NoSuchProcess):
+            if process.cmdline()[1:3] == ["-m", "jobs.train"]:
+                return process
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired:
-    """What a run left behind that was stopped after some steps, resumed, and robbed of its learner."""
+    """What a run left behind that was stopped after some steps, resumed as a job, and robbed of its learner."""
 
     folder: Path
     steps_at_stop: int
     checkpoint_at_stop: int
     stopped: subprocess.CompletedProcess[str]
+    folder_of_job: Path  # that it runs in
+    interpreter_of_job: str
+    found_in_it: list[str]  # of what is not uploaded
     ended: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def repaired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
+def repaired(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
     output = tmp_path_factory.mktemp("repair")
     folder, marked = output / "run", Marked()
-    command = train_command(output, OVERRIDES, config=QUICKSTART.with_name("quickstart_mem1.yaml"))
     try:
-        driver = Running(command, marked=marked, cwd=output)
+        driver = Running(train_command(output, OVERRIDES, config=CONFIG), marked=marked, cwd=output)
         driver.wait_until(lambda: _steps(folder) >= 2, every_s=0.02)
         driver.process.terminate()
         stopped = driver.wait()
-        newest, steps_at_stop = latest(folder / "checkpoints"), _steps(folder)
-        checkpoint_at_stop = read_state(newest).position.step if newest else 0  # later ones take its place
-        resumed = Running([*command, "--resume"], marked=marked, cwd=output)
-        resumed.wait_until(lambda: _steps(folder) > steps_at_stop, every_s=0.02)
-        (rank,) = [process for process in marked.processes() if "LearnerActor" in command_line(process)]
-        rank.kill()
-        ended = resumed.wait()
-        yield Repaired(
-            folder=folder,
-            steps_at_stop=steps_at_stop,
-            checkpoint_at_stop=checkpoint_at_stop,
-            stopped=stopped,
-            ended=ended,
-        )
     finally:
         marked.end()
+    newest, steps_at_stop = latest(folder / "checkpoints"), _steps(folder)
+    checkpoint_at_stop = read_state(newest).position.step if newest else 0  # later ones take its place
+    settings = [*MINIATURE, *SHORT_WARM_START, *OVERRIDES]
+    client = submit(cluster, *settings, "--resume", output=output)
+    job = client.wait_until(lambda: job_driver(cluster), every_s=0.1)
+    interpreter, uploaded = job.exe(), Path(job.cwd())
+    found = [name for name in (".venv", ".git", "runs") if (uploaded / name).exists()]
+    client.wait_until(lambda: _steps(folder) > steps_at_stop, every_s=0.02)
+    (rank,) = [process for process in cluster.marked.processes() if "LearnerActor" in command_line(process)]
+    rank.kill()
+    yield Repaired(
+        folder=folder,
+        steps_at_stop=steps_at_stop,
+        checkpoint_at_stop=checkpoint_at_stop,
+        stopped=stopped,
+        folder_of_job=uploaded,
+        interpreter_of_job=interpreter,
+        found_in_it=found,
+        ended=client.wait(),
+    )
 
 
 def _steps(folder: Path) -> int:
@@ -81,8 +158,22 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt(repaired):
     assert "SIGTERM received" not in repaired.stopped.stdout + (repaired.stopped.stderr or "")
 
 
+def test_a_submitted_job_runs_in_what_was_uploaded(repaired):
+    assert repaired.interpreter_of_job == psutil.Process().exe()
+    assert "_ray_pkg_" in str(repaired.folder_of_job) and repaired.found_in_it == []
+
+
+def test_a_submitted_job_goes_on_with_a_run_and_ends_it_with_its_report(repaired):
+    log = repaired.ended.stdout
+    assert repaired.ended.returncode == 0 and "succeeded" in log, log + repaired.ended.stderr
+    report = json.loads((repaired.folder / "report.json").read_text())
+    assert report["num_steps"] == NUM_STEPS and report["num_questions"] == NUM_QUESTIONS
+    _, _, of_the_job = log.partition("Tailing logs until the job exits")
+    assert f"train: {NUM_STEPS}/{NUM_STEPS}" in of_the_job  # plain lines of the run itself
+    assert "pid=" not in of_the_job and "WARNING" not in of_the_job
+
+
 def test_a_run_that_loses_its_learner_goes_on_by_itself(repaired):
-    assert repaired.ended.returncode == 0, repaired.ended.stderr
     assert repaired.ended.stdout.count("restart 1 of max_restarts 3") == 1
     newest = latest(repaired.folder / "checkpoints")
     assert newest is not None and read_state(newest).position.step == NUM_STEPS
@@ -99,3 +190,10 @@ def test_every_step_is_on_record_and_no_group_was_trained_twice(repaired):
 
 def test_mem1_learns_its_grammar_from_the_script_and_is_trained_on_all_the_same(repaired):
     check_trained(repaired.folder, "mem1", num_steps=NUM_STEPS, stopped_in=repaired.checkpoint_at_stop)
+
+
+def test_a_job_that_cannot_work_fails_with_its_sentence(cluster, tmp_path):
+    ended = submit(cluster, "algorithm.group_size=0", output=tmp_path).wait()
+    log = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert "error: algorithm.group_size is 0" in log and "Traceback" not in log
