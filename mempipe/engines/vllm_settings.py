@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING, Any, get_args
 
 from mempipe import environment
@@ -105,11 +107,29 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(variables)
         envs.disable_envs_cache()  # an earlier engine of this process has cached what it was started with
         try:
-            yield
+            with kept_log_targets():
+                yield
         finally:
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ.update(before)
+
+
+@contextlib.contextmanager
+def kept_log_targets() -> Iterator[None]:
+    """Gives every buffering log handler of this process its target back at the end of the block.
+
+    vLLM configures logging when it is imported, for which Python closes the handlers of all others. Ray Serve's
+    handler would keep all further records in memory, and a controller that starts anew would end the replica.
+    """
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {handler for logger in loggers for handler in logger.handlers if isinstance(handler, MemoryHandler)}
+    targets = {handler: handler.target for handler in handlers}
+    try:
+        yield
+    finally:
+        for handler, target in targets.items():
+            handler.setTarget(target)
 
 
 def step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateStatLoggerBase]:

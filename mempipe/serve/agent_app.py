@@ -15,12 +15,14 @@ from starlette.exceptions import HTTPException
 
 from mempipe.serve.answers.answer_jobs import AnswerJobs
 from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.idempotency import Idempotency
 from mempipe.serve.answers.journal import Journal, Metrics, NoMetrics
 from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sentence
 from mempipe.serve.http.gate import Gate
-from mempipe.serve.http.keys import Access, KeyRecord
+from mempipe.serve.http.heads import Heads
+from mempipe.serve.http.keys import Access, KeyRing
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.parts import Health, Parts
@@ -40,11 +42,13 @@ def make_app(
     store: Store,
     config: AgentServiceConfig,
     *,
-    keys: list[KeyRecord],
+    keys: KeyRing,
     metrics: Metrics | None = None,
     health: Health = always_ready,
 ) -> FastAPI:
-    """Returns the application that answers with `answering`. A request passes Journal, Access, Gate, then its route."""
+    """Returns the application that answers with `answering`. A request passes Heads, Journal, Access, Gate,
+    Idempotency, then its route.
+    """
     metrics = metrics or NoMetrics()
     jobs = AnswerJobs(answering, store, metrics, claim_s=config.timeout_s + SLACK_S)
     # FastAPI's own documentation page would be fetched from elsewhere; `mempipe.serve.routes.page` has another one.
@@ -52,8 +56,10 @@ def make_app(
     app.state.parts = Parts(
         answering=answering, jobs=jobs, store=store, health=health, include_reasoning=config.include_reasoning
     )
+    app.add_middleware(Idempotency, store=store)
     _add_limits(app, config, keys)
     app.add_middleware(Journal, metrics=metrics)
+    app.add_middleware(Heads)
     _add_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
@@ -61,7 +67,7 @@ def make_app(
     return app
 
 
-def _add_limits(app: FastAPI, config: AgentServiceConfig, keys: list[KeyRecord]) -> None:
+def _add_limits(app: FastAPI, config: AgentServiceConfig, keys: KeyRing) -> None:
     """Adds the gate, and Access before it: the middleware that is added last comes first."""
     app.add_middleware(
         Gate,

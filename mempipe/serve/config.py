@@ -63,6 +63,10 @@ class AgentServiceConfig(Section):
     """The largest request body; longer documents are uploaded in pieces."""
     max_document_bytes: int = Field(16 * 2**20, ge=1)
     """The longest uploaded document."""
+    max_key_bytes: int = Field(2**28, ge=1)
+    """What one key may keep: documents, responses, and replies to requests with an Idempotency-Key."""
+    max_stored_bytes: int = Field(2**33, ge=1)
+    """What all keys may keep together."""
     max_turns: int = Field(64, ge=1)
     """The most turns that a request may ask for."""
     timeout_s: float = Field(300.0, gt=0)

@@ -26,7 +26,7 @@ from mempipe.serve.agent_app import make_app
 from mempipe.serve.answers.answering import Answering, Record, nowhere
 from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http.keys import KeyRecord
+from mempipe.serve.http.keys import KeyRecord, KeyRing
 from mempipe.types import Completion, FinishReason, SearchResult
 from mempipe.user_code import load_user_object
 
@@ -140,8 +140,10 @@ def build_service(
         state / "service.sqlite",
         lifetime_s=config.session_hours * 3600,
         max_document_bytes=config.max_document_bytes,
+        max_owner_bytes=config.max_key_bytes,
+        max_bytes=config.max_stored_bytes,
     )
-    served.app = make_app(answering, store, config, keys=list(keys), metrics=metrics)
+    served.app = make_app(answering, store, config, keys=KeyRing(keys), metrics=metrics)
     return served
 
 

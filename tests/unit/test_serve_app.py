@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
+import re
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +32,10 @@ from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.serve.answers import attempt_events, replies
-from mempipe.serve.answers.api import AnswerReply
+from mempipe.serve.answers.api import AnswerReply, AnswerRequest
 from mempipe.serve.answers.conversation import fitted, noted
 from mempipe.serve.answers.replies import changes, passage_reply
+from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import new_key
 from mempipe.types import SearchResult
 
@@ -576,6 +581,88 @@ async def test_memory_stays_flat_over_many_requests(tokenizer, tmp_path):
         num_blocks = [await blocks() for _ in range(10)]
     grown = (num_blocks[-1] - num_blocks[4]) / (5 * 16)
     assert grown < 10, num_blocks  # a request; caches still fill a little, and one kept answer has a hundred blocks
+
+
+def test_a_session_is_free_when_its_question_was_hung_up_at_any_time(service):
+    """Also while the session is being claimed, and between the plan of a stream and its first event."""
+    session = post(service, "/v1/sessions").json()["id"]
+    body = json.dumps({"question": TWO_HOPS.text, "session": session, "stream": True}).encode()
+    host, port = service.url.removeprefix("http://").split(":")
+    head = f"POST /v1/answer HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    for i in range(40):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            time.sleep(i / 4000)
+    until(lambda: post(service, question=TWO_HOPS.text, session=session).status_code != 409)
+    assert post(service, question=TWO_HOPS.text, session=session).status_code == 200
+
+
+async def test_a_job_that_is_never_run_frees_its_session(tokenizer, tmp_path):
+    service = build_service(tokenizer, tmp_path)
+    parts = service.app.state.parts
+    session = (await parts.store.create_session("ann")).id
+    asked = AnswerRequest(question=TWO_HOPS.text, session=session)
+    job = await parts.jobs.plan(asked, owner="ann", request_id="1")
+    with pytest.raises(ApiError):
+        await parts.jobs.plan(asked, owner="ann", request_id="2")
+    del job
+    for planned in range(50):
+        await asyncio.sleep(0.02)
+        with contextlib.suppress(ApiError):
+            planned = asyncio.ensure_future(parts.jobs.plan(asked, owner="ann", request_id="3"))
+            await asyncio.sleep(0)
+            planned.cancel()  # while the session is being claimed
+            with contextlib.suppress(asyncio.CancelledError):
+                await planned
+            break
+    for _ in range(100):
+        await asyncio.sleep(0.02)
+        with contextlib.suppress(ApiError):
+            await parts.jobs.run(await parts.jobs.plan(asked, owner="ann", request_id="4"))
+            return
+    raise AssertionError("the session stays claimed")
+
+
+def test_a_post_that_is_sent_again_with_its_key_is_answered_once(service):
+    def ask_with(key: str, **body: Any) -> httpx.Response:
+        headers = {"idempotency-key": key}
+        return httpx.post(f"{service.url}/v1/answer", json={"question": TWO_HOPS.text, **body}, headers=headers)
+
+    first = ask_with("a")
+    calls = len(service.engine.prompts)
+    again = ask_with("a")
+    assert len(service.engine.prompts) == calls and again.json() == first.json()
+    assert again.headers["idempotent-replayed"] == "true" and "idempotent-replayed" not in first.headers
+    assert ask_with("a", stream=True).status_code == 400  # another request
+    stream, replay = ask_with("b", stream=True), ask_with("b", stream=True)
+    assert stream.text == replay.text and events_of(iter(stream.text.split("\n")))[-1][0] == "answer"
+    assert ask_with("c\x7f").status_code == 400
+    service.engine.fault = InfrastructureFault("gone")
+    assert ask_with("d").status_code == 503
+    service.engine.fault = None
+    assert ask_with("d").status_code == 200  # a fault is not kept
+    service.engine.go_on.clear()
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(ask_with, "e")
+        until(lambda: service.engine.under_way == 1)
+        assert ask_with("e").status_code == 409
+        service.engine.go_on.set()
+        assert slow.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/v1/models", "/openapi.json"])
+def test_head_is_answered_as_get_is_without_a_body(service, path):
+    head, get = httpx.head(f"{service.url}{path}"), httpx.get(f"{service.url}{path}")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(get.content))
+    assert httpx.head(f"{service.url}/v1/answer").status_code == 405
+
+
+@pytest.mark.parametrize("given", [b"\xff\xfe", b"a b", b"x" * 101, "é".encode()])
+def test_a_request_id_that_is_no_id_is_replaced(service, given):
+    answer = httpx.get(f"{service.url}/v1/models", headers={b"x-request-id": given})
+    assert answer.status_code == 200 and re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
 def test_health_and_readiness(service):

@@ -13,7 +13,7 @@ import pytest
 from faulty_server import faulty, says
 from faulty_server import hangs as never
 from ray import serve
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -76,6 +76,19 @@ async def test_a_call_whose_replica_died_is_made_again():
     method = Method(raises(ActorDiedError()), raises(EngineDead("gone")), lambda: "answer")
     assert await call(method, 1, role="generator", timeout_s=10) == "answer"
     assert len(method.responses) == 3
+
+
+async def test_what_a_replica_raises_comes_without_rays_internals():
+    def of_ray(error: Exception) -> Exception:
+        return RayTaskError("search", "\x1b[36mray::Replica\x1b[39m (pid=7, ip=10.0.0.7)", error).as_instanceof_cause()
+
+    refusing = Method(raises(of_ray(ValueError("partition 'x' is none of the index's 3"))))
+    with pytest.raises(ValueError, match=r"^partition 'x' is none of the index's 3$"):
+        await call(refusing, role="retriever", timeout_s=1)
+    for error in (of_ray(EngineDead("the engine ended")), ActorDiedError()):
+        with pytest.raises(RoleUnavailable) as lost:
+            await call(Method(raises(error)), role="generator", timeout_s=0.2)
+        assert "ray::" not in str(lost.value) and "\n" not in str(lost.value)
 
 
 async def test_after_the_deadline_the_role_is_unavailable():
@@ -189,3 +202,16 @@ async def test_the_agents_wait_for_engines_that_are_deployed_beside_them(monkeyp
     assert await engines_of("generator", timeout_s=10) == "handle of generator"
     with pytest.raises(ConfigError, match=r"user_config.generator is 'generatr', and Serve has no such application"):
         await engines_of("generatr", timeout_s=0.1)
+
+
+async def test_a_request_id_that_serve_cannot_read_is_left_out():
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(dict(scope["headers"]).get(b"x-request-id"))
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Front(app)), base_url="http://x") as client:
+        for value in (b"abc", b"\xff\xfe"):
+            assert (await client.get("/", headers={b"x-request-id": value})).status_code == 200
+    assert seen == [b"abc", None]

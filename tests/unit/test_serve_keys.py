@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from mempipe.cli import main
 from mempipe.serve.http import keys as module
 from mempipe.serve.http.errors import ApiError
-from mempipe.serve.http.keys import Access, Allowance, KeyRecord, load_keys, new_key
+from mempipe.serve.http.keys import Access, Allowance, KeyRecord, KeyRing, WatchedKeys, load_keys, new_key
 from mempipe.settings import ConfigError
 
 
@@ -28,7 +29,7 @@ async def whoami(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def client_of(*records: Any, client: str = "127.0.0.1", **limits: int) -> httpx.AsyncClient:
-    access = Access(whoami, keys=list(records), **{"per_minute": 600, "at_once": 2, **limits})
+    access = Access(whoami, keys=KeyRing(records), **{"per_minute": 600, "at_once": 2, **limits})
     transport = httpx.ASGITransport(app=access, client=(client, 5000))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 
@@ -50,7 +51,7 @@ def test_the_line_of_a_key_gives_no_key_away_and_is_read_back(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("ann:secret", "is not NAME:ID:SALT:HASH"), ("# none\n", "holds no key"), (None, "cannot be read")],
+    [("ann:secret", "is not NAME:ID:HASH"), ("# none\n", "holds no key"), (None, "cannot be read")],
 )
 def test_a_file_that_holds_no_keys_is_refused_without_showing_it(tmp_path, text, reason):
     if text is not None:
@@ -80,18 +81,94 @@ async def test_a_good_key_gets_in_as_its_owner_and_others_do_not():
             answer = await client.get("/v1/models", headers={k: v.encode() for k, v in headers.items()})
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_a_key_is_hashed_once_only(monkeypatch):
-    key, record = new_key("ann")
-    calls = []
-    hashed = module._hash
-    monkeypatch.setattr(module, "_hash", lambda *args: calls.append(1) or hashed(*args))
+async def test_a_wrong_secret_costs_one_fast_hash_whether_there_is_such_a_key_or_not(monkeypatch):
+    (key, record), (stranger, _) = new_key("ann"), new_key("bob")
+    hashed: list[str] = []
+    sha256 = module._hash
+    monkeypatch.setattr(module, "_hash", lambda secret: hashed.append(secret) or sha256(secret))
+    monkeypatch.setattr(module.hashlib, "scrypt", None)
     async with client_of(record) as client:
-        for _ in range(3):
-            assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
-    assert len(calls) == 1
+        for wrong in (stranger, key[:17] + stranger[17:], "mp-", key[:16]):
+            hashed.clear()
+            assert (await client.get("/v1/models", headers=bearer(wrong))).status_code == 401
+            assert len(hashed) == 1
+    started = time.perf_counter()
+    for _ in range(1000):
+        record.is_of(stranger[17:])
+    assert time.perf_counter() - started < 1.0
+
+
+async def test_a_change_of_the_file_holds_from_the_next_request_on(tmp_path, caplog):
+    (key, record), (other, second), file = new_key("ann"), new_key("bob"), tmp_path / "keys"
+    file.write_text(record.line() + "\n")
+    ring = WatchedKeys(str(file))
+    access = Access(whoami, keys=ring, per_minute=600, at_once=2)
+    transport = httpx.ASGITransport(app=access, client=("10.0.0.7", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+
+        async def statuses() -> list[int]:
+            return [(await client.get("/v1/models", headers=bearer(each))).status_code for each in (key, other)]
+
+        assert await statuses() == [200, 401]
+        file.write_text(f"{record.line()}\n{second.line()}\n")
+        assert await statuses() == [200, 200]
+        file.write_text(f"# ann left\n{second.line()}\n")
+        assert await statuses() == [401, 200]
+        file.write_text("not a key\n")
+        assert await statuses() == [401, 200] and "stay as they are" in caplog.text
+        file.unlink()
+        assert await statuses() == [401, 200]
+        file.write_text("# nobody\n")
+        assert await statuses() == [401, 401]
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path):
+    """They would share sessions and documents."""
+    (tmp_path / "keys").write_text("\n".join(new_key("ann")[1].line() for _ in range(2)))
+    with pytest.raises(ConfigError, match="have the name 'ann'"):
+        load_keys(str(tmp_path / "keys"))
+
+
+def test_a_line_of_an_earlier_version_is_named(tmp_path):
+    (tmp_path / "keys").write_text(f"ann:{'0' * 12}:{'0' * 32}:{'0' * 64}")
+    with pytest.raises(ConfigError, match="earlier version"):
+        load_keys(str(tmp_path / "keys"))
+
+
+HOSTS = {
+    "127.0.0.1": 200,
+    "127.0.0.1:8000": 200,
+    "LOCALHOST:80": 200,
+    "[::1]": 200,
+    "[::1]:8000": 200,
+    "127.0.0.1:80@evil.com": 403,
+    "127.0.0.1.evil.com": 403,
+    "evil.com:127.0.0.1": 403,
+    "": 403,
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_the_host_is_this_machine_by_its_whole_name(host):
+    async with client_of() as client:
+        assert (await client.get("/v1/models", headers={"host": host})).status_code == HOSTS[host]
+
+
+async def test_pages_of_other_sites_are_refused_where_no_key_is_needed():
+    key, record = new_key("ann")
+    async with client_of() as client, client_of(record) as guarded:
+        own = {"origin": "http://127.0.0.1:8000", "sec-fetch-site": "same-origin"}
+        assert (await client.post("/v1/sessions", headers=own)).status_code == 200
+        others = ({"origin": "https://evil.com"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"})
+        others += ({"origin": "http://127.0.0.1:9"}, {"sec-fetch-site": "same-site"})
+        for headers in others:
+            headers |= {"content-type": "text/plain"}
+            assert (await client.post("/v1/sessions", headers=headers)).status_code == 403
+            assert (await guarded.post("/v1/sessions", headers=headers | bearer(key))).status_code == 200
 
 
 async def test_without_keys_only_this_machine_under_its_own_name_is_answered():

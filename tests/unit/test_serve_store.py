@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from mempipe.serve.answers.store import Store
+from mempipe.serve.answers.store import Store, StoredResponse
 from mempipe.serve.http.errors import ApiError
 from mempipe.settings import ConfigError
 
@@ -150,3 +155,79 @@ def test_a_folder_that_cannot_hold_it_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state is"):
         open_store(tmp_path / "file" / "below")
+
+
+async def test_a_session_is_free_as_soon_as_the_process_that_held_it_is_gone(tmp_path):
+    store = open_store(tmp_path)
+    session = await store.create_session("ann")
+    await store.claim(session.id, "ann", for_s=300)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with store._open() as database:
+        holder = f"{ended.pid}:1.0"
+        database.execute("UPDATE sessions SET holder=?", (holder,))
+    assert (await store.claim(session.id, "ann", for_s=300)).id == session.id
+    assert await refused(store.claim(session.id, "ann", for_s=300)) == 409
+    with store._open() as database:  # another process has the number now
+        database.execute("UPDATE sessions SET holder=?", (f"{os.getpid()}:1.0",))
+    assert (await store.claim(session.id, "ann", for_s=300)).id == session.id
+
+
+async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "service.sqlite")) as database:
+        database.executescript(
+            "CREATE TABLE sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, memory TEXT NOT NULL, "
+            "num_questions INTEGER NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL, "
+            "busy_until REAL NOT NULL DEFAULT 0);"
+            "INSERT INTO sessions VALUES ('session-1', 'ann', 'known', 1, 0, 1e12, 0)"
+        )
+    assert (await open_store(tmp_path).claim("session-1", "ann", for_s=5)).memory == "known"
+
+
+async def test_an_owner_keeps_so_many_bytes_and_all_together_so_many(tmp_path):
+    store = open_store(tmp_path, max_owner_bytes=100, max_bytes=150)
+    mine, others = await store.create_document("ann"), await store.create_document("bob")
+    await store.append(mine.id, "ann", b"x" * 90, start=None)
+    assert await refused(store.append(mine.id, "ann", b"x" * 11, start=None)) == 429
+    assert await refused(store.append(others.id, "bob", b"x" * 70, start=None)) == 503
+    await store.append(others.id, "bob", b"x" * 60, start=None)
+    await store.delete_document(mine.id, "ann")
+    again = await store.create_document("ann")
+    await store.append(again.id, "ann", b"x" * 40, start=None)
+    for name, kept in (("1", True), ("2", True), ("3", False)):  # the oldest response makes room, documents do not
+        body = "x" * (50 if name != "3" else 70)
+        assert await store.keep_response(StoredResponse(id=name, body=body, memory=""), "ann") is kept
+    assert await refused(store.response("1", "ann")) == 404
+
+
+async def test_nothing_that_grows_is_taken_when_the_disk_is_nearly_full_and_deletes_work(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    document, session = await store.create_document("ann"), await store.create_session("ann")
+    await store.append(document.id, "ann", b"x", start=None)
+    monkeypatch.setattr("mempipe.serve.answers.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    for call in (store.append(document.id, "ann", b"y", start=None), store.create_session("ann")):
+        assert await refused(call) == 503
+    await store.claim(session.id, "ann", for_s=5)
+    await store.release(session.id, "known")
+    await store.delete_document(document.id, "ann")
+
+
+async def test_on_a_full_disk_deletes_use_the_reserve(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    document, session = await store.create_document("ann"), await store.create_session("ann")
+    once, reserve = store._once, tmp_path / "reserve"
+
+    def on_a_full_disk(work):
+        if reserve.exists():
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return once(work)
+
+    monkeypatch.setattr(store, "_once", on_a_full_disk)
+    assert reserve.stat().st_size == 4 * 2**20
+    assert await refused(store.append(document.id, "ann", b"x", start=None)) == 503
+    await store.delete_document(document.id, "ann")
+    await store.claim(session.id, "ann", for_s=5)
+    await store.release(session.id, None)
+    assert reserve.exists()

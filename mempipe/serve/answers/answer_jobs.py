@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from dataclasses import dataclass
 
 from mempipe.serve.answers.answering import Answering, Plan
 from mempipe.serve.answers.api import AnswerReply, AnswerRequest
 from mempipe.serve.answers.attempt_events import Emit
 from mempipe.serve.answers.journal import Metrics
-from mempipe.serve.answers.store import Store
+from mempipe.serve.answers.store import Session, Store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AnswerJob:
     """A question that is ready to be played."""
 
     plan: Plan
     request_id: str
     session: str | None = None
-    """The session that the job has claimed; `AnswerJobs.run` frees it."""
+    """The session that the job has claimed; `AnswerJobs.run` frees it, as does the end of a job that is never run."""
 
 
 class AnswerJobs:
@@ -31,6 +33,7 @@ class AnswerJobs:
         self._store = store
         self._metrics = metrics
         self._claim_s = claim_s
+        self._unrun: dict[str, weakref.finalize] = {}
 
     async def plan(self, asked: AnswerRequest, *, owner: str, request_id: str, history: str | None = None) -> AnswerJob:
         """Returns the request's job, with its session claimed and its document read.
@@ -42,13 +45,29 @@ class AnswerJobs:
             text = await self._store.text(asked.document, owner)
         if asked.session is None:
             return AnswerJob(await self._answering.plan(asked, text=text, memory=history), request_id)
-        session = await self._store.claim(asked.session, owner, for_s=self._claim_s)
+        session = await self._claimed(asked.session, owner)
         try:
             plan = await self._answering.plan(asked, text=text, memory=_joined(session.memory, history))
         except BaseException:
             await asyncio.shield(self._store.release(session.id, None))
             raise
-        return AnswerJob(plan, request_id, session.id)
+        job = AnswerJob(plan, request_id, session.id)
+        self._unrun[session.id] = weakref.finalize(job, self._free, session.id)
+        return job
+
+    async def _claimed(self, session: str, owner: str) -> Session:
+        """Claims a session. The thread that does so goes on when the caller has hung up, and then it is freed."""
+        claiming = asyncio.ensure_future(self._store.claim(session, owner, for_s=self._claim_s))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            claiming.add_done_callback(lambda done: done.exception() or self._free(session))
+            raise
+
+    def _free(self, session: str) -> None:
+        """Frees a session whose question is not answered, in a thread of its own."""
+        self._unrun.pop(session, None)
+        threading.Thread(target=self._store.release_now, args=(session, None), daemon=True).start()
 
     async def run(self, job: AnswerJob, emit: Emit | None = None) -> AnswerReply:
         """Plays the job and returns its answer. Frees the job's session, also when there is no answer.
@@ -56,6 +75,8 @@ class AnswerJobs:
         `emit` hears what happens meanwhile; None for a caller that waits for the answer alone.
         """
         memory = None
+        if job.session is not None:
+            self._unrun.pop(job.session).detach()
         try:
             reply = await self._answering.answer(job.plan, request_id=job.request_id, session=job.session, emit=emit)
             memory = reply.memory

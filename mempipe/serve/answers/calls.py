@@ -7,12 +7,13 @@ that takes its place, until the deadline (promise 8).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -22,6 +23,8 @@ from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.settings import ConfigError
 from mempipe.types import Completion
 
+logger = logging.getLogger(__name__)
+
 
 class RoleUnavailable(InfrastructureFault):
     """No replica of an engine or a retriever answered within the deadline, restarts included."""
@@ -30,7 +33,8 @@ class RoleUnavailable(InfrastructureFault):
 async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: float) -> Any:
     """Calls `method` (`handle.generate`) at one replica and returns its answer.
 
-    Raises RoleUnavailable after the deadline. Errors of the request itself pass through.
+    Raises RoleUnavailable after the deadline. Errors of the request itself pass through, as the replica raised them:
+    Ray adds traces and addresses, which are for the log alone.
     """
     deadline, pauses = time.monotonic() + timeout_s, retry_pauses(longest_s=2.0)
     while True:
@@ -44,10 +48,17 @@ async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: 
         except asyncio.CancelledError:
             response.cancel()
             raise
-        except (RayActorError, DeploymentUnavailableError, InfrastructureFault) as error:
-            pause = next(pauses)
-            if time.monotonic() + pause > deadline:
-                raise RoleUnavailable(f"no {role} answered within {timeout_s:g} s: {error}") from error
+        except (RayActorError, DeploymentUnavailableError) as error:
+            fault = type(error).__name__
+            logger.warning("a %s did not answer: %s", role, error)
+        except (RayTaskError, InfrastructureFault) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if not isinstance(cause, InfrastructureFault):
+                raise cause from None
+            fault = str(cause)
+        pause = next(pauses)
+        if time.monotonic() + pause > deadline:
+            raise RoleUnavailable(f"no {role} answered within {timeout_s:g} s: {fault}")
         await asyncio.sleep(pause)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from typing import Protocol
@@ -15,6 +16,8 @@ from mempipe.serve.answers.api import AnswerReply
 REQUEST_ID = "x-request-id"
 OF_API = ("answer", "chat", "completions", "conversations", "documents", "models", "responses", "sessions")
 ROUTES = frozenset({"/", "/docs", "/healthz", "/readyz", *(f"/v1/{name}" for name in OF_API)})
+_ID = re.compile(r"[!-~]{1,100}")
+"""An id of a client that can stand in a header and in a log as it is."""
 logger = logging.getLogger(__name__)
 
 
@@ -41,8 +44,9 @@ class NoMetrics:
 
 
 class Journal:
-    """Gives every request an id (its own `x-request-id`, or a new one that is sent back), and one log record when it
-    ends, with the fields `request_id`, `path`, `status` and `seconds`. Questions and answers are not logged.
+    """Gives every request an id: its own `x-request-id` of up to 100 printable characters, or a new one that is sent
+    back. Writes one log record when it ends, with the fields `request_id`, `path`, `status` and `seconds`. Questions
+    and answers are not logged.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
@@ -53,7 +57,8 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")[:100]
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        given = given if _ID.fullmatch(given) else ""
         request_id, started, status = given or uuid.uuid4().hex, time.perf_counter(), 499
 
         async def noting(message: Message) -> None:

@@ -1,13 +1,17 @@
 """Keeps sessions, and documents that come in pieces, in one SQLite file.
 
-They outlive a restart and a lost replica. Replicas on one machine share the file.
+They outlive a restart and a lost replica. Replicas on one machine share the file. So do the responses of the Responses
+API, and the replies to requests with an Idempotency-Key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import json
+import os
 import secrets
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
+from mempipe.serve.answers.reserve import Reserve
 from mempipe.serve.http.errors import ApiError
 from mempipe.settings import ConfigError
 
@@ -23,7 +30,8 @@ T = TypeVar("T")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, memory TEXT NOT NULL, num_questions INTEGER NOT NULL,
-    created_at REAL NOT NULL, expires_at REAL NOT NULL, busy_until REAL NOT NULL DEFAULT 0
+    created_at REAL NOT NULL, expires_at REAL NOT NULL, busy_until REAL NOT NULL DEFAULT 0,
+    holder TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
 CREATE TABLE IF NOT EXISTS documents (
@@ -35,11 +43,18 @@ CREATE TABLE IF NOT EXISTS pieces (
     PRIMARY KEY (document, start)
 );
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL, created_at REAL NOT NULL,
-    expires_at REAL NOT NULL
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL, num_bytes INTEGER NOT NULL,
+    created_at REAL NOT NULL, expires_at REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, created_at);
+CREATE TABLE IF NOT EXISTS replies (
+    owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, holder TEXT NOT NULL, status INTEGER, headers TEXT,
+    body BLOB, num_bytes INTEGER NOT NULL, expires_at REAL NOT NULL, PRIMARY KEY (owner, key)
+);
 """
+_LEAST_FREE = 64 * 2**20
+"""Bytes of the disk that stay free: what comes from outside must not fill it."""
+_FULL = "the disk of the service is full; delete documents, sessions or responses"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +79,15 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredReply:
+    """A whole answer as it was sent, for a request that is sent again."""
+
+    status: int
+    headers: list[list[str]]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
     """A response of the Responses API as JSON, and the memory that the next one starts from."""
 
@@ -76,11 +100,23 @@ class Store:
     """The file. Every call opens it again in a thread, so that any number of tasks and processes may use it."""
 
     def __init__(
-        self, path: Path, *, lifetime_s: float, max_items: int = 1000, max_document_bytes: int = 2**26
+        self,
+        path: Path,
+        *,
+        lifetime_s: float,
+        max_items: int = 1000,
+        max_document_bytes: int = 2**26,
+        max_owner_bytes: int = 2**28,
+        max_bytes: int = 2**33,
     ) -> None:
-        """A session or document lives `lifetime_s` seconds after its last use; an owner may have `max_items` of each.
-        Raises ConfigError when the file cannot be made."""
+        """A session or document lives `lifetime_s` seconds after its last use; an owner may have `max_items` of each,
+        and `max_owner_bytes` of documents, responses and replies, all owners together `max_bytes`. Raises ConfigError
+        when the file cannot be made.
+        """
         self._path = path
+        self._reserve = Reserve(path.with_name("reserve"))
+        self._max_owner_bytes = max_owner_bytes
+        self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._max_items = max_items
         self._max_document_bytes = max_document_bytes
@@ -89,6 +125,12 @@ class Store:
             with self._open() as database:
                 database.execute("PRAGMA journal_mode=WAL")
                 database.executescript(_SCHEMA)
+                if "holder" not in {row["name"] for row in database.execute("PRAGMA table_info(sessions)")}:
+                    database.execute("ALTER TABLE sessions ADD COLUMN holder TEXT NOT NULL DEFAULT ''")
+            self._reserve.fill()
+            # With one connection open SQLite keeps the files beside the database, which a full disk has no room for.
+            self._connection = sqlite3.connect(path, check_same_thread=False)
+            self._connection.execute("SELECT COUNT(*) FROM sessions").fetchone()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
 
@@ -128,24 +170,30 @@ class Store:
         await self._delete("sessions", session_id, owner)
 
     async def claim(self, session_id: str, owner: str, *, for_s: float) -> Session:
-        """Claims the session for one question for at most `for_s` seconds.
+        """Claims the session for one question for at most `for_s` seconds, and no longer than this process lives.
 
         Raises ApiError 404, and 409 when another question of it is in flight.
         """
 
         def claim(database: sqlite3.Connection) -> Session:
             session, now = _session(database, session_id, owner), time.time()
+            held = database.execute("SELECT holder FROM sessions WHERE id=?", (session_id,)).fetchone()
             changed = database.execute(
-                "UPDATE sessions SET busy_until=? WHERE id=? AND busy_until<?", (now + for_s, session_id, now)
+                "UPDATE sessions SET busy_until=?, holder=? WHERE id=? AND (busy_until<? OR (? AND holder=?))",
+                (now + for_s, _this_process(), session_id, now, _is_gone(held["holder"]), held["holder"]),
             )
             if not changed.rowcount:
                 raise ApiError(409, f"session {session_id} is working on another question", param="session")
             return session
 
-        return await self._run(claim)
+        return await self._run(claim, frees=True)
 
     async def release(self, session_id: str, memory: str | None) -> None:
         """Ends a claim; `memory` is the session's new one, or None when the question was not answered."""
+        await asyncio.to_thread(self.release_now, session_id, memory)
+
+    def release_now(self, session_id: str, memory: str | None) -> None:
+        """Ends a claim, for callers outside the event loop."""
 
         def release(database: sqlite3.Connection) -> None:
             database.execute("UPDATE sessions SET busy_until=0 WHERE id=?", (session_id,))
@@ -155,7 +203,7 @@ class Store:
                     (memory, time.time() + self._lifetime_s, session_id),
                 )
 
-        await self._run(release)
+        self._run_now(release, frees=True)
 
     async def create_document(self, owner: str) -> Document:
         """Creates an empty document. Raises ApiError 429 when the owner has too many."""
@@ -191,6 +239,7 @@ class Store:
             size = document.num_bytes + len(piece)
             if size > self._max_document_bytes:
                 raise ApiError(413, f"the document would have {size} bytes, more than {self._max_document_bytes}")
+            self._check_bytes(database, owner, len(piece))
             if piece:
                 database.execute("INSERT INTO pieces VALUES (?,?,?)", (document_id, document.num_bytes, piece))
             expires_at = time.time() + self._lifetime_s
@@ -232,23 +281,35 @@ class Store:
         """Raises ApiError 404."""
         await self._delete("documents", document_id, owner)
 
-    async def keep_response(self, response: StoredResponse, owner: str) -> None:
-        """Keeps a response. Clients rarely delete one, so the owner's oldest ones make room for it."""
+    async def keep_response(self, response: StoredResponse, owner: str) -> bool:
+        """Keeps a response and returns whether there was room for it. Clients rarely delete one, so the owner's oldest
+        ones make room.
+        """
+        num_bytes = len(response.body.encode()) + len(response.memory.encode())
 
         def keep(database: sqlite3.Connection) -> None:
             now = time.time()
             database.execute("DELETE FROM responses WHERE expires_at<=?", (now,))
+            kept = database.execute(
+                "SELECT id, num_bytes FROM responses WHERE owner=? ORDER BY created_at DESC, rowid DESC", (owner,)
+            ).fetchall()
+            used = self._bytes_of(database, owner)
+            while kept and (len(kept) >= self._max_items or used + num_bytes > self._max_owner_bytes):
+                oldest = kept.pop()
+                used -= oldest["num_bytes"]
+                database.execute("DELETE FROM responses WHERE id=?", (oldest["id"],))
+            self._check_bytes(database, owner, num_bytes)
             database.execute(
-                "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE owner=? "
-                "ORDER BY created_at DESC, id LIMIT -1 OFFSET ?)",
-                (owner, self._max_items - 1),
-            )
-            database.execute(
-                "INSERT INTO responses (id, owner, body, memory, created_at, expires_at) VALUES (?,?,?,?,?,?)",
-                (response.id, owner, response.body, response.memory, now, now + self._lifetime_s),
+                "INSERT INTO responses (id, owner, body, memory, num_bytes, created_at, expires_at) "
+                "VALUES (?,?,?,?,?,?,?)",
+                (response.id, owner, response.body, response.memory, num_bytes, now, now + self._lifetime_s),
             )
 
-        await self._run(keep)
+        try:
+            await self._run(keep)
+        except ApiError:
+            return False
+        return True
 
     async def response(self, response_id: str, owner: str) -> StoredResponse:
         """Raises ApiError 404."""
@@ -259,29 +320,113 @@ class Store:
         """Raises ApiError 404."""
         await self._delete("responses", response_id, owner)
 
+    async def begin_reply(self, owner: str, key: str, digest: str) -> StoredReply | None:
+        """Returns the reply that was given to a request with this key, or None for the first one, which is noted as
+        under way. `digest` tells requests apart.
+
+        Raises ApiError 400 when another request had the key, 409 while the first one is under way.
+        """
+
+        def begin(database: sqlite3.Connection) -> StoredReply | None:
+            database.execute("DELETE FROM replies WHERE expires_at<=?", (time.time(),))
+            row = database.execute("SELECT * FROM replies WHERE owner=? AND key=?", (owner, key)).fetchone()
+            if row is not None and row["digest"] != digest:
+                raise ApiError(400, "another request was sent with this Idempotency-Key; use a new key")
+            if row is not None and row["status"] is not None:
+                return StoredReply(status=row["status"], headers=json.loads(row["headers"]), body=row["body"])
+            if row is not None and not _is_gone(row["holder"]):
+                raise ApiError(409, "the first request with this Idempotency-Key is under way; ask again later")
+            database.execute(
+                "INSERT OR REPLACE INTO replies (owner, key, digest, holder, num_bytes, expires_at) "
+                "VALUES (?,?,?,?,0,?)",
+                (owner, key, digest, _this_process(), time.time() + self._lifetime_s),
+            )
+            return None
+
+        return await self._run(begin)
+
+    async def end_reply(self, owner: str, key: str, reply: StoredReply | None) -> None:
+        """Keeps the reply of the first request with a key; None forgets that there was one."""
+
+        def end(database: sqlite3.Connection) -> None:
+            kept = reply
+            if kept is not None:
+                try:
+                    self._check_bytes(database, owner, len(kept.body))
+                except ApiError:
+                    kept = None  # the answer goes out all the same
+            if kept is None:
+                database.execute("DELETE FROM replies WHERE owner=? AND key=?", (owner, key))
+                return
+            database.execute(
+                "UPDATE replies SET status=?, headers=?, body=?, num_bytes=? WHERE owner=? AND key=?",
+                (kept.status, json.dumps(kept.headers), kept.body, len(kept.body), owner, key),
+            )
+
+        await self._run(end, frees=True)
+
     async def _delete(self, table: str, item_id: str, owner: str) -> None:
         def delete(database: sqlite3.Connection) -> None:
             changed = database.execute(f"DELETE FROM {table} WHERE id=? AND owner=?", (item_id, owner))
             if not changed.rowcount:
                 raise _missing(table, item_id)
 
-        await self._run(delete)
+        await self._run(delete, frees=True)
 
     def _check_room(self, database: sqlite3.Connection, table: str, owner: str) -> None:
-        """Deletes what has expired. Raises ApiError 429 when the owner has as many as allowed."""
+        """Deletes what has expired. Raises ApiError 429 when the owner has as many as allowed, 503 for a full disk."""
         database.execute(f"DELETE FROM {table} WHERE expires_at<=?", (time.time(),))
         count = database.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
         if count >= self._max_items:
             raise ApiError(429, f"there are {count} {table}, the most that one key may have; delete some")
+        self._check_disk(0)
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Does the work in one transaction."""
+    def _check_bytes(self, database: sqlite3.Connection, owner: str, added: int) -> None:
+        """Raises ApiError 429 when the owner would keep too much, 503 when all would or the disk is full."""
+        if (used := self._bytes_of(database, owner)) + added > self._max_owner_bytes:
+            limit = self._max_owner_bytes
+            raise ApiError(
+                429, f"this key keeps {used} bytes of the {limit} that it may; delete documents or responses"
+            )
+        if self._bytes_of(database, None) + added > self._max_bytes:
+            raise ApiError(503, f"the service keeps all of the {self._max_bytes} bytes that it may")
+        self._check_disk(added)
 
-        def run() -> T:
-            with self._open() as database:
-                return work(database)
+    def _check_disk(self, added: int) -> None:
+        if shutil.disk_usage(self._path.parent).free < _LEAST_FREE + added:
+            raise ApiError(503, _FULL)
 
-        return await asyncio.to_thread(run)
+    def _bytes_of(self, database: sqlite3.Connection, owner: str | None) -> int:
+        """Returns the bytes that an owner keeps, None for all owners."""
+        where, arguments = ("WHERE owner=?", (owner,)) if owner is not None else ("", ())
+        queries = [f"SELECT SUM(num_bytes) FROM {table} {where}" for table in ("documents", "responses", "replies")]
+        return sum(database.execute(query, arguments).fetchone()[0] or 0 for query in queries)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
+        """Does the work in one transaction, in a thread. Raises ApiError 503 when the disk is full."""
+        return await asyncio.to_thread(self._run_now, work, frees=frees)
+
+    def _run_now(self, work: Callable[[sqlite3.Connection], T], *, frees: bool) -> T:
+        """Does the work in one transaction; work that `frees` something may use the reserve of the disk."""
+        try:
+            try:
+                return self._once(work)
+            except sqlite3.OperationalError as error:
+                if not (frees and _is_full(error)):
+                    raise
+                self._reserve.free()
+                try:
+                    return self._once(work)
+                finally:
+                    self._reserve.fill()
+        except sqlite3.OperationalError as error:
+            if not _is_full(error):
+                raise
+            raise ApiError(503, _FULL) from error
+
+    def _once(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        with self._open() as database:
+            return work(database)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -319,6 +464,25 @@ def _piece_at(database: sqlite3.Connection, document_id: str, start: int) -> byt
     query = "SELECT content FROM pieces WHERE document=? AND start=?"
     row = database.execute(query, (document_id, start)).fetchone()
     return row["content"] if row else None
+
+
+def _is_full(error: sqlite3.OperationalError) -> bool:
+    """Tells whether the disk has no room for what was to be written."""
+    return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+
+
+def _this_process() -> str:
+    """Returns what tells this process from others, earlier ones with its id too."""
+    return f"{os.getpid()}:{psutil.Process().create_time()}"
+
+
+def _is_gone(holder: str) -> bool:
+    """Tells whether the process that `holder` names has ended; an empty one is not known."""
+    pid, _, created = holder.partition(":")
+    try:
+        return bool(pid) and str(psutil.Process(int(pid)).create_time()) != created
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _missing(table: str, item_id: str) -> ApiError:

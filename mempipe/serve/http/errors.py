@@ -45,7 +45,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def error_reply(error: ApiError) -> JSONResponse:
     """Returns the whole answer, with Retry-After where the same request may be made again."""
-    return JSONResponse(error_body(error), error.status, retry_header(error.status))
+    challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(error_body(error), error.status, challenge | (retry_header(error.status) or {}))
 
 
 def refuse(status: int, message: str) -> JSONResponse:

@@ -31,6 +31,7 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = {**scope, "headers": [pair for pair in scope["headers"] if _can_be_read(pair)]}
         has_body = has_started = is_lost = False
 
         async def noting() -> Message:
@@ -52,6 +53,12 @@ class Front:
         await self._app(scope, noting, completing)
         if not has_started:
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
+
+
+def _can_be_read(header: tuple[bytes, bytes]) -> bool:
+    """Tells whether Serve can read a header; it answers 500 to an id that is not UTF-8."""
+    name, value = header
+    return name != b"x-request-id" or value.isascii()
 
 
 def middlewares() -> list[Middleware]:

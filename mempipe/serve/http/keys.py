@@ -1,18 +1,20 @@
 """Who may ask, and how much: API keys and the limits of each.
 
-A key is `mp-ID-SECRET`. What is kept of it is one line, `NAME:ID:SALT:HASH`, in a file or in the variable
-MEMPIPE_API_KEYS (lines apart by commas): the secret itself can be read nowhere.
+A key is `mp-ID-SECRET`. What is kept of it is one line, `NAME:ID:HASH`, in a file or in the variable MEMPIPE_API_KEYS
+(lines apart by commas): the secret itself can be read nowhere. A secret is 32 random bytes, which nobody finds by
+trying, so that a plain SHA-256 guards it as well as a slow hash would, and a wrong secret costs nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +29,11 @@ VARIABLE = "MEMPIPE_API_KEYS"
 NOBODY = "local"
 """The owner of what is asked where no keys are needed."""
 _KEY = re.compile(r"mp-([0-9a-f]{12})-([0-9A-Za-z_-]{43})")
-_LINE = re.compile(r"([\w.@-]{1,64}):([0-9a-f]{12}):([0-9a-f]{32}):([0-9a-f]{64})")
-_SCRYPT = {"n": 2**13, "r": 8, "p": 1, "dklen": 32}
+_LINE = re.compile(r"([\w.@-]{1,64}):([0-9a-f]{12}):([0-9a-f]{64})")
+_OLD_LINE = re.compile(r"[\w.@-]{1,64}:[0-9a-f]{12}:[0-9a-f]{32}:[0-9a-f]{64}")
+_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""Names of this machine in a Host header."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,6 @@ class KeyRecord:
 
     name: str
     id: str
-    salt: str
     hash: str
 
     @classmethod
@@ -45,40 +49,93 @@ class KeyRecord:
         """Reads the record of one line. Raises ConfigError, which does not show the line."""
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            raise ConfigError("a line of the API keys is not NAME:ID:SALT:HASH; `mempipe key NAME` makes one")
-        name, key_id, salt, digest = match.groups()
-        return cls(name=name, id=key_id, salt=salt, hash=digest)
+            kind = "is of an earlier version" if _OLD_LINE.fullmatch(line.strip()) else "is not NAME:ID:HASH"
+            raise ConfigError(f"a line of the API keys {kind}; `mempipe key NAME` makes one")
+        name, key_id, digest = match.groups()
+        return cls(name=name, id=key_id, hash=digest)
 
     def line(self) -> str:
-        return f"{self.name}:{self.id}:{self.salt}:{self.hash}"
+        return f"{self.name}:{self.id}:{self.hash}"
 
     def is_of(self, secret: str) -> bool:
-        """Returns whether the secret is this key's (tens of milliseconds, on purpose)."""
-        return hmac.compare_digest(self.hash, _hash(secret, self.salt))
+        """Tells whether the secret is this key's, in a time that does not depend on it."""
+        return hmac.compare_digest(self.hash, _hash(secret))
 
 
 def new_key(name: str) -> tuple[str, KeyRecord]:
     """Makes a key and the record that is kept of it. Raises ConfigError for a name that cannot stand in a line."""
     if not re.fullmatch(r"[\w.@-]{1,64}", name):
         raise ConfigError(f"the name of a key is {name!r}; expected letters, digits and . _ @ -")
-    key_id, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
-    return f"mp-{key_id}-{secret}", KeyRecord(name=name, id=key_id, salt=salt, hash=_hash(secret, salt))
+    key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
+    return f"mp-{key_id}-{secret}", KeyRecord(name=name, id=key_id, hash=_hash(secret))
 
 
 def load_keys(file: str = "") -> list[KeyRecord]:
     """Reads the records of the file and of MEMPIPE_API_KEYS; # starts a comment. Raises ConfigError."""
+    records = _read(file)
+    if file and not records:
+        raise ConfigError(f"keys is {file!r}, which holds no key; `mempipe key NAME >> {file}` adds one")
+    return records
+
+
+def _read(file: str) -> list[KeyRecord]:
     try:
         lines = Path(file).read_text().splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"keys is {file!r}, which cannot be read: {getattr(error, 'strerror', error)}") from error
     lines += os.environ.get(VARIABLE, "").split(",")
     records = [KeyRecord.read(line) for line in lines if line.strip() and not line.startswith("#")]
-    if file and not records:
-        raise ConfigError(f"keys is {file!r}, which holds no key; `mempipe key NAME >> {file}` adds one")
-    ids = [record.id for record in records]
+    ids, names = [record.id for record in records], [record.name for record in records]
     if len(set(ids)) < len(ids):
         raise ConfigError("two lines of the API keys have the same id")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"two lines of the API keys have the name {name!r}, and would share sessions and documents; give each "
+                "key a name of its own"
+            )
     return records
+
+
+class KeyRing:
+    """The keys that are good now. Without any, none is needed."""
+
+    def __init__(self, records: Iterable[KeyRecord] = ()) -> None:
+        self._records = {record.id: record for record in records}
+        self.are_needed = bool(self._records)
+
+    def find(self, key_id: str) -> KeyRecord | None:
+        """Returns the record of a key, None where there is none."""
+        return self._records.get(key_id)
+
+
+class WatchedKeys(KeyRing):
+    """The keys of a file and of MEMPIPE_API_KEYS. A change of the file holds from the next request on: what was added
+    gets in, what was taken out no longer does.
+    """
+
+    def __init__(self, file: str) -> None:
+        """Raises ConfigError as `load_keys` does."""
+        self._file = file
+        self._state = self._state_of_file()
+        super().__init__(load_keys(file))
+
+    def find(self, key_id: str) -> KeyRecord | None:
+        if self._file and (state := self._state_of_file()) != self._state:
+            self._state = state
+            try:
+                self._records = {record.id: record for record in _read(self._file)}
+                logger.warning("%d API keys were read anew", len(self._records))
+            except ConfigError as error:
+                logger.error("the API keys stay as they are: %s", error)
+        return super().find(key_id)
+
+    def _state_of_file(self) -> tuple[int, int, int] | None:
+        try:
+            state = os.stat(self._file)
+        except OSError:
+            return None
+        return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 @dataclass(slots=True)
@@ -114,25 +171,24 @@ class Access:
     """Lets requests to the API (/v1) in that name a known key, within its limits; notes the owner in
     `scope["state"]["owner"]`.
 
-    Without keys only callers on this machine are served, and only under its own name: a page of another site cannot
-    ask through a visitor's browser.
+    Without keys it serves callers on this machine alone, under its own name (DNS rebinding), and no pages of another
+    origin, which would ask through a visitor's browser.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: list[KeyRecord], per_minute: int, at_once: int) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, per_minute: int, at_once: int) -> None:
         self._app = app
-        self._keys = {record.id: record for record in keys}
+        self._keys = keys
         self._limits = (per_minute, at_once)
         self._allowances: dict[str, Allowance] = {}
-        self._verified: set[bytes] = set()
-        self._pepper = secrets.token_bytes(32)  # so that what is remembered of a good key is worth nothing elsewhere
+        self._no_record = new_key("nobody")[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
         try:
-            owner = await self._owner(scope)
-            if not self._keys:
+            owner = self._owner(scope)
+            if not self._keys.are_needed:
                 await self._pass(owner, scope, receive, send)
                 return
             allowance = self._allowances.setdefault(owner, Allowance(*self._limits))
@@ -149,28 +205,34 @@ class Access:
     async def _pass(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app({**scope, "state": {**scope.get("state", {}), "owner": owner}}, receive, send)
 
-    async def _owner(self, scope: Scope) -> str:
+    def _owner(self, scope: Scope) -> str:
         """Returns the name of the caller's key. Raises ApiError 401 or 403."""
         headers = Headers(scope=scope)
-        if not self._keys:
-            client = (scope.get("client") or ("",))[0]
-            host = headers.get("host", "").rsplit(":", 1)[0].strip("[]")
-            if client not in LOOPBACK or host not in LOOPBACK:
-                raise ApiError(403, "this service has no API keys and answers callers on its own machine only")
+        if not self._keys.are_needed:
+            _check_is_local(scope, headers)
             return NOBODY
         kind, _, key = headers.get("authorization", "").partition(" ")
         match = _KEY.fullmatch(key.strip()) if kind.lower() == "bearer" else None
-        record = self._keys.get(match[1]) if match else None
-        if match is None or record is None or not await self._is_right(record, match[2]):
+        record = self._keys.find(match[1]) if match else None
+        # The secret is compared in any case, so that the time does not tell which ids there are.
+        is_right = (record or self._no_record).is_of(match[2] if match else "")
+        if record is None or not is_right:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         return record.name
 
-    async def _is_right(self, record: KeyRecord, secret: str) -> bool:
-        mark = hmac.digest(self._pepper, f"{record.id}{secret}".encode(), "sha256")
-        if mark not in self._verified and await asyncio.to_thread(record.is_of, secret):
-            self._verified.add(mark)
-        return mark in self._verified
+
+def _check_is_local(scope: Scope, headers: Headers) -> None:
+    """Raises ApiError 403 for a caller on another machine, and for a page of another origin in a browser on this one.
+
+    A browser names the page's origin in `Origin` whenever it posts, and where the page is from in `Sec-Fetch-Site`.
+    """
+    client, host = (scope.get("client") or ("",))[0], headers.get("host", "")
+    if client not in LOOPBACK or not _HOST.fullmatch(host):
+        raise ApiError(403, "this service has no API keys and answers callers on its own machine only")
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    if (origin is not None and origin.partition("://")[2] != host) or site not in ("none", "same-origin"):
+        raise ApiError(403, "this service has no API keys and answers no pages of other sites")
 
 
-def _hash(secret: str, salt: str) -> str:
-    return hashlib.scrypt(secret.encode(), salt=bytes.fromhex(salt), **_SCRYPT).hex()
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

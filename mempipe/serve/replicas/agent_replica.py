@@ -14,14 +14,14 @@ from starlette.types import ASGIApp
 
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.faults import retry_pauses
+from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.serve.agent_app import make_app
 from mempipe.serve.answers.answering import Answering, nowhere
 from mempipe.serve.answers.calls import EndpointEngine, ServedEngine, call
 from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.errors import ApiError
-from mempipe.serve.http.keys import load_keys
+from mempipe.serve.http.keys import WatchedKeys
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.served_run import resolve
@@ -30,6 +30,7 @@ from mempipe.types import SearchResult
 
 READY_TIMEOUT_S = 5.0
 ENGINES_TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
 
 
 class AgentReplica:
@@ -60,6 +61,8 @@ class AgentReplica:
             served.state / "service.sqlite",
             lifetime_s=config.session_hours * 3600,
             max_document_bytes=config.max_document_bytes,
+            max_owner_bytes=config.max_key_bytes,
+            max_bytes=config.max_stored_bytes,
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -67,7 +70,7 @@ class AgentReplica:
             self._answering,
             self._store,
             self._config,
-            keys=load_keys(self._config.keys),
+            keys=WatchedKeys(self._config.keys),
             metrics=PrometheusMetrics(),
             health=self._health,
         )
@@ -108,8 +111,11 @@ class AgentReplica:
             detail["generator"] = await self._current_engine().check(timeout_s=READY_TIMEOUT_S)
             if self._retriever is not None:
                 detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
+        except InfrastructureFault as fault:
+            raise ApiError(503, f"not ready: {fault}") from fault
         except Exception as error:  # whatever keeps a part from answering, the service is not ready
-            raise ApiError(503, f"not ready: {error}") from error
+            logger.exception("the service is not ready")
+            raise ApiError(503, "not ready; the log says why") from error
         return detail
 
 

@@ -102,13 +102,13 @@ async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
 
 
 async def _kept(reply: ResponseReply, parts: Parts, owner: str) -> ResponseReply:
-    """Stores a finished response, if it is to be stored, and returns it."""
+    """Stores a finished response, if it is to be stored and there is room; returns it with what became of that."""
     if reply.store:
         assert reply.mempipe is not None, "the response is finished"
         stored = StoredResponse(
             id=reply.id, body=reply.model_dump_json(exclude={"mempipe"}), memory=reply.mempipe.memory
         )
-        await parts.store.keep_response(stored, owner)
+        return reply.model_copy(update={"store": await parts.store.keep_response(stored, owner)})
     return reply
 
 

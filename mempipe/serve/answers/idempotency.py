@@ -1,0 +1,91 @@
+"""A POST that is sent again with the same Idempotency-Key gets the reply of the first one, and does nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mempipe.serve.answers.store import Store, StoredReply
+from mempipe.serve.http.errors import ApiError, error_reply
+
+HEADER = "idempotency-key"
+REPLAYED = "idempotent-replayed"
+"""Header of a reply that was given before."""
+MAX_BYTES = 4 * 2**20
+"""Longer replies are not kept."""
+_KEY = re.compile(r"[!-~]{1,255}")
+_NOT_KEPT = (401, 403, 408, 409, 429)
+"""Refusals that say nothing of the request itself; those of 500 and above are not kept either."""
+
+
+class Idempotency:
+    """Middleware behind the gate, which has read the body. Streams are kept as a whole."""
+
+    def __init__(self, app: ASGIApp, *, store: Store) -> None:
+        self._app = app
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if key is None or "owner" not in scope.get("state", {}):
+            await self._app(scope, receive, send)
+            return
+        owner, message = scope["state"]["owner"], await receive()
+        asked = b"\0".join([scope["path"].encode(), scope.get("query_string", b""), message.get("body", b"")])
+        try:
+            if not _KEY.fullmatch(key):
+                raise ApiError(400, "Idempotency-Key should be 1 to 255 printable characters without blanks")
+            kept = await self._store.begin_reply(owner, key, hashlib.sha256(asked).hexdigest())
+        except ApiError as error:
+            await error_reply(error)(scope, receive, send)
+            return
+        if kept is not None:
+            response = Response(kept.body, kept.status)
+            response.raw_headers = [(name.encode(), value.encode()) for name, value in kept.headers]
+            response.headers[REPLAYED] = "true"
+            await response(scope, receive, send)
+            return
+        unread = [message]
+
+        async def replay() -> Message:
+            return unread.pop() if unread else await receive()
+
+        recorder = _Recorder(send)
+        try:
+            await self._app(scope, replay, recorder.send)
+        finally:
+            with suppress(ApiError):  # on a full disk the request can be sent again under another key
+                await asyncio.shield(self._store.end_reply(owner, key, recorder.reply()))
+
+
+class _Recorder:
+    """Passes a response on and notes it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._status = 0
+        self._headers: list[list[str]] = []
+        self._body = bytearray()
+        self._is_whole = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in message["headers"]]
+        elif message["type"] == "http.response.body" and len(self._body) <= MAX_BYTES:
+            self._body += message.get("body", b"")
+            self._is_whole = not message.get("more_body", False)
+        await self._send(message)
+
+    def reply(self) -> StoredReply | None:
+        """Returns the response; None for one that is not to be kept."""
+        is_final = self._status < 500 and self._status not in _NOT_KEPT
+        if not self._is_whole or not is_final or len(self._body) > MAX_BYTES:
+            return None
+        return StoredReply(status=self._status, headers=self._headers, body=bytes(self._body))
