@@ -222,6 +222,15 @@ def _add_serving_commands(commands: Any) -> None:
     ask.add_argument("--partition", help="the part of the corpus that is searched; '' for all of it")
     ask.add_argument("--trace", action="store_true", help="print each turn when it is finished")
 
+    mcp = _add(commands, "mcp", _mcp, "offer the agent as tools to an MCP client, over standard input and output")
+    mcp.add_argument(
+        "source",
+        metavar="RUN_OR_URL",
+        help="what `mempipe serve` takes, or the address of a service that runs (its key in MEMPIPE_API_KEY)",
+    )
+    mcp.add_argument("settings", nargs="*", default=[], help="key=value, as for `mempipe serve`")
+    mcp.set_defaults(index="")
+
     key = _add(commands, "key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
     key.add_argument("name", help="whose key it is")
 
@@ -573,21 +582,43 @@ def _index_search(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
+    settings = _service_settings(arguments)
+    from mempipe.serve.agent import serve_agent
+
+    serve_agent(settings, host=arguments.host, port=arguments.port)
+
+
+def _service_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns settings of AgentServiceConfig. Raises ConfigError for a run that does not exist."""
     from mempipe.loader import parse_overrides
 
     if not (Path(arguments.source).exists() or arguments.index or arguments.settings):
         raise ConfigError(
             f"{arguments.source} does not exist; give a run's folder or its config, or a model with --index"
         )
-    from mempipe.serve.agent import serve_agent
-
     is_run = arguments.source.endswith((".yaml", ".yml")) or (Path(arguments.source) / "state.json").exists()
     settings: dict[str, Any] = {"run" if is_run else "checkpoint": arguments.source}
     settings |= parse_overrides(arguments.settings)
     if arguments.index:
         of_run = settings.setdefault("settings", {})
         of_run["retrieval"] = {**of_run.get("retrieval", {}), "index": arguments.index}
-    serve_agent(settings, host=arguments.host, port=arguments.port)
+    return settings
+
+
+def _mcp(arguments: argparse.Namespace) -> None:
+    is_there = arguments.source.startswith(("http://", "https://"))
+    settings = {} if is_there else _service_settings(arguments)
+    from mempipe.serve.mcp.stdio import own_stdout, pass_on
+
+    with own_stdout() as stdout:
+        if is_there:
+            pass_on(arguments.source, stdout)
+            return
+        from mempipe.serve.agent import served_agent
+        from mempipe.serve.local import free_port
+
+        with served_agent(settings, host="127.0.0.1", port=free_port()) as (url, _):
+            pass_on(url, stdout)
 
 
 def _ask(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
-from mempipe.serve.http import front
+from mempipe.serve.http import bodies, front
 from mempipe.serve.http.keys import load_keys
 from mempipe.serve.local import local_serve
 from mempipe.serve.replicas.agent_replica import AgentReplica
@@ -155,7 +155,8 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
     config = parse_section(settings, AgentServiceConfig)
     refuse(check_agent_service(config))
     refuse(check_address(host=host, port=port, has_keys=bool(load_keys(config.keys))))
-    os.environ[front.VARIABLE] = front.PATH  # of Serve's proxy, which Ray starts with this environment
+    # Serve's proxy is started with this environment.
+    os.environ |= {front.VARIABLE: front.PATH, bodies.VARIABLE: str(config.max_body_bytes)}
     service = LocalService(settings)
     with local_serve(NAME, host=host, port=port) as url:
         service.deploy()

@@ -22,9 +22,10 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sentence
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
-from mempipe.serve.http.keys import Access, KeyRing
+from mempipe.serve.http.keys import API, Access, KeyRing
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes.documented import leave_out_422
+from mempipe.serve.routes.mcp import add_mcp
 from mempipe.serve.routes.parts import Health, Parts
 
 ROUTERS = [each.router for each in (answers, chat, completions, responses, sessions, documents, operations, page)]
@@ -63,6 +64,7 @@ def make_app(
     _add_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
+    add_mcp(app, app.state.parts, max_body_bytes=config.max_body_bytes)
     leave_out_422(app)
     return app
 
@@ -75,6 +77,7 @@ def _add_limits(app: FastAPI, config: AgentServiceConfig, keys: KeyRing) -> None
         max_in_flight=config.max_in_flight,
         timeout_s=config.timeout_s + SLACK_S,
         refuse=refuse,
+        takes_bodies=API,
     )
     app.add_middleware(Access, keys=keys, per_minute=config.requests_per_minute, at_once=config.requests_at_once)
 

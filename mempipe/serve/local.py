@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -19,6 +20,12 @@ def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
         serve.start(http_options={"host": host, "port": port})
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         _end_applications()
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
 
 
 def _end_applications() -> None:

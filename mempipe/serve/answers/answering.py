@@ -137,6 +137,20 @@ class Answering:
         for agent in self.agents:
             self._kept(agent, "{}")
 
+    @property
+    def searches(self) -> bool:
+        """Tells whether one of the agents searches, so that there is a corpus."""
+        return any(config.agent_spec.searches for config in self.agents.values())
+
+    async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
+        """Returns passages of the corpus, best first. Raises ApiError: 503 for a fault, 400 for what is refused."""
+        try:
+            return await self._search(query, num_passages=num_passages, partition=partition)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="partition") from error
+        except InfrastructureFault as fault:
+            raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+
     def takes_instructions(self, agent: str | None) -> bool:
         """Returns whether an agent, None for the service's own, has a place for instructions of whoever asks."""
         name = agent or next(iter(self.agents))

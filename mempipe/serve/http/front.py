@@ -1,6 +1,7 @@
-"""A middleware of Serve's HTTP proxy, before all replicas: it answers a request whose replica died with 503.
+"""What stands in Serve's HTTP proxy before all replicas: limits of connections and bodies, and 503 for a request whose
+replica died.
 
-Serve itself would close the connection. Ray installs it when it is started with
+Serve itself would close the connection of such a request. Ray installs it when it is started with
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
 """
 
@@ -10,6 +11,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mempipe.serve.http import connections
+from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import RETRY_AFTER_S
 
@@ -62,5 +65,6 @@ def _can_be_read(header: tuple[bytes, bytes]) -> bool:
 
 
 def middlewares() -> list[Middleware]:
-    """Returns what Serve's proxy adds to its application."""
-    return [Middleware(Front)]
+    """Returns what Serve's proxy adds to its application, before which connections have limits of their own."""
+    connections.install()
+    return [Middleware(Front), Middleware(Bodies)]

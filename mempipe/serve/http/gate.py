@@ -48,8 +48,12 @@ class Gate:
         max_in_flight: int,
         timeout_s: float | None = None,
         refuse: Refuse = problem,
+        takes_bodies: str | tuple[str, ...] = "/",
     ) -> None:
-        """`timeout_s` is the time limit of one answer; None where the routes have limits of their own."""
+        """`timeout_s` is the time limit of one answer; None where the routes have limits of their own. Only paths that
+        begin with `takes_bodies` have a body; of others it is not read.
+        """
+        self._takes_bodies = takes_bodies
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_in_flight = max_in_flight
@@ -60,6 +64,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
+            return
+        if not scope["path"].startswith(self._takes_bodies):
+            await self._app(scope, _no_body, send)
             return
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -130,6 +137,10 @@ class _Response:
         await self._send(message)
         self.has_started = True
         self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 async def _cancelled(work: asyncio.Future[None]) -> None:

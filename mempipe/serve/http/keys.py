@@ -26,6 +26,8 @@ from mempipe.serve.http.errors import ApiError, error_reply
 from mempipe.settings import ConfigError
 
 VARIABLE = "MEMPIPE_API_KEYS"
+API = ("/v1/", "/mcp")
+"""Beginnings of the paths that want a key."""
 NOBODY = "local"
 """The owner of what is asked where no keys are needed."""
 _KEY = re.compile(r"mp-([0-9a-f]{12})-([0-9A-Za-z_-]{43})")
@@ -168,7 +170,7 @@ class Allowance:
 
 
 class Access:
-    """Lets requests to the API (/v1) in that name a known key, within its limits; notes the owner in
+    """Lets requests to the API (/v1 and /mcp) in that name a known key, within its limits; notes the owner in
     `scope["state"]["owner"]`.
 
     Without keys it serves callers on this machine alone, under its own name (DNS rebinding), and no pages of another
@@ -183,7 +185,7 @@ class Access:
         self._no_record = new_key("nobody")[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(API):
             await self._app(scope, receive, send)
             return
         try:

@@ -1,0 +1,192 @@
+"""What stands before the service: slow, large and endless requests cost it nothing, and others are answered."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+import uvicorn.config
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from mempipe.serve.http import bodies, connections
+from mempipe.serve.http.front import middlewares
+from mempipe.serve.http.gate import Gate
+
+ASKED: list[str] = []
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    ASKED.append(scope["path"])
+    await PlainTextResponse((await receive())["body"])(scope, receive, send)
+
+
+@contextmanager
+def served(app: Any) -> Iterator[tuple[str, int]]:
+    """The application as Serve's proxy runs it: by uvicorn, behind what `middlewares` returns."""
+    protocols = dict(uvicorn.config.HTTP_PROTOCOLS)
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as bound:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        try:
+            yield bound.getsockname()
+        finally:
+            server.force_exit = server.should_exit = True
+            thread.join(10)
+            uvicorn.config.HTTP_PROTOCOLS.update(protocols)
+
+
+@pytest.fixture
+def address(monkeypatch) -> Iterator[tuple[str, int]]:
+    ASKED.clear()
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bodies, "TIMEOUT_S", 0.5)
+    with served(echo) as address:
+        yield address
+
+
+def head(path: str = "/v1/answer", length: int = 100, **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
+
+
+def status_of(connection: socket.socket) -> int | None:
+    """Status of what the server answers; None when it closes the connection instead."""
+    connection.settimeout(10)
+    try:
+        answer = connection.recv(4096)
+    except ConnectionResetError:
+        return None
+    return int(answer.split()[1]) if answer else None
+
+
+def post(address: tuple[str, int], body: bytes = b"hello", path: str = "/v1/answer") -> httpx.Response:
+    return httpx.post(f"http://{address[0]}:{address[1]}{path}", content=body, timeout=10)
+
+
+def test_a_whole_body_is_passed_on(address):
+    assert post(address).text == "hello"
+    assert post(address, b"x" * 2**20).status_code == 200
+
+    def pieces() -> Iterator[bytes]:
+        yield from (b"a", b"b", b"c")
+
+    assert httpx.post(f"http://{address[0]}:{address[1]}/v1/answer", content=pieces()).text == "abc"
+
+
+def test_a_slow_body_is_408_and_never_takes_a_place(address):
+    with socket.create_connection(address) as connection:
+        connection.sendall(head() + b"x")
+        assert status_of(connection) == 408
+    assert ASKED == []
+
+
+def test_a_body_that_is_slower_than_the_least_rate_is_408(address, monkeypatch):
+    monkeypatch.setattr(bodies, "LEAST_RATE", 1000)
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=10_000) + b"x" * 300)  # which buys 0.3 seconds
+        started = time.monotonic()
+        assert status_of(connection) == 408
+        assert time.monotonic() - started > 0.6
+
+
+def test_a_body_that_is_too_large_is_413_before_it_is_read(address):
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=2**20 + 1))
+        assert status_of(connection) == 413
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=0).replace(b"content-length: 0", b"transfer-encoding: chunked"))
+        connection.sendall(b"%x\r\n" % (2**20 + 1) + b"x" * (2**20 + 1) + b"\r\n")
+        assert status_of(connection) == 413
+    assert ASKED == []
+
+
+def test_slow_bodies_of_one_address_are_limited_and_others_are_answered(address, monkeypatch):
+    monkeypatch.setattr(bodies, "TIMEOUT_S", 20.0)
+    monkeypatch.setattr(bodies, "MAX_PER_ADDRESS", 3)
+    with ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
+        for connection in slow[:3]:
+            connection.sendall(head() + b"x")
+        time.sleep(0.3)
+        slow[3].sendall(head() + b"x")
+        assert status_of(slow[3]) == 429
+        assert post(address, b"", "/healthz").status_code == 200
+    time.sleep(0.3)
+    assert post(address).status_code == 200  # those that hung up count no more
+
+
+def test_five_hundred_slow_sockets_leave_the_others_alone(address, monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_PER_ADDRESS", 500)
+    monkeypatch.setattr(bodies, "MAX_BODIES", 500)
+    monkeypatch.setattr(bodies, "TIMEOUT_S", 20.0)
+    with ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(address)).sendall(head() + b"x")
+        assert httpx.get(f"http://{address[0]}:{address[1]}/healthz", timeout=10).status_code == 200
+    assert ASKED == ["/healthz"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\nx: "])
+def test_a_header_that_does_not_come_closes_the_connection(address, sent):
+    with socket.create_connection(address) as connection:
+        connection.sendall(sent)
+        started = time.monotonic()
+        assert status_of(connection) is None
+        assert time.monotonic() - started < 5
+    assert ASKED == []
+
+
+def test_a_second_header_has_its_deadline_too(address):
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=2) + b"ab")
+        assert status_of(connection) == 200
+        connection.sendall(b"GET / HT")
+        assert status_of(connection) is None
+
+
+def test_a_header_without_end_closes_the_connection(address, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n")
+        with pytest.raises(OSError):
+            for _ in range(10_000):
+                connection.sendall(b"x: " + b"y" * 1000 + b"\r\n")
+                time.sleep(0.001)
+
+
+def test_an_address_has_so_many_connections(address, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 3)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(address))
+        time.sleep(0.3)
+        assert status_of(stack.enter_context(socket.create_connection(address))) is None
+    time.sleep(0.3)
+    assert post(address).status_code == 200
+    assert connections.GuardedProtocol.per_address.total() <= 1
+
+
+async def test_a_body_that_no_route_reads_is_not_waited_for():
+    async def hangs() -> Any:
+        raise AssertionError("nothing is read")
+
+    statuses: list[int] = []
+
+    async def note(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    gate = Gate(echo, max_body_bytes=10, max_in_flight=1, takes_bodies="/v1/")
+    await gate({"type": "http", "method": "POST", "path": "/", "headers": []}, hangs, note)
+    assert statuses[0] == 200

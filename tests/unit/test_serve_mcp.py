@@ -1,0 +1,154 @@
+"""The agent as tools for other agents, with the client of the official SDK."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from service_builders import QUESTIONS, WORLD, Service, build_service, running
+
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.faults import InfrastructureFault
+from mempipe.serve.http.keys import new_key
+
+ROOT = Path(__file__).parents[2]
+TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
+GOLD = TWO_HOPS.golden_answers[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer, tmp_path_factory) -> Iterator[Service]:
+    service = build_service(tokenizer, tmp_path_factory.mktemp("state"))
+    with running(service):
+        yield service
+
+
+@pytest.fixture
+def service(shared) -> Iterator[Service]:
+    yield shared
+    shared.engine.fault = None
+    shared.engine.says.clear()
+
+
+def text_of(result: Any) -> str:
+    return result.content[0].text
+
+
+async def test_the_tools_are_those_that_the_service_has(service, tokenizer, tmp_path):
+    async with Client(f"{service.url}/mcp") as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+    assert set(tools) == {"ask", "search", "read_document"}
+    assert tools["ask"].input_schema["required"] == ["question"]
+    reader = build_service(tokenizer, tmp_path, agent="memagent")  # which has no corpus
+    with running(reader):
+        async with Client(f"{reader.url}/mcp") as client:
+            assert {tool.name for tool in (await client.list_tools()).tools} == {"ask", "read_document"}
+
+
+async def test_a_question_is_answered_and_its_turns_are_told(service):
+    told: list[Any] = []
+
+    async def progress(done: float, total: float | None, message: str | None) -> None:
+        told.append((done, message))
+
+    async with Client(f"{service.url}/mcp") as client:
+        result = await client.call_tool("ask", {"question": TWO_HOPS.text}, progress_callback=progress)
+    assert not result.is_error
+    answer = result.structured_content
+    assert (answer["answer"], answer["num_turns"], answer["end_reason"]) == (GOLD, 3, "answered")
+    assert answer["memory"].endswith(f"{TWO_HOPS.text} {GOLD}")
+    assert [done for done, _ in told] == [1, 2, 3] and "need" in told[0][1]
+
+
+async def test_a_session_goes_on(service):
+    session = httpx.post(f"{service.url}/v1/sessions").json()["id"]
+    async with Client(f"{service.url}/mcp") as client:
+        await client.call_tool("ask", {"question": TWO_HOPS.text, "session": session})
+        missing = await client.call_tool("ask", {"question": TWO_HOPS.text, "session": "none"})
+    assert httpx.get(f"{service.url}/v1/sessions/{session}").json()["num_questions"] == 1
+    assert missing.is_error and "no session 'none'" in text_of(missing)
+
+
+async def test_the_corpus_is_searched(service):
+    title = WORLD.passages[3].title
+    async with Client(f"{service.url}/mcp") as client:
+        result = await client.call_tool("search", {"query": f"who is {title}", "num_passages": 1})
+        refusals = [
+            await client.call_tool("search", {"query": "x", "partition": "none"}),
+            await client.call_tool("search", {"query": " "}),
+            await client.call_tool("search", {"query": "x", "num_passages": 51}),
+        ]
+    (passage,) = result.structured_content["passages"]
+    assert passage["title"] == title
+    assert all(refused.is_error for refused in refusals) and "partition 'none'" in text_of(refusals[0])
+
+
+async def test_a_document_is_read_in_pieces(service):
+    document = httpx.post(f"{service.url}/v1/documents").json()["id"]
+    httpx.post(f"{service.url}/v1/documents/{document}/pieces", content="Märchen".encode())
+    async with Client(f"{service.url}/mcp") as client:
+        pieces, start = [], 0
+        while start is not None:
+            asked = {"document": document, "start": start, "num_chars": 3}
+            piece = (await client.call_tool("read_document", asked)).structured_content
+            pieces.append(piece["text"])
+            start = piece["next_start"]
+        missing = await client.call_tool("read_document", {"document": "none"})
+    assert pieces == ["Mär", "che", "n"] and piece["num_chars"] == 7
+    assert missing.is_error and "no document 'none'" in text_of(missing)
+
+
+async def test_a_fault_is_a_sentence(service):
+    service.engine.fault = InfrastructureFault("no generator answered")
+    async with Client(f"{service.url}/mcp") as client:
+        result = await client.call_tool("ask", {"question": TWO_HOPS.text})
+        empty = await client.call_tool("ask", {"question": ""})
+    assert result.is_error and "no generator answered" in text_of(result) and "Traceback" not in text_of(result)
+    assert empty.is_error and "question" in text_of(empty)
+
+
+async def test_a_key_is_wanted_and_its_documents_are_its_own(tokenizer, tmp_path):
+    (key, record), (other, second) = new_key("ann"), new_key("bob")
+    service = build_service(tokenizer, tmp_path, keys=[record, second])
+    with running(service):
+        assert httpx.post(f"{service.url}/mcp", json={}).status_code == 401
+        headers = {"authorization": f"Bearer {key}"}
+        document = httpx.post(f"{service.url}/v1/documents", headers=headers).json()["id"]
+        httpx.post(f"{service.url}/v1/documents/{document}/pieces", content=b"x", headers=headers)
+        for each, found in ((key, True), (other, False)):
+            http = httpx2.AsyncClient(headers={"authorization": f"Bearer {each}"})
+            async with Client(streamable_http_client(f"{service.url}/mcp", http_client=http)) as client:
+                read = await client.call_tool("read_document", {"document": document})
+                assert read.is_error is not found
+                assert (await client.call_tool("ask", {"question": TWO_HOPS.text})).structured_content["answer"] == GOLD
+
+
+def test_the_path_takes_posts_of_its_own_origin_only(service):
+    assert httpx.get(f"{service.url}/mcp").status_code == 405
+    assert httpx.post(f"{service.url}/mcp", json={}, headers={"origin": "https://evil.com"}).status_code == 403
+
+
+async def test_the_same_tools_over_standard_input_and_output(service):
+    """`mempipe mcp URL`, which prints nothing but the protocol."""
+    command = ["-m", "mempipe.cli", "mcp", service.url]
+    parameters = StdioServerParameters(command=sys.executable, args=command, env={"PYTHONPATH": str(ROOT)})
+    async with Client(parameters) as client:
+        assert {tool.name for tool in (await client.list_tools()).tools} == {"ask", "search", "read_document"}
+        result = await client.call_tool("ask", {"question": TWO_HOPS.text})
+        assert result.structured_content["answer"] == GOLD
+        assert (await client.call_tool("search", {"query": " "})).is_error
