@@ -169,8 +169,9 @@ async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay():
 
 
 async def test_serve_finds_the_middleware_by_its_path():
-    (middleware,) = middlewares()
-    app = middleware.cls(JSONResponse("ok"), *middleware.args, **middleware.kwargs)
+    app: Any = JSONResponse("ok")
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     async with client_of(app) as client:
         assert (await client.get("/")).json() == "ok"
 
