@@ -27,6 +27,8 @@ os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, befor
 HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")
 """Folders whose tests go one at a time, since each starts a job, a cluster or an engine."""
 ON_RAY = HEAVY[:2]
+COSTLY = {"two_ranks", "minilm"}
+"""Fixtures that cost seconds: two more interpreters with torch, and a sentence encoder with its library."""
 NUM_SLOWEST = 12
 
 
@@ -70,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(ON_RAY):
             item.add_marker(pytest.mark.ray)
-        if "two_ranks" in getattr(item, "fixturenames", ()):  # two more interpreters with torch
+        if COSTLY & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.slow)
 
 

@@ -18,7 +18,7 @@ from agent_builders import (
     build_tokenizer,
     segments,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.agents.chat_frame import role_marks
@@ -105,7 +105,6 @@ PARTS = [
 MARKED = {family: build_renderer(build_tokenizer(family)) for family in TEXT_MARKED}
 
 
-@settings(max_examples=150)
 @given(text=st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=4)), max_size=10).map("".join))
 def test_promise_2_no_role_mark_in_plain_text_is_left_whatever_the_text(text):
     for family, renderer in MARKED.items():

@@ -216,7 +216,6 @@ def read_all(files, **options) -> tuple[list[dict[str, str]], CorpusPosition]:
     return [row for batch, _ in found for row in batch.to_pylist()], found[-1][1] if found else CorpusPosition()
 
 
-@settings(max_examples=300)
 @given(LINES, st.sampled_from([16, 64, 2**20]))
 @pytest.mark.slow
 def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_path_factory, lines, block):

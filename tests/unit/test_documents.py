@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.agents.memtrain import hide
@@ -148,7 +148,6 @@ def test_common_and_guessable_entities_are_counted_over_the_corpus():
     assert ("bus to _ left at", "basel") in common.guessable
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(["a", "word", MASK, f"({MASK},", "x" * 80, "\n\n", " ", "été", "漢字" * 40]), max_size=60),
     st.integers(1, 20),

@@ -25,6 +25,7 @@ print((learn(range(100, 700, 2)) - before) // 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="only products with AVX-512 keep what they made"
 )

@@ -108,6 +108,7 @@ def check_words(captured: str) -> None:
     assert max(map(len, captured.splitlines()), default=0) <= 400, captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "place"), of(LOSSES))
 def test_a_run_goes_on_when_a_role_is_lost(tmp_path, monkeypatch, capsys, lost, place):
     run = struck(tmp_path, monkeypatch, place, LOSSES[lost][0])
@@ -121,6 +122,7 @@ def test_a_run_goes_on_when_a_role_is_lost(tmp_path, monkeypatch, capsys, lost, 
     assert len(re.findall(r"^.*restart \d", captured.out, re.MULTILINE)) == 1, "one line for one restart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "place"), of(ENDS))
 def test_a_run_that_ends_says_why_once_keeps_all_and_goes_on_with_resume(tmp_path, monkeypatch, capsys, what, place):
     run = struck(tmp_path, monkeypatch, place, ENDS[what][0])

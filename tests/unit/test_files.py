@@ -60,6 +60,7 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_one(tmp_path, ope
     assert number > 8  # one kill at least before, between and after the renames, and for each file of the old folder
 
 
+@pytest.mark.slow
 def test_a_second_kill_while_the_leftovers_of_the_first_are_removed_costs_nothing(tmp_path):
     for first, second in itertools.product(range(13), range(0, 13, 3)):
         folder = tmp_path / f"{first}-{second}" / "model"

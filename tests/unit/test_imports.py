@@ -134,6 +134,7 @@ def test_a_module_brings_in_only_the_heavy_libraries_it_may(module):
     assert set(brought_in(ALLOWED[module])[module]) <= set(ALLOWED[module])
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """The top modules (and mempipe subpackages) that a file names anywhere, functions included."""
     names: set[str] = set()

@@ -125,6 +125,7 @@ def test_fillers_add_nothing(qwen2):
     assert all(not gradient.any() for gradient in gradients(learner, fillers).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_uneven_groups_have_the_dense_gradient(qwen2, seed):
     """1 to 8 contexts per trajectory, some groups left empty by a filter, any budget, dealt to 1 to 3 ranks."""

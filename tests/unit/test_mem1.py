@@ -16,7 +16,7 @@ from agent_builders import (
     injected_text,
     segments,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tagged_builders import HOSTILE, PARTS, SEARCH, SEARCHES, TOKENIZER
 
@@ -233,7 +233,6 @@ STOPS = st.sampled_from([[LAYOUT.closing_id]] * 6 + [[]])
 STEPS = st.tuples(st.one_of(PARTS, SEARCHES, SEARCHES), STOPS).map(lambda pair: pair[0] + pair[1])
 
 
-@settings(max_examples=150)
 @given(
     script=st.lists(STEPS, min_size=4, max_size=4),
     passages=st.lists(st.one_of(st.just(HOSTILE), st.text(max_size=40)), max_size=3),

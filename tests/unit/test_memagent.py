@@ -15,7 +15,7 @@ from agent_builders import (
     injected_text,
     segments,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.agents.memagent import MemAgent, MemAgentBudget, MemAgentCompat, MemAgentPrompts, MemAgentRenderer
@@ -304,7 +304,6 @@ REPLIES = st.lists(st.one_of(st.lists(IDS, max_size=20), TEXTS.map(TOKENIZER.enc
 STEPS = st.tuples(REPLIES, st.sampled_from([[LAYOUT.closing_id]] * 6 + [[]])).map(lambda pair: pair[0] + pair[1])
 
 
-@settings(max_examples=150)
 @given(
     script=st.lists(STEPS, min_size=12, max_size=12),
     text=st.one_of(st.text(min_size=1, max_size=40), st.just(HOSTILE[:40])),

@@ -20,7 +20,7 @@ from agent_builders import (
     injected_text,
     segments,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.agents.memsearcher import MemSearcher, MemSearcherCompat, MemSearcherRenderer
@@ -477,7 +477,6 @@ TURNS = st.lists(st.tuples(ACTIONS, STOPS, MEMORIES, STOPS), min_size=5, max_siz
 UNTRUSTED = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
 
-@settings(max_examples=150)
 @given(
     turns=TURNS,
     question=st.text(max_size=40),

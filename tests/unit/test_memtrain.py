@@ -207,7 +207,6 @@ async def test_a_fault_in_a_recall_is_a_fault_of_the_attempt():
 NAMES = st.text(st.sampled_from("aZé'. -1İß"), min_size=1, max_size=8).filter(lambda name: name.strip() == name != "")
 
 
-@settings(max_examples=200)
 @given(
     forms=st.lists(NAMES, min_size=1, max_size=3), between=st.lists(st.sampled_from(["", " ", ", ", "x"]), max_size=5)
 )

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from mutations import check_mutations, mutate
 
 
+@pytest.mark.slow
 def test_every_damaged_file_is_refused_in_a_sentence_or_changes_nothing():
     assert check_mutations(150, seed=1).count(",") == 2
 

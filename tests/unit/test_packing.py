@@ -200,7 +200,6 @@ def test_more_updates_than_groups_are_refused_with_the_setting():
         split_updates(step_of([[[[True]]], [[[True]]], []]), 3, seed="")
 
 
-@settings(max_examples=150)
 @given(
     shape=STEPS,
     num_ranks=st.integers(1, 4),
@@ -394,7 +393,6 @@ def alike(token_ids: list[list[int]]) -> list[TrainingSample]:
     ]
 
 
-@settings(max_examples=200)
 @given(token_ids=ALIKE, num_ranks=st.integers(1, 3), max_tokens=st.integers(12, 40))
 def test_contexts_that_share_tokens_are_each_there_as_a_whole(token_ids, num_ranks, max_tokens):
     samples = alike(token_ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import functools
 import json
 import random
 import resource
@@ -65,6 +66,7 @@ class DenseEncoder:
 ENCODERS: list[Encoder] = [HashingEncoder(dimension=256), DenseEncoder()]
 
 
+@functools.cache
 def make_passages(num_partitions: int = 7, size: int = 40) -> list[Passage]:
     rng = random.Random(0)
     return [
@@ -86,10 +88,16 @@ def make_queries(
     ]
 
 
+@functools.cache
+def vectors_of(encoder: Encoder, passages: tuple[Passage, ...]) -> np.ndarray:
+    """[N, D], encoded once for all queries of all tests."""
+    return encoder.encode_passages(passages)
+
+
 def by_brute_force(query: Query, passages: Sequence[Passage], encoder: Encoder) -> list[tuple[str, float]]:
     """Ids and scores, best first, equal scores in the order of the corpus."""
     rows = [p for p in passages if query.partition in ("", p.partition)]
-    vectors = encoder.encode_passages(rows).astype(np.float64)
+    vectors = vectors_of(encoder, tuple(rows)).astype(np.float64)
     scores = (vectors * encoder.encode_queries([query.text])[0].astype(np.float64)).sum(1).astype(np.float32)
     order = sorted(range(len(rows)), key=lambda i: (-scores[i], i))[: query.num_passages]
     return [(rows[i].id, float(scores[i])) for i in order]

@@ -91,6 +91,7 @@ def searches(trajectory: Trajectory) -> list[str]:
     return [search.query for context in trajectory.contexts for search in context.searches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", AGENTS)
 def test_without_noise_every_question_is_answered_right(agent, tokenizer):
     for question in QUESTIONS:
@@ -103,6 +104,7 @@ def test_without_noise_every_question_is_answered_right(agent, tokenizer):
         assert len(messages) == turns, "a turn per fact and one, or one per chunk and one, and the recalls"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", SEARCHING)
 def test_without_noise_the_facts_are_searched_one_behind_the_other(agent, tokenizer):
     for question in QUESTIONS:

@@ -15,7 +15,7 @@ from service_builders import QUESTIONS, Service, build_service, running
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 QUESTION = max(QUESTIONS, key=lambda question: question.num_hops)
 GOLD = QUESTION.golden_answers[0]
 NUM_TURNS = QUESTION.num_hops + 1

@@ -399,7 +399,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
 @given(row=st.dictionaries(NAMES, VALUES, max_size=5))
 def test_any_row_is_a_question_that_stays_itself_or_one_sentence(tmp_path_factory, row):
     path = tmp_path_factory.getbasetemp() / "any.jsonl"

@@ -302,6 +302,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
         process.wait(timeout=20)
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser_by_keys_and_filters(run, tmp_path, capsys, browser):
     printed(capsys, run, "--html", tmp_path / "t.html")
     browser.open(tmp_path / "t.html")
