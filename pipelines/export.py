@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from mempipe.config import RunConfig
+from mempipe.engines.checkpoint import step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import load_config
-from mempipe.provenance import MADE_OF, questions_sha256, write_record
+from mempipe.provenance import MADE_OF, questions_sha256, read_record, write_record
+from mempipe.reports.agent_folder import agent_files
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
-from mempipe.storage.files import recover_folder, whole_folder
+from mempipe.storage.files import recover_folder, whole_folder, write_text
 from mempipe.types import Group
 
 
@@ -80,14 +82,17 @@ def export_best(run: Path, target: Path) -> Path:
     recover_folder(best)
     if not best.is_dir():
         raise ConfigError(f"--best: {run} holds no best model; a run keeps one when checkpoint.best_on names a metric")
+    step = read_record(best / MADE_OF, mends="export a checkpoint instead (--step)", step=int)["step"]
+    files = agent_files(run, step=step)
     with whole_folder(target) as partial:
         shutil.copytree(best, partial, dirs_exist_ok=True)
+        _write(partial, files)
     return target
 
 
 def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     """Writes the policy of the run in folder `run` after learner step `step` (None: the newest checkpoint) to the new
-    folder `target`, for transformers and vLLM.
+    folder `target`, for transformers and vLLM, with what makes a whole agent of it (`mempipe.reports.agent_folder`).
 
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
@@ -95,7 +100,16 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     config = load_config(run / "config.yaml")
     from mempipe.engines.export import choose_checkpoint, export_checkpoint  # torch, for what can still be right
 
-    return export_checkpoint(choose_checkpoint(run, step), _trained_model(run, config), target)
+    checkpoint = choose_checkpoint(run, step)
+    files = agent_files(run, step=step_of(checkpoint))
+    export_checkpoint(checkpoint, _trained_model(run, config), target)
+    _write(target, files)
+    return target
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        write_text(folder / name, text)
 
 
 def _check_folders(run: Path, target: Path) -> None:

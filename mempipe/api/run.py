@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from mempipe.api.objects import with_names
 from mempipe.api.settings import nested
 from mempipe.checks.findings import refuse
 from mempipe.config import RunConfig
-from mempipe.data.trajectories import read_made_of, read_trajectories
 from mempipe.engines.checkpoint import checkpoints
 from mempipe.environment import prepare_process
+from mempipe.evaluation.held_out import read_held_out
 from mempipe.evaluation.suite import merged
 from mempipe.loader import load_config, load_values, parse_section
 from mempipe.reports.traced import Traced, read_traced
@@ -76,10 +77,7 @@ class Run:
     def evaluations(self) -> pl.DataFrame:
         """Returns a row for each evaluation of the held-out questions, in the order of training: its label, the learner
         step, the number of questions, and the means of exact match, F1, turns and sampled tokens."""
-        rows = [_evaluation(file) for file in (self.folder / "evaluation").glob("*.parquet")]
-        order = {"untrained": -2, "before": -1, "after": 1}
-        rows.sort(key=lambda row: (row["step"], order.get(row["label"], 0)))
-        return pl.DataFrame(rows, schema=_EVALUATION)
+        return pl.DataFrame([asdict(each) for each in read_held_out(self.folder)], schema=_EVALUATION)
 
     def trajectories(self) -> pl.DataFrame:
         """Returns a row for each recorded attempt at a held-out question: its phase ("before" or "after"), the
@@ -138,21 +136,6 @@ def _values(config: str | Path | Mapping[str, Any] | RunConfig) -> dict[str, Any
     if isinstance(config, Mapping):
         return nested(config)
     return load_values(config, kind="run")
-
-
-def _evaluation(file: Path) -> dict[str, Any]:
-    attempts = [trajectory for group in read_trajectories(file) for trajectory in group.trajectories]
-    num = len(attempts)
-    made_of = read_made_of(file) or {}
-    return {
-        "label": file.stem,
-        "step": made_of.get("step", 0),
-        "num_questions": num,
-        "em": sum(each.em for each in attempts) / num,
-        "f1": sum(each.f1 for each in attempts) / num,
-        "turns": sum(len(each.contexts) for each in attempts) / num,
-        "sampled_tokens": sum(c.num_sampled_tokens for each in attempts for c in each.contexts) / num,
-    }
 
 
 _EVALUATION: dict[str, Any] = {

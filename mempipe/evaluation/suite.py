@@ -21,6 +21,8 @@ from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
 _RUN_FOLDER = ("state.json", "huggingface")
+AGENT_FILE, PROMPTS_FILE = "mempipe.yaml", "prompts.yaml"
+"""What an exported agent has beside its weights (`mempipe.reports.agent_folder`)."""
 _NOT_EVALUATED = ("world", "cloze", "warm_start")
 
 
@@ -196,7 +198,7 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
     """Returns the settings of the config file; of a trained run, with the index and the weights that it made itself."""
     source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
     if not source:
-        return {}
+        return _exported_values(Path(run.checkpoint)) if run.checkpoint else {}
     folder = Path(source)
     if not folder.is_dir():
         return load_values(source, kind="run")
@@ -207,6 +209,17 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
         values["retrieval"] = {**section_values(values, "retrieval"), "index": str(folder / "index")}
     if not run.checkpoint and _is_run(source):
         values["model"] = {**section_values(values, "model"), "path": _weights(source), "source": ""}
+    return values
+
+
+def _exported_values(folder: Path) -> dict[str, Any]:
+    """Returns the settings of an exported agent; none for a model without them."""
+    if not (folder / AGENT_FILE).is_file():
+        return {}
+    values = load_values(folder / AGENT_FILE, kind="run")
+    agent = section_values(values, "agent")
+    if agent.get("prompts") == PROMPTS_FILE:
+        values["agent"] = {**agent, "prompts": str(folder / PROMPTS_FILE)}
     return values
 
 

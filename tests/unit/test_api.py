@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import yaml
 from api_builders import STEPS, build_run, questions_in, scripted_engines
 
 import mempipe
 from mempipe import cli
+from mempipe.agents.prompt_set import BUILT_IN
 from mempipe.engines.engine_faults import GenerationTimeout
 from mempipe.faults import InfrastructureFault
+from mempipe.provenance import MADE_OF, write_record
+from mempipe.reports.agent_folder import agent_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,6 +187,47 @@ def test_a_model_is_loaded_with_an_index(run, engines, questions):
     with mempipe.load(run / "huggingface", index=run / "index", **settings) as agent:
         reply = agent.ask(questions[0].text, partition=questions[0].partition)
     assert str(reply).strip() == questions[0].golden_answers[0]
+
+
+@pytest.fixture
+def exported(run, tmp_path) -> Path:
+    """The exported agent of the run, by the command."""
+    best = run / "best"
+    shutil.copytree(run / "huggingface", best)
+    write_record(best / MADE_OF, {"step": 3})
+    try:
+        assert cli.main(["export", str(run), str(tmp_path / "agent"), "--best"]) == 0
+    finally:
+        shutil.rmtree(best)
+    return tmp_path / "agent"
+
+
+def test_an_exported_folder_is_a_whole_agent(run, exported, engines, questions):
+    with mempipe.load(exported, index=run / "index") as agent:
+        reply = agent.ask(questions[0].text, partition=questions[0].partition)
+        assert agent.config.budget == mempipe.Run(run).config.budget
+    assert str(reply).strip() == questions[0].golden_answers[0]
+    card = (exported / "README.md").read_text()
+    assert "| after | 3 | 12 | 1.000 (0.758 to 1.000) |" in card and "memory has at most 64 tokens" in card
+    assert str(run.parent) not in card + (exported / "mempipe.yaml").read_text()
+
+
+def test_prompts_of_a_file_go_with_the_agent(run, exported, engines, questions, tmp_path):
+    prompts = tmp_path / "mine.yaml"
+    prompts.write_text((BUILT_IN / "tiny.yaml").read_text())
+    copied = shutil.copytree(run, tmp_path / "run")
+    settings = yaml.safe_load((copied / "config.yaml").read_text())
+    settings["agent"]["prompts"] = str(prompts)
+    (copied / "config.yaml").write_text(yaml.safe_dump(settings))
+    for name, text in agent_files(copied, step=3).items():
+        (exported / name).write_text(text)
+    prompts.unlink()
+    with mempipe.load(exported, index=run / "index") as agent:
+        assert agent.config.agent.prompts == str(exported / "prompts.yaml")
+        reply = agent.ask(questions[0].text, partition=questions[0].partition)
+    assert str(reply).strip() == questions[0].golden_answers[0]
+    with pytest.raises(mempipe.ConfigError, match="which cannot be read: No such file"):
+        agent_files(copied, step=3)
 
 
 UNLOADABLE = {

@@ -24,6 +24,7 @@ NOT_FILES = {
     "test_NAME.py",
     "my_reward.py",
     "config.yaml",
+    "mempipe.yaml",
     "sweep.yaml",
     "budgets.md",
     "report.md",
