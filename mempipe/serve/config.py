@@ -59,6 +59,9 @@ class AgentServiceConfig(Section):
     """Requests of one key under way at the same time, at each agent replica."""
     max_in_flight: int = Field(32, ge=1)
     """Requests that one agent replica works on at the same time; further ones get 503 at once."""
+    max_wait_s: float = Field(30.0, ge=0)
+    """How long a request may wait for its turn in place of a 503, where it asks for that (`Prefer: wait=N`). Twice
+    `max_in_flight` requests may wait, and keys take turns."""
     max_body_bytes: int = Field(2**20, ge=1)
     """The largest request body; longer documents are uploaded in pieces."""
     max_document_bytes: int = Field(16 * 2**20, ge=1)

@@ -322,9 +322,9 @@ class Store:
 
     async def begin_reply(self, owner: str, key: str, digest: str) -> StoredReply | None:
         """Returns the reply that was given to a request with this key, or None for the first one, which is noted as
-        under way. `digest` tells requests apart.
+        in progress. `digest` tells requests apart.
 
-        Raises ApiError 400 when another request had the key, 409 while the first one is under way.
+        Raises ApiError 400 when another request had the key, 409 while the first one is in progress.
         """
 
         def begin(database: sqlite3.Connection) -> StoredReply | None:
@@ -335,7 +335,7 @@ class Store:
             if row is not None and row["status"] is not None:
                 return StoredReply(status=row["status"], headers=json.loads(row["headers"]), body=row["body"])
             if row is not None and not _is_gone(row["holder"]):
-                raise ApiError(409, "the first request with this Idempotency-Key is under way; ask again later")
+                raise ApiError(409, "the first request with this Idempotency-Key is in progress; ask again later")
             database.execute(
                 "INSERT OR REPLACE INTO replies (owner, key, digest, holder, num_bytes, expires_at) "
                 "VALUES (?,?,?,?,0,?)",

@@ -6,14 +6,21 @@ A plain ASGI middleware, without Ray and without FastAPI.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mempipe.serve.http.places import Places
 
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 30.0
 """Seconds in which the body of a request has to arrive."""
+
+_WAIT = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", re.IGNORECASE)
 
 Refuse = Callable[[int, str], Response]
 """Makes the answer of a refused request from its status and reason, in the error format of the service."""
@@ -34,7 +41,8 @@ class Gate:
     waits for any more.
 
     - 413: the body has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
-    - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed.
+    - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A client that
+      sends `Prefer: wait=N` waits up to N seconds for its turn (`mempipe.serve.http.places`) before it is refused.
     - A request whose client has hung up is cancelled, so that its place and its work are free at once.
 
     Requests without a body (GET, HEAD, DELETE) pass: health, metrics and documentation answer under any load.
@@ -49,17 +57,20 @@ class Gate:
         timeout_s: float | None = None,
         refuse: Refuse = problem,
         takes_bodies: str | tuple[str, ...] = "/",
+        max_waiting: int = 0,
+        max_wait_s: float = 0.0,
     ) -> None:
         """`timeout_s` is the time limit of one answer; None where the routes have limits of their own. Only paths that
-        begin with `takes_bodies` have a body; of others it is not read.
+        begin with `takes_bodies` have a body; of others it is not read. At most `max_waiting` requests wait for a
+        place, each at most `max_wait_s` seconds.
         """
         self._takes_bodies = takes_bodies
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._max_in_flight = max_in_flight
+        self._places = Places(max_in_flight, max_waiting=max_waiting)
+        self._max_wait_s = max_wait_s
         self._timeout_s = timeout_s
         self._refuse = refuse
-        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
@@ -80,15 +91,36 @@ class Gate:
             reason = f"the body has more than {self._max_body_bytes} bytes; send less at once"
             await self._refuse(413, reason)(scope, receive, send)
             return
-        if self._in_flight >= self._max_in_flight:
-            reason = f"{self._in_flight} requests are in flight, the most that are allowed"
-            await self._refuse(503, reason)(scope, receive, send)
-            return
-        self._in_flight += 1
+        hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
+        owner, wait_s = scope.get("state", {}).get("owner", ""), min(_wished_wait(scope), self._max_wait_s)
         try:
-            await self._answer(body, scope, receive, send)
+            if not await self._take_place(owner, wait_s, hung_up):
+                if not hung_up.done():
+                    waited = f" after {wait_s:g} s" if wait_s else ""
+                    reason = f"{self._places.num_taken} requests are in flight{waited}, the most that are allowed"
+                    await self._refuse(503, reason)(scope, receive, send)
+                return
+            try:
+                await self._answer(body, hung_up, scope, receive, send)
+            finally:
+                self._places.give_back(owner)
         finally:
-            self._in_flight -= 1
+            hung_up.cancel()
+
+    async def _take_place(self, owner: str, wait_s: float, hung_up: asyncio.Future[Message]) -> bool:
+        """Returns whether there was a place within `wait_s` seconds; a client that hangs up waits no longer."""
+        taking = asyncio.ensure_future(self._places.take(owner, wait_s=wait_s))
+        try:
+            await asyncio.wait({taking, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if taking.done() and taking.result():
+                self._places.give_back(owner)
+            await _cancelled(taking)
+            raise
+        if not taking.done():
+            await _cancelled(taking)
+            return False
+        return taking.result()
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Reads the body, or a part that is too long already. Returns None when the client hung up."""
@@ -102,10 +134,11 @@ class Gate:
             more = message.get("more_body", False)
         return bytes(body)
 
-    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, body: bytes, hung_up: asyncio.Future[Message], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Runs the application until it has answered, the client has hung up, or the time is over."""
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
         response = _Response(send)
 
         async def replay() -> Message:
@@ -121,7 +154,6 @@ class Gate:
                 if not response.has_started:
                     await self._refuse(503, f"no answer within {self._timeout_s:g} s")(scope, receive, send)
         finally:
-            hung_up.cancel()
             await _cancelled(work)
 
 
@@ -139,11 +171,17 @@ class _Response:
         self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
+def _wished_wait(scope: Scope) -> float:
+    """Returns the seconds that a client wants to wait for a place: `Prefer: wait=N` (RFC 7240); 0 without."""
+    match = _WAIT.search(Headers(scope=scope).get("prefer", ""))
+    return float(match[1]) if match else 0.0
+
+
 async def _no_body() -> Message:
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
-async def _cancelled(work: asyncio.Future[None]) -> None:
+async def _cancelled(work: asyncio.Future[Any]) -> None:
     """Ends the work and waits until it has ended."""
     work.cancel()
     await asyncio.wait({work})
