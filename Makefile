@@ -35,7 +35,7 @@ test-fast: setup  ## the tests that need no cluster, no engine, no training, and
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
 
 test-jobs: setup  ## rare and long tests: real text, sweeps, kills under load, every agent's training; then `make chaos`
-	$(BIN)/python -m pytest -m jobs tests/jobs tests/ray tests/engines
+	$(BIN)/python -m pytest -m jobs
 	$(MAKE) chaos
 
 test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs

@@ -195,6 +195,7 @@ def of_wikipedia() -> tuple[list[Passage], pl.DataFrame, ClozeQuestions]:
     return passages, candidates, choose_questions(candidates.lazy(), len(passages), config)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_of_9002_passages_no_question_tells_its_answer(of_wikipedia):
     _, _, made = of_wikipedia
@@ -202,6 +203,7 @@ def test_of_9002_passages_no_question_tells_its_answer(of_wikipedia):
     assert_untold([question for listed in made.questions.values() for question in listed])
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_no_passage_of_a_test_question_is_in_a_training_question(of_wikipedia):
     passages, _, made = of_wikipedia
@@ -219,6 +221,7 @@ def test_no_passage_of_a_test_question_is_in_a_training_question(of_wikipedia):
     assert all(split_of(title, "", config) == split for split, listed in used.items() for title in listed)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_every_kept_answer_stands_in_the_passage_that_is_its_evidence(of_wikipedia):
     passages, _, made = of_wikipedia

@@ -185,6 +185,7 @@ def test_a_mask_that_the_tokenizer_does_not_give_back_is_refused():
 
 
 @pytest.mark.skipif(not WIKI.exists(), reason="the real passages are not on this machine")
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_no_form_of_the_entity_is_anywhere_in_thousands_of_documents_of_real_text():
     contents = [split_contents(json.loads(line)["contents"]) for line in WIKI.open()]
