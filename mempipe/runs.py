@@ -11,8 +11,8 @@ inputs.json            hashes of the questions, prompts, index and model that th
 evaluation/            trajectories of every validation; each file names the policy and the questions that it is of
 trajectories.parquet   held-out trajectories, before and after training
 huggingface/           the trained model, for transformers and vLLM
-exports/ best/         the model after every so many steps, and of the best validation, where `checkpoint` asks for them
-replaced/              what was made of steps that a restart took back, moved there and never removed
+exports/ best/         exported models, by step and of the best validation (settings `checkpoint`)
+replaced/              results of steps that a resumed run repeats, moved there and never removed
 report.html report.json
 
 Nothing of it is ever removed by a fault: a new run whose settings are refused takes back what it wrote itself

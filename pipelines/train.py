@@ -54,6 +54,8 @@ from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
 
 NUM_CANARIES = 4
+"""Sequences scored on both sides after each sync: enough tokens for a mean, and cheap. Plain questions, without the
+chat template, since any text shows a difference in the weights."""
 
 
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:

@@ -1,5 +1,4 @@
-"""Many small requests in few actor calls: what is asked, or answered, within one turn of an event loop travels
-together.
+"""Many small requests in few actor calls: all requests, or replies, of one turn of an event loop share one call.
 
 A Ray actor call costs about a millisecond of CPU on both sides together; a short completion of a tiny model costs five
 with it. `BatchedClient` is the caller's end, `BatchedServer` the actor's.

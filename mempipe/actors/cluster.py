@@ -70,6 +70,8 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
     else:
         options |= {
             "include_dashboard": False,
+            # Ray would take the address of a network interface, which a firewall, a VPN or a changed network can cut
+            # off. No public argument sets it.
             "_node_ip_address": "127.0.0.1",
             "_temp_dir": str(temporary / RAY),
             "object_store_memory": _object_store(model),
@@ -134,7 +136,7 @@ class ClusterWatch:
             signal.signal(_WAKE, self._before)
 
     def _make_checks(self) -> list[tuple[str, Callable[[], bool], int]]:
-        """Returns what is looked at: its name, whether it is there, and how often in a row it must be away."""
+        """Returns the watched part: its name, whether it is there, and how often in a row it must be missing."""
         checks: list[tuple[str, Callable[[], bool], int]] = []
         head = ray.get_runtime_context().gcs_address
         if head:
@@ -222,7 +224,7 @@ def _start_node(options: Mapping[str, Any]) -> None:
     except Exception as error:
         if not _is_late(error):
             raise
-    for process in set(me.children(recursive=True)) - before:  # what is left of the node
+    for process in set(me.children(recursive=True)) - before:  # the rest of the node
         with suppress(psutil.NoSuchProcess):
             process.kill()
     say(NODE_IS_LATE)
@@ -230,7 +232,8 @@ def _start_node(options: Mapping[str, Any]) -> None:
 
 
 def _is_late(error: Exception) -> bool:
-    """Whether `ray.init` gave up on a node of its own that did not come up, which Ray raises as a bare Exception."""
+    """Whether `ray.init` timed out while starting a local node. Ray raises a plain `Exception` for that, hence the
+    exact type check."""
     return type(error) is Exception
 
 
@@ -241,7 +244,7 @@ def _object_store(model: ModelConfig | None) -> int:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError when nobody listens at host:port; Ray itself would try for minutes."""
+    """Raises OSError if no process accepts connections at host:port; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()

@@ -88,7 +88,7 @@ class Driver:
         """Returns the group's trajectories, scored. Plays the whole group again after a fault of the infrastructure.
 
         Raises GroupFailed when `stream.num_attempts` are used up, UnfitQuestion for a question that the agent cannot
-        take, and UserCodeError for an error in code of the user's own.
+        take, and UserCodeError for an error in user-defined code.
         """
         attempts = self._spec.config.stream.num_attempts
         faults: list[Exception] = []
@@ -109,7 +109,9 @@ class Driver:
                 logging.getLogger(__name__).warning(
                     "group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault
                 )
-                await asyncio.sleep(len(faults))
+                await asyncio.sleep(
+                    len(faults)
+                )  # seconds; the calls inside have had their own growing, jittered pauses
             except UnfitQuestion as error:
                 if not self._spec.record_failures:
                     raise

@@ -49,7 +49,9 @@ from mempipe.stop import StopRequest
 START_TIMEOUT_S = 900.0
 ANSWER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
-MAX_CALLS = 10_000  # calls that one async actor holds at once
+MAX_CALLS = (
+    10_000  # calls that one async actor holds at once; Ray's default of 1,000 is fewer than a large evaluation has
+)
 WEIGHT_STORE = "weights"
 
 
@@ -116,8 +118,8 @@ class Roles(RolloutActors):
         return reports
 
     def sync(self, policy_version: int) -> dict[str, float]:
-        """Brings the learner's weights to every engine as `policy_version`, and checks that they arrived; returns what
-        is logged of it.
+        """Brings the learner's weights to every engine as `policy_version`, and checks that they arrived; returns the
+        metrics to be logged.
 
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
         hold them, CanaryFailed when one computes otherwise.
@@ -334,7 +336,7 @@ class _Started:
         """Everything that training needs, ready."""
         rollout_actors = self.rollout_actors()
         reached("launch")
-        if self.plan.kind == "colocated":  # an engine measures what is free on its GPU while it starts
+        if self.plan.kind == "colocated":  # an engine measures the free memory of its GPU while it starts
             self.wait()
         learners = _learner_group(self.config, self.reservation)
         self.actors += learners.ranks
@@ -357,7 +359,8 @@ class _Started:
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
-        # An engine that starts again takes the newest weights from the store; it cannot join a sender of GPU memory.
+        # A restarted engine takes the newest weights from the store. It cannot rejoin an NCCL or ipc group: there the
+        # whole run starts its roles again from the newest checkpoint (`max_restarts`).
         engine_restarts = {"max_restarts": -1 if self.plan.transfer == "mempipe_shm" else 0}
         for i in range(self.plan.num_engines):
             self.generators[f"generator-{i}"] = self._start(

@@ -208,7 +208,7 @@ class LearnerGroup:
         return self._get("counting bytes", [self.ranks[0].num_served_bytes.remote()])[0]
 
     def updates_done(self, *, finish: bool = False) -> int:
-        """Optimiser updates of the learner as it is now, or when it has finished the one under way.
+        """Returns the number of optimiser updates applied; with `finish` it waits for the running update first.
 
         Raises LearnerLost when the ranks do not say so in time, which without `finish` is at once, or not the same.
         """

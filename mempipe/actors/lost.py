@@ -1,9 +1,9 @@
-"""Which errors say that a part of the infrastructure was lost, so that another start may do better, and how a person is
-told of them in one line.
+"""Which errors say that a part of the infrastructure was lost, so that another start may do better, and the line that
+reports them.
 
 Ray raises one kind for every way in which an actor, a worker, a node or an object can go; Ray Data wraps them once or
-twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in code of the user's own) would
-come again after a restart, and is none of these.
+twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in user-defined code) would
+occur again after a restart, and is not one of these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LOST_IN_RAY = (
 _NAMES = "|".join(kind.__name__ for kind in (ActorDiedError, ActorUnavailableError, *LOST_IN_RAY))
 _RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b|^ValueError: Failed to look up actor", re.MULTILINE)
 _CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
-"""The line of a traceback that says what was raised. What Ray Data adds below it is advice about its own retries."""
+"""The line of a traceback that names the exception. What Ray Data adds below it is advice about its own retries."""
 
 _CLASS = re.compile(r"^\s+class_name: (\w+)$", re.MULTILINE)
 

@@ -26,8 +26,8 @@ def held_gib(*, children: bool = True) -> float:
 
 
 def memory_metrics(roles: Mapping[str, Iterable[Handle]]) -> dict[str, float]:
-    """Returns what the largest actor of every role holds, and the calling process. A role without an answer is left
-    out: a gauge ends no run."""
+    """Returns what the largest actor of every role holds, and the calling process. A role without an answer is skipped:
+    a missing measurement must not end a run."""
     asked = {
         role: [actor.__ray_call__.remote(lambda _: held_gib()) for actor in actors] for role, actors in roles.items()
     }

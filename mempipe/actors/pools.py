@@ -22,7 +22,9 @@ from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.types import Completion, SearchResult
 
-REST_S = 30.0  # for which calls go elsewhere after a replica died or failed, if there is another
+REST_S = 30.0
+"""Cool-down: a replica that died or failed gets no calls for this long while another one is available. Longer than the
+restart of one actor (4 to 10 s seen on two cores)."""
 
 
 class RoleUnavailable(InfrastructureFault):

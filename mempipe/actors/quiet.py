@@ -17,7 +17,8 @@ _NOTES = ("so the task will be retried", "A worker died or was killed while exec
 
 
 def quiet_loggers() -> None:
-    """For the loggers of Python code; before `ray.init`. What goes wrong is raised where it is waited for."""
+    """Raises the level of Ray's console loggers. Call before `ray.init`. Errors stay visible: they are raised where
+    their result is fetched."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     for handler in logging.getLogger("ray.data").handlers:
         # Ray's own console only: other people's handlers may hang there too.
@@ -29,12 +30,12 @@ def quiet_loggers() -> None:
 def quiet_retries() -> None:
     """Keeps out of the terminal that a worker died and that Ray will try its task again; Ray's log files have it.
 
-    It says so for every group in flight when a stream is closed, as at the end of a run that replaces groups without
-    signal, and `log_to_driver` is about other lines. What is lost in earnest is said by the run itself.
+    Ray prints these lines for every unfinished group when a stream is closed early; `log_to_driver=False` does not
+    cover them. Real losses are reported by mempipe.
     """
     from ray._private import worker
 
-    show = worker.print_to_stdstream
+    show = worker.print_to_stdstream  # private: tried with Ray 2.60, whose version is pinned; AttributeError without it
 
     def show_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if lines := [line for line in data["lines"] if not any(note in line for note in _NOTES)]:
@@ -44,8 +45,8 @@ def quiet_retries() -> None:
 
 
 def take_note_of_pool_arguments() -> None:
-    """Makes Ray give its note that restartable actors have arguments in the object store, while nobody listens; it does
-    so once per process.
+    """Triggers, with stderr redirected, Ray's warning about restartable actors with arguments in the object store; it
+    does so once per process.
 
     Otherwise every Ray Data actor pool prints it as an error (ray-project/ray issue 57733), and no setting silences it.
     The actor that causes the note asks for a resource that no node has, so it never starts.

@@ -1,6 +1,6 @@
 """Runs commands as trials of Ray Tune: side by side, again where one died, on whichever node has room.
 
-A trial is a process of its own, and with it a driver and a namespace of its own on the same cluster: a training or an
+A trial is a separate process with its own Ray driver and namespace on the same cluster: a training or an
 evaluation reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial asks Tune for next
 to nothing, since what a placement group of Tune's held could not be given to the actors of the process inside.
 """
@@ -52,7 +52,7 @@ def run_trials(
 ) -> dict[str, str]:
     """Runs all trials on the connected cluster; returns why each failed one failed, by its name.
 
-    They are a part of `num_in_all` trials of which `num_over` are over, and are counted so on the terminal.
+    They are a part of `num_in_all` trials; `num_over` of these have ended. The terminal shows this count.
     `folder` is where Tune keeps its own records; it is emptied. A trial that ends with an error, or is killed, starts
     again up to `max_failures` times; one whose input cannot work does not.
     """

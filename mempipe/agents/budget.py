@@ -14,8 +14,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from mempipe.settings import Section
 
 MEMORY_TAG_TOKENS = 64
-"""Room beside the memory in a memory message, for its tags, a stop token and a few words, where the message's limit
-is not set.
+"""Tokens of a memory message in addition to the memory: its tags, a stop token and a few words. Used if the message's
+limit is not set. 64 was not tuned; the tags of the built-in prompt sets take fewer.
 """
 
 
@@ -23,7 +23,7 @@ class Budget(Section):
     """The limits that every agent has."""
 
     question_tokens: int = Field(695, ge=1)
-    """Longer questions are refused when the data is read (MemSearcher: 695)."""
+    """Longer questions are refused when the data is read (MemSearcher: 695, the rest of its context of 8192)."""
     action_tokens: int = Field(1024, ge=1)
     """Sampled tokens of a message that acts or answers (its thought included), stop token included."""
     context_tokens: int = Field(8192, ge=8)
@@ -35,7 +35,7 @@ class Budget(Section):
 
     @property
     def memory_limit(self) -> int | None:
-        """The most tokens that go from one context to the next beside the question; None where the whole
+        """The most tokens, besides the question, that are carried from one context to the next; None where the whole
         history goes.
         """
         return None
@@ -73,7 +73,7 @@ class MemoryBudget(Budget):
     @classmethod
     def _no_choice_twice(cls, choices: list[int]) -> list[int]:
         if len(set(choices)) < len(choices):
-            raise ValueError(f"budget.memory_choices is {choices}; every limit stands in it once")
+            raise ValueError(f"budget.memory_choices is {choices}; every limit occurs in it once")
         return choices
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """What a model's chat template puts around the messages of a context, taken from renderings of the template itself.
 
-The template is rendered with marks in place of the messages. What stands between the marks is trusted text, and tells
-where a message ends and who speaks next: by special tokens, or by plain text (`[/INST]`, `<|assistant|>`,
-`### Response:`). Plain text could be written by anyone, so it is broken in untrusted text as special tokens are.
+The template is rendered with marks in place of the messages. The text between the marks is trusted. It says where a
+message ends and who speaks next: by special tokens, or by plain text (`[/INST]`, `<|assistant|>`, `### Response:`).
+Plain text could be written by anyone, so it is broken in untrusted text as special tokens are.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def closing_id(tokenizer: Tokenizer, after_action: str) -> int:
 
 
 def role_marks(tokenizer: Tokenizer, *, tags: Sequence[str]) -> RoleMarks:
-    """Returns the marks of the template that are no protocol tags.
+    """Returns the marks of the template that are not protocol tags.
 
     Plain text is a mark when it is in brackets with a letter between them, or when it opens a message with a character
-    that no sentence has, as `### Response:` does. Words alone are no mark: they would have to be broken in ordinary
+    that no sentence has, as `### Response:` does. Words alone are not a mark: they would have to be broken in ordinary
     text. Where words are guarded by a special token (`<|im_start|>user`) nobody can forge them. Raises ConfigError for
     a template that has words alone between a user's message and the assistant's.
     """
@@ -91,7 +91,7 @@ def role_marks(tokenizer: Tokenizer, *, tags: Sequence[str]) -> RoleMarks:
     special = re.compile("|".join(sorted(map(re.escape, tokenizer.special_tokens), key=len, reverse=True)) or r"(?!)")
     no_marks = {form for tag in (*tags, "think") for form in (f"<{tag}>", f"</{tag}>")}
     texts = [mark for gap in between for mark in _text_marks(gap, special)]
-    # Before the first message stands its opening, which may follow a preamble of the template's.
+    # The opening of the first message precedes it, possibly after a preamble of the template.
     opening = before.rstrip().rpartition("\n")[2]
     texts += [mark for mark in _text_marks(opening, special) if texts]
     texts = [mark for mark in dict.fromkeys(texts) if mark.lower() not in no_marks]
@@ -108,7 +108,7 @@ def role_marks(tokenizer: Tokenizer, *, tags: Sequence[str]) -> RoleMarks:
 
 
 def _text_marks(gap: str, special: re.Pattern[str]) -> Iterator[str]:
-    """Yields the marks in plain text of what stands between two messages."""
+    """Yields the plain-text marks of the text between two messages."""
     parts = special.split(gap)
     for part in parts:
         yield from _BRACKETED.findall(part)
@@ -139,7 +139,7 @@ def _shows_system(tokenizer: Tokenizer) -> bool:
 def _split_at(mark: str, text: str) -> tuple[str, str]:
     if text.count(mark) != 1:
         raise ConfigError(
-            f"the chat template repeats or skips a message: its text stands {text.count(mark)} times in the rendering"
+            f"the chat template repeats or skips a message: its text occurs {text.count(mark)} times in the rendering"
         )
     before, _, after = text.partition(mark)
     return before, after

@@ -16,7 +16,7 @@ class CompatConfig(Section):
     """The flags that a preset sets, as that code behaves."""
 
     preset: str = "none"
-    """Sets the flags below as that code behaves; a flag that is named beside it wins."""
+    """Sets the flags below as that code behaves; a flag in the config overrides the preset."""
     question_mark: bool = False
     """Add "?" to a question that does not end in one."""
 

@@ -1,7 +1,7 @@
 """MEM1 (arXiv 2506.15841): an agent whose memory is its own last message, thought and query together.
 
 The policy reads one user prompt and then an assistant message that continues after every observation. Each turn is a
-context of its own that holds exactly what the policy saw when it sampled: the prompt, the last message, its
+separate context with exactly the text that the policy saw when it sampled: the prompt, the last message, its
 observation, and the new message. Older turns are gone. The last message was trained on in the context before; here it
 is injected.
 """

@@ -1,7 +1,7 @@
 """MemAgent (arXiv 2507.02259): an agent that reads a text of any length chunk by chunk and keeps a bounded memory of
 it.
 
-Every chunk is a context of its own: question, memory and chunk, then the sampled reply, which as a whole is the next
+Every chunk is a separate context: question, memory and chunk, then the sampled reply, which as a whole is the next
 memory. The last context holds question and memory only and is answered in a box. Every chunk is read, nothing is
 searched, and nothing ends the reading early.
 """
@@ -40,7 +40,7 @@ class MemAgentConfig(AgentConfig):
     """MemAgent reads a long text chunk by chunk and carries the question and a memory."""
 
     chunk_first: bool = False
-    """The chunk stands before the memory, so that attempts of a group share it in the prefix cache. Off, as
+    """The chunk precedes the memory, so that attempts of a group share it in the prefix cache. Off, as
     published."""
     compat: MemAgentCompat = MemAgentCompat()
 

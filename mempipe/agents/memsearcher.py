@@ -1,7 +1,7 @@
 """MemSearcher (arXiv 2511.02805): an agent that searches turn by turn and carries nothing but the question and a
 bounded memory.
 
-Every turn is a context of its own: the prompt, the sampled action and, when the action searches, the injected
+Every turn is a separate context: the prompt, the sampled action and, when the action searches, the injected
 observation and the sampled memory message. The same code serves training, evaluation and serving; only `generate` and
 `search` differ.
 """
@@ -61,7 +61,7 @@ class MemSearcherConfig(AgentConfig):
     tool_name: str = "wikipedia_search"
     """Name of the search function."""
     tools: list[str] = []
-    """Tools of your own beside search, MODULE:NAME each; see docs/extending.md."""
+    """Your own tools in addition to search, MODULE:NAME each; see docs/extending.md."""
     compat: MemSearcherCompat = MemSearcherCompat()
 
 

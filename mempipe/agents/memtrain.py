@@ -33,12 +33,12 @@ class MemTrainConfig(MemAgentConfig):
     """MemTrain reads as MemAgent does, and recalls."""
 
     mask: str = Field("[MASK]", min_length=1)
-    """What stands for the hidden entity in the documents (`mask` of `mempipe data memtrain`). No chunk ends inside
+    """The mask of the entity in the documents (`mask` of `mempipe data memtrain`). No chunk ends inside
     it."""
     num_recalls: int = Field(8, ge=0)
     """Recall samples of every attempt (G2 in the paper); 0: reconstruction only."""
     recall_last_step: bool = True
-    """Let a recall ask for the memory after the last chunk too; the paper does not say whether it may."""
+    """Let a recall ask for the memory after the last chunk too; the paper leaves this open."""
 
     @property
     def side_contexts(self) -> int:
@@ -149,7 +149,7 @@ class MemTrainRenderer(MemAgentRenderer):
     def _find_askable(
         self, text: str, targets: Sequence[tuple[str, ...]], answers: Sequence[str]
     ) -> list[list[tuple[str, ...]]]:
-        """Returns the targets that stand in each chunk, without the document's own answer."""
+        """Returns the targets that occur in each chunk, without the document's own answer."""
         folded = set(map(str.casefold, answers))
         others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
         patterns = [(target, surface_pattern(target)) for target in others]
@@ -227,7 +227,7 @@ def make_renderer(
 
 
 def hide(text: str, forms: Sequence[str]) -> str:
-    """Returns the text with [TARGET] for every form of an entity that stands in it as whole words, in any case."""
+    """Returns the text with [TARGET] for every form of an entity that occurs in it as whole words, in any case."""
     return surface_pattern(tuple(forms)).sub(TARGET, text)
 
 

@@ -34,7 +34,7 @@ ANSWER_OPEN = BOX + "{"
 """What the policy writes before its answer (key `answer_open`), where a prompt set says nothing else; the information
 gain of a memory puts the golden answer after it."""
 REPEATABLE = "passage"
-"""The key whose slots may stand in it more than once."""
+"""The key whose slots may occur in it more than once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class PromptSet:
     """The base of every agent's prompt set: one text per key. Raises ConfigError for a text with wrong slots."""
 
     REQUIRED: ClassVar[dict[str, set[str]]] = {}
-    """Slots that the text of a key must hold, beside those of `OF_ALL`."""
+    """Slots that the text of a key must hold, in addition to those of `OF_ALL`."""
     OPTIONAL: ClassVar[dict[str, set[str]]] = {}
     OF_ALL: ClassVar[dict[str, set[str]]] = {"instructions": {"question", "instructions"}}
 
     instructions: str = ""
-    """What stands in place of the question where whoever asks it gives instructions; "": they cannot be read."""
+    """The text that replaces the question if the caller gives instructions; "": they cannot be read."""
 
     def __post_init__(self) -> None:
         for key in self.names():
@@ -72,7 +72,7 @@ class PromptSet:
 
     @classmethod
     def optional_names(cls) -> set[str]:
-        """Returns the keys that a file may leave out."""
+        """Returns the keys that a file may omit."""
         return {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
 
 
@@ -80,8 +80,8 @@ P = TypeVar("P", bound=PromptSet)
 
 
 def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None) -> P:
-    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. With `memory`
-    its limit stands where a text says {memory_tokens}.
+    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. With
+    `memory`, its limit replaces {memory_tokens} in the texts.
 
     Raises ConfigError, also when the limit changes from group to group and no text states it.
     """

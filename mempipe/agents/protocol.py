@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_template(self, text: str) -> list[int]:
-        """Encodes trusted text; special tokens in it become their ids. Adds nothing of its own (no BOS)."""
+        """Encodes trusted text; special tokens in it become their ids. Adds no token (no BOS)."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -90,7 +90,7 @@ class Action:
 
 
 def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> Action:
-    """Parses MemSearcher's message `text`, its pre-filled start included. A call beside an answer wins."""
+    """Parses MemSearcher's message `text`, its pre-filled start included. If a message has both, the call wins."""
     try:
         calls = [tools.parse(call) for call in tool_call_texts(text)]
     except InvalidCall:
@@ -104,7 +104,7 @@ def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> 
 
 
 def without_blocks(text: str, tag: str) -> str:
-    """Returns the text without what stands from an opening tag to the next closing one, tags included."""
+    """Returns the text without the parts from an opening tag to the next closing one, tags included."""
     pieces: list[str] = []
     place = 0
     for start, end in _spans(text, tag):
@@ -135,8 +135,8 @@ def parse_answer(
 
 
 def last_stated(text: str) -> str | None:
-    """Returns what follows the last "the answer is", without the marks around it; None when nothing follows it or it
-    stands nowhere.
+    """Returns what follows the last "the answer is", without the marks around it; None if nothing follows it or it does
+    not occur.
     """
     _, found, rest = text.rpartition("the answer is")
     return (rest.strip(" \n*.:") or None) if found else None
@@ -169,7 +169,7 @@ def _blocks(text: str, tag: str) -> list[str]:
 
 
 def _tags_pair(text: str, tag: str) -> bool:
-    """Returns whether there are as many openings as closings, and the n-th opening stands before the n-th closing."""
+    """Returns whether there are as many openings as closings, and the n-th opening precedes the n-th closing."""
     openings = [match.start() for match in re.finditer(f"<{tag}>", text)]
     closings = [match.start() for match in re.finditer(f"</{tag}>", text)]
     return len(openings) == len(closings) and all(start < end for start, end in zip(openings, closings, strict=True))

@@ -2,8 +2,8 @@
 memory are compared with it.
 
 The policy reads one user prompt and then writes an assistant message that continues after every observation until it
-answers. After a message that neither searches nor answers, the policy is told so and the trajectory continues. When
-another turn would not fit the context the trajectory ends; nothing is ever cut off on the left.
+answers. After a message that neither searches nor answers, the policy reads that it did neither, and the trajectory
+continues. When another turn would not fit the context the trajectory ends; nothing is ever cut off on the left.
 """
 
 from __future__ import annotations

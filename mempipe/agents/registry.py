@@ -1,4 +1,4 @@
-"""The table of agents: everything that the rest of the system must know about an agent stands in its `AgentSpec`.
+"""The table of agents: everything that the rest of the system must know about an agent is in its `AgentSpec`.
 
 A new agent is its file, its prompts and one row of `BUILT_IN`. An agent of your own needs no row: `agent.name` is then
 the name of its module, which holds an `AgentSpec` called `AGENT`.
@@ -50,7 +50,7 @@ class AgentSpec:
     grows: bool = False
     """Carries its whole history in one context, so that every message it samples is a turn."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end a message, beside the model's stop tokens: what an engine samples after them would be dropped."""
+    """Texts that end a message, in addition to the model's stop tokens. Tokens after them would be dropped."""
     thought: Callable[[str], str] = str.strip
     """The thought in the text of a turn's action, for transcripts."""
     reward: Mapping[str, Any] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 The template's text (`mempipe.agents.chat_frame`) and the prompt set's own words are trusted and encoded once, special
 tokens included. What goes into the slots is neutralised and encoded as plain text, piece by piece. So special tokens
-and the template's role marks come from the template only, and every part of a context has a length of its own. Each
-agent's file has a renderer of its own.
+and the template's role marks come from the template only, and every part of a context has a separate length. Each
+agent's file has its own renderer.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Renderer(Generic[B]):
         return self._instructed is not None
 
     def instructed(self, instructions: str) -> Self:
-        """Returns a renderer that puts `instructions` beside every question, which leaves the question less room. Only
-        for one that `takes_instructions`.
+        """Returns a renderer that adds `instructions` to every question, which leaves fewer tokens for the question.
+        Only for one that `takes_instructions`.
         """
         assert self._instructed is not None, "the prompt set has no text `instructions`"
         changed = copy.copy(self)
@@ -178,7 +178,7 @@ class SearchRenderer(Renderer[S]):
             if self._neutralize(text) != text:
                 raise ConfigError(
                     f"prompts.{key} is {text!r}: passages are plain text, no special token, protocol tag or role mark "
-                    "of the chat template may stand in it"
+                    "of the chat template may occur in it"
                 )
         self._passage, self._separator = split_slots(passage), separator
 
@@ -195,7 +195,7 @@ class SearchRenderer(Renderer[S]):
         shown = ""
         for text in texts:
             text = self._separator + text if pieces else text
-            # Two texts may write a tag or a role mark together, where nothing stands between them.
+            # Two adjacent texts may form a tag or a role mark together.
             joined = shown + self._neutralize(text)
             if self._neutralize(joined) != joined:
                 text = "\n" + text
@@ -234,7 +234,7 @@ def alternate(literals: Sequence[list[int]], filled: Sequence[list[int]]) -> lis
 
 
 def fit_passages(results: Sequence[list[list[int]]], *, room: int) -> list[list[int]]:
-    """Returns what is shown of each call's passages. The best ones of all calls come first, whole as long as they fit;
+    """Returns the shown text of each call's passages. The best ones of all calls come first, whole as long as they fit;
     then a part of one.
     """
     shown: list[list[int]] = [[] for _ in results]

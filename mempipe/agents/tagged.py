@@ -49,7 +49,7 @@ class TaggedMessage:
     text: str
     query: str | None = None
     answer: str | None = None
-    fault: EndReason | None = None  # why it is no action
+    fault: EndReason | None = None  # why it is not an action
     breaks_roles: bool = False  # it holds a role mark of the chat template
 
 
@@ -150,8 +150,8 @@ class TaggedAgent(Agent[T]):
     def _take_in(self, turn: Turn, completion: Completion, message: TaggedMessage, *, ends: bool) -> None:
         """Adds the tokens of the message to the turn.
 
-        The stop token is added only when the trajectory `ends` with this message and the message is no search: in every
-        other case the assistant message continues, and the stop token is dropped.
+        The stop token is added only when the trajectory `ends` with this message and the message is not a search: in
+        every other case the assistant message continues, and the stop token is dropped.
         """
         whole = len(without_stop(completion.token_ids, self.renderer)) == len(message.token_ids)
         stopped = ends and whole and message.query is None
@@ -159,7 +159,5 @@ class TaggedAgent(Agent[T]):
 
 
 def tagged_thought(action: str) -> str:
-    """Returns the thoughts in an assistant message whose queries and answers are tagged; observations are
-    no thoughts.
-    """
+    """Returns the thoughts of an assistant message with tagged queries and answers; observations are not thoughts."""
     return thought_of(without_blocks(action, "information"), actions=("<search>", "<answer>"))

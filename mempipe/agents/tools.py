@@ -1,4 +1,4 @@
-"""The functions that a policy may call: the search function, and tools of the user's own.
+"""The functions that a policy may call: the search function, and user-defined tools.
 
 A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails
 for reasons of the infrastructure raises an `InfrastructureFault`, and its whole group is played again. What the policy
@@ -19,7 +19,7 @@ from mempipe.user_code import load_user_object, user_code
 
 
 class InvalidCall(ValueError):
-    """A tool call that cannot be made; the message says what is wrong with it."""
+    """A tool call that cannot be made; the message describes the fault."""
 
 
 class ToolSpec(Protocol):
@@ -38,7 +38,7 @@ class ToolSpec(Protocol):
 
 
 class Tool(ToolSpec, Protocol):
-    """A tool of your own (docs/extending.md)."""
+    """A user-defined tool (docs/extending.md)."""
 
     async def call(self, arguments: Any) -> list[str]:
         """Returns the texts that the policy reads, best first: they are fitted into budget.observation_tokens."""
@@ -138,7 +138,7 @@ class SearchTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """The tools of one agent: the search function first, if it searches, then those of your own, by name."""
+    """The tools of one agent: the search function first, if it searches, then the user-defined tools, by name."""
 
     search: SearchTool | None = None
     own: Mapping[str, Tool] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, 
     """Makes the tools that `agent.tools` names as MODULE:NAME, by the name that the policy calls; `taken` are other
     names.
 
-    Raises ConfigError for what cannot be imported, is no tool, or has a name that another tool has.
+    Raises ConfigError for a name that cannot be imported, that is not a tool, or that another tool has.
     """
     tools: dict[str, Tool] = {}
     for path in paths:

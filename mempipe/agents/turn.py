@@ -61,7 +61,7 @@ class Turn:
         self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), versions=[-1] * len(token_ids))
 
     def sample(self, completion: Completion, *, num_kept: int | None = None) -> None:
-        """Takes in what was sampled, or its first `num_kept` tokens."""
+        """Appends the sampled tokens, or the first `num_kept` of them."""
         if not self.num_prompt_tokens:
             self.num_prompt_tokens = len(self.token_ids)
         kept = completion.token_ids[:num_kept]

@@ -24,7 +24,7 @@ from mempipe.rl.packing import context_places
 class ContextLayout:
     """Says where the contexts of a packed row lie; made once per micro-batch, used by every layer.
 
-    `lengths` are the S context lengths. Of these tokens the first `shared_lengths` [S] stand in the row once, with the
+    `lengths` are the S context lengths. The first `shared_lengths` [S] of these tokens are in the row once, with the
     context before; without sharing the lengths sum to T.
     """
 
@@ -70,6 +70,7 @@ class ContextLayout:
         """
         buckets: list[tuple[int, int]] = []
         for length in sorted(self.lengths, reverse=True):
+            # Padding against kernel calls: a bucket wastes at most an eighth of its tokens, or 4 in short contexts.
             if buckets and length >= buckets[-1][1] - max(4, buckets[-1][1] // 8):
                 buckets[-1] = (buckets[-1][0] + 1, buckets[-1][1])
             else:

@@ -1,5 +1,4 @@
-"""Checkpoints that exist atomically: what is in one, which are there, and whether they are still what was
-written.
+"""Checkpoints that exist atomically: their content, the list of them, and the check that they are unchanged.
 
 A checkpoint is a folder `step-00000012`: the tensors (`mempipe.engines.sharded_checkpoint`), `state.json` and
 `manifest.json` with the sha256 of every other file. Nothing here imports torch.
@@ -43,7 +42,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Holds what a checkpoint keeps beside tensors (`state.json`)."""
+    """The part of a checkpoint besides tensors (`state.json`)."""
 
     num_updates_done: int
     """Optimiser updates, which the schedule of the learning rate counts."""
@@ -107,7 +106,7 @@ def _verify(path: Path, rank: int, num_ranks: int) -> None:
             for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not what was written") from error
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} differs from the written content") from error
     written = {file.name for file in path.iterdir() if file.suffix == ".distcp" or file.name in (STATE, ".metadata")}
     if unknown := sorted(written - files.keys()):
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} lacks {', '.join(unknown)}")

@@ -39,13 +39,13 @@ class ModelConfig(Section):
         if self.lora_merge and self.dtype != "float32":
             raise ValueError(
                 f"model.lora_merge is true and model.dtype {self.dtype}, in which merged weights lose small updates; "
-                "set model.dtype to float32, or lora_merge to false: engines then serve the adapter beside its base"
+                "set model.dtype to float32, or lora_merge to false: engines then serve adapter and base separately"
             )
         return self
 
     @property
     def serves_adapter(self) -> bool:
-        """Returns whether engines hold the adapter beside its base, so that a sync sends the adapter only."""
+        """Returns whether engines hold adapter and base separately, so that a sync sends the adapter only."""
         return self.lora_rank > 0 and not self.lora_merge
 
 
@@ -64,7 +64,9 @@ class SamplingConfig(Section):
 
 
 CANARY_TOLERANCE = {"float32": 0.001, "bfloat16": 0.05}
-"""What `generation.canary_tolerance` is where it is not set, by model.dtype."""
+"""Default of `generation.canary_tolerance` by model.dtype. float32: ten times the largest difference seen between
+engine and learner (1e-4, SmolLM2). bfloat16: assumed. Checksums find wrong weights; the canary finds wrong
+computation."""
 
 
 class GenerationConfig(Section):
@@ -85,10 +87,10 @@ class GenerationConfig(Section):
     num_threads: int = Field(1, ge=1)
     """CPU threads of one engine without a GPU."""
     engine_process: Literal["auto", "own", "shared"] = "auto"
-    """Where an engine computes: in a process of its own, or shared with the actor that calls it, which starts in half
-    the CPU time, takes less memory and answers short calls with less work. auto: shared without a GPU and with
-    tensor_parallel 1, else own. On a GPU shared has not been measured yet; there a process of its own prepares and
-    reads requests while the engine's computes."""
+    """Where an engine computes: in a separate process (own), or in that of the actor that calls it (shared). The latter
+    starts in half the CPU time, takes less memory and answers short calls with less work. auto: shared without a GPU
+    and with tensor_parallel 1, else own. On a GPU shared has not been measured yet; there a process of its own prepares
+    and reads requests while the engine's computes."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     updates_in_flight: bool = False
@@ -104,7 +106,7 @@ class GenerationConfig(Section):
         if self.engine_process == "shared" and self.tensor_parallel > 1:
             raise ValueError(
                 f"generation.engine_process is shared and generation.tensor_parallel {self.tensor_parallel}; several "
-                "workers need processes of their own: set engine_process to auto or own"
+                "workers need separate processes: set engine_process to auto or own"
             )
         return self
 
@@ -123,7 +125,7 @@ class EndpointConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, retries included."""
     max_concurrency: int = Field(64, ge=1)
-    """Requests under way at the same time, per process that asks."""
+    """Requests in flight, per calling process."""
 
     @model_validator(mode="after")
     def _is_address(self) -> EndpointConfig:
@@ -177,7 +179,7 @@ class ReferenceConfig(Section):
     """The frozen model of the KL term; with LoRA the learner itself holds it."""
 
     num_replicas: int = Field(1, ge=1)
-    """Actors that score finished groups, each with all weights, on a GPU of its own or on one of the learner's."""
+    """Actors that score finished groups, each with all weights, on a separate GPU or on one of the learner's."""
 
 
 class CheckpointConfig(Section):
@@ -188,7 +190,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Checkpoints that are kept, the newest ones."""
     export_every_steps: int = Field(0, ge=0)
-    """Learner steps between two models that the run exports to exports/ in its folder, all of which are kept; 0: only
+    """Learner steps between two models that the run exports to exports/ in its folder; all are kept; 0: only
     the last one, to huggingface/."""
     best_on: Literal["", "em", "f1", "reward"] = ""
     """What validation has to improve for the model to be exported to best/, in the place of the one before; empty:

@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class Endpoint:
-    """One client. Any number of calls may be in flight, of which `config.max_concurrency` are with the server."""
+    """One client. Any number of calls may be in flight; at most `config.max_concurrency` are sent to the server."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Endpoint:
         try:
             value = answer.json()
         except ValueError as error:
-            raise ServiceFault(f"{self._config.url}/{path} answered what is not JSON: {error}") from error
+            raise ServiceFault(f"{self._config.url}/{path} answered with text that is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise ServiceFault(f"{self._config.url}/{path} answered with {type(value).__name__}; expected an object")
         return value

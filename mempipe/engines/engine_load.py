@@ -22,7 +22,7 @@ class EngineLoad:
     cached_tokens: int = 0
     """Of the prompt tokens those that the prefix cache held."""
     drain_seconds: float = 0.0
-    """For which new weights waited until the completions in flight had finished."""
+    """Seconds that the last weight update waited for running completions."""
     load_seconds: float = 0.0
     """From then on until the weights were served."""
 
@@ -38,7 +38,7 @@ class EngineLoad:
 
 
 def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
-    """Returns what is logged of all engines: the largest value of any, means over all their steps and prompt tokens."""
+    """Returns the metrics of all engines: the largest value of any, means over all their steps and prompt tokens."""
     metrics = {
         "engine/waiting_max": float(max(load.most_waiting for load in loads)),
         "engine/kv_cache_use_max": max(load.most_cache_use for load in loads),

@@ -3,9 +3,9 @@ runs.
 
 Ids in, ids out: the engine has no tokenizer, unless it is to stop at texts, and stops only at what the caller names.
 Every completion is sampled by one version of the weights: `load_weights` lets the completions in flight finish, holds
-back new ones, and empties the prefix cache. With `generation.updates_in_flight` those under way stand still instead and
-continue under the new weights, from a cache that is computed again; every token knows its version. Faults raise
-(`EngineFault`); they are never a completion (promise 8).
+back new ones, and empties the prefix cache. With `generation.updates_in_flight` running completions pause instead and
+continue under the new weights, from a recomputed cache; every token knows its version. Faults raise (`EngineFault`);
+they are never a completion (promise 8).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Generator:
         """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
 
         A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer
-        (the model's), since it must read along.
-        With `reproducible` on CPUs no completion depends on those beside it: the same request with the same seed gives
-        the same tokens and log-probs to the last bit. It samples more slowly.
+        (the model's), since it must read along. With `reproducible` on CPUs no completion depends on the others of its
+        batch: the same request with the same seed gives the same tokens and log-probs to the last bit. It samples more
+        slowly.
         """
         self.max_model_len = max_model_len
         self.policy_version = 0
@@ -192,7 +192,7 @@ class Generator:
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
-        Completions under way finish first, under the old ones, or continue afterwards (`updates_in_flight`). `weights`
+        Running completions finish first, under the old ones, or continue afterwards (`updates_in_flight`). `weights`
         is a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
         store; those of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the
         phase; then completions that stood still raise it too.
@@ -320,7 +320,7 @@ class Generator:
 
     @contextlib.asynccontextmanager
     async def _entered(self) -> AsyncIterator[Engine]:
-        """Counts one completion as under way, once no weights are being replaced."""
+        """Counts one completion as running, once no weights are being replaced."""
         await self._open.wait()
         engine = self._live()
         if self._transfer_failure is not None:
@@ -362,7 +362,7 @@ class Generator:
     async def _call(self, phase: str, call: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """Returns the result of one control call.
 
-        vLLM leaves such calls waiting for ever when the engine dies, so its death is waited for beside them.
+        vLLM leaves such calls waiting for ever when the engine dies, so the engine's death is awaited at the same time.
         """
         engine = self._live()
         task = asyncio.ensure_future(call(engine))

@@ -79,7 +79,7 @@ class Learner:
             torch.set_num_threads(learner.num_threads)
         torch.manual_seed(settings.seed + rank)
 
-        mesh = None
+        mesh = None  # one rank with a 16-bit dtype needs one too: FSDP2's mixed precision works on a mesh only
         if world_size > 1 or self.dtype != torch.float32:
             _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
             mesh = init_device_mesh(self._device.type, (world_size,))
@@ -139,7 +139,7 @@ class Learner:
     def forward_backward(self, micro_batch: MicroBatch, *, old_logprobs: Tensor | None = None) -> dict[str, float]:
         """Adds the gradient of one micro-batch; returns its metric sums (`mempipe.rl.losses`).
 
-        `old_logprobs` [N] are the learner's own, where they stand in for the sampler's as the ratio's denominator.
+        `old_logprobs` [N]: recomputed by the learner; replaces the sampler's log-probs as the denominator of the ratio.
         """
         if self._fill_reference:
             micro_batch = replace(micro_batch, ref_logprobs=self.reference_logprobs(micro_batch))
@@ -418,7 +418,7 @@ def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[st
 
 
 def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns what is logged of one update, from every rank's report."""
+    """Returns the metrics of one update, from every rank's report."""
     counts = merge_metrics(report["counts"] for report in ranks)
     seconds = max(report["seconds"] for report in ranks)
     means = mean_metrics(merge_metrics(report["sums"] for report in ranks))

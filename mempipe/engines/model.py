@@ -65,7 +65,7 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids` [T].
 
-        The token before each stands at `source_positions` [N]. Both results are of the distribution that is sampled
+        The token before each is at `source_positions` [N]. Both results are of the distribution that is sampled
         from: logits / temperature. The entropy carries a gradient with `entropy_gradient` only.
         """
         backbone = cast(nn.Module, self.lm.base_model)

@@ -43,7 +43,7 @@ _NUM_NEW_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedModel:
-    """Holds what was imported. `reply` is the greedy answer to a question that is always the same."""
+    """The result of an import. `reply` is the greedy answer to a question that is always the same."""
 
     folder: Path
     source: Path
@@ -99,7 +99,7 @@ def _import(file: Path, facts: _Facts, target: Path, dtype: str) -> ImportedMode
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' notes and progress bars away, which would stand in the middle of ours."""
+    """Suppresses transformers' notes and progress bars, which would interrupt ours."""
     import transformers.modeling_gguf_pytorch_utils as gguf_utils
 
     verbosity, shown, bar = (

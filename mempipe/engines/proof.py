@@ -59,7 +59,7 @@ def check_held(held: HeldWeights, learner: Mapping[str, int], *, engine: str, ve
     """Raises StaleWeights when `engine` does not hold the weights of the learner, whose checksums are given, as
     `version`; it names the first tensor.
 
-    An engine whose names of tensors are no joined names of the checkpoint's is judged by the sum over all tensors.
+    If the engine's tensor names cannot be derived from the checkpoint's, only the sum over all tensors is compared.
     """
     if held.version != version:
         raise StaleWeights(f"{engine} serves weights of version {held.version}, the learner sent {version}")
@@ -138,8 +138,8 @@ def check_engines(
 ) -> CanaryGap:
     """The largest gap of any engine, by its name, to the learner's `checksums` and canary `scores`.
 
-    Two questions are told apart: whether the weights arrived, which is exact, and whether both sides compute the same
-    with them, which is up to rounding. Raises StaleWeights for the first, CanaryFailed for the second.
+    There are two checks: the weights arrived (exact), and both sides compute the same with them (up to rounding).
+    Raises StaleWeights for the first, CanaryFailed for the second.
     """
     gaps = []
     for engine, proof in proofs.items():

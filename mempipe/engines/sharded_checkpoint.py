@@ -1,6 +1,6 @@
 """The tensors of checkpoints, written and read by all ranks together.
 
-They are written with torch.distributed.checkpoint, every rank its shards, to a hidden folder beside the checkpoint's;
+They are written with torch.distributed.checkpoint, every rank its shards, to a hidden folder next to the checkpoint's;
 every file is hashed by the rank that wrote it and synced to disk, and the folder is renamed. Any number of ranks reads
 them. With several ranks all of them call together, on a file system that all of them see.
 """
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, while the tensors continue changing.
 
-    With several ranks each has one, made by all together: the ranks talk in a process group of their own, so that
+    With several ranks each has one, made by all together: the ranks use a separate process group, so that
     writing and training do not take each other's messages.
     """
 

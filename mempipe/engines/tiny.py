@@ -51,6 +51,9 @@ PREVIOUS_BIAS = 8.0
 MATCH_SCALE = 2.0
 WRITE_SCALE = 0.3
 SLOW_ANGLE = 0.02  # radians per position
+"""Strengths of the induction circuit in the first weights (`PREVIOUS_BIAS`: attention to the token before;
+`MATCH_SCALE`: to an earlier equal token; `WRITE_SCALE`: of the copied token; `SLOW_ANGLE`: rotary frequencies that are
+compared). Chosen by hand, not derived: with the circuit, copying forms in tens of training steps."""
 
 
 def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
@@ -121,8 +124,8 @@ def _plant_copying(model: Qwen2ForCausalLM) -> None:
 
     A model this small finds copying by itself only after hundreds of steps, or never, depending on the seed; from here
     it takes tens. Layer 0 attends to the previous token and notes it in the residual stream, turned by `frame` so that
-    it is not taken for the token itself. Layer 1 looks for notes of the current token and copies the token they stand
-    at. Both are ordinary weights, trained on.
+    it is not taken for the token itself. Layer 1 looks for notes of the current token and copies the token at their
+    position. Both are ordinary weights, trained on.
     """
     config = model.config
     size, dim = config.hidden_size, config.hidden_size // config.num_attention_heads

@@ -62,8 +62,8 @@ def _stop_token_ids(file: Path) -> list[int]:
 
 
 class HFTokenizer:
-    """A fast Hugging Face tokenizer. `stop_token_ids` are the model's own, beside the tokenizer's end-of-sequence
-    token.
+    """A fast Hugging Face tokenizer. `stop_token_ids` are the model's own, in addition to the tokenizer's
+    end-of-sequence token.
 
     Raises ConfigError when there is no chat template or no stop token.
     """

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, which ends with the process that started it."""
+"""A vLLM engine in a separate process, which ends with the process that started it."""
 
 from __future__ import annotations
 

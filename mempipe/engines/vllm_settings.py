@@ -51,7 +51,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "tensor_parallel_size": config.tensor_parallel,
-        # Inside a placement group vLLM would look for a bundle of its own for every worker.
+        # Inside a placement group vLLM would look for a separate bundle for every worker.
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
         "enforce_eager": config.enforce_eager or device == "cpu",
         "weight_transfer_config": {"backend": transfer},
@@ -135,7 +135,7 @@ def kept_log_targets() -> Iterator[None]:
 def step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateStatLoggerBase]:
     """Returns a logger class for vLLM that calls `listen` after every engine step.
 
-    It passes for vLLM's Prometheus logger, since beside any other kind vLLM starts its own, which counts far more.
+    It is a subclass of vLLM's Prometheus logger, because vLLM adds its own, costlier one to any other kind.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

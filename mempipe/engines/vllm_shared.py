@@ -1,8 +1,8 @@
 """A vLLM engine in the caller's own process, stepped by one thread.
 
 The event loop puts requests and calls into a queue, and the thread does them between two steps; results come back by
-`call_soon_threadsafe`, all of a step together. Against an engine in a process of its own this saves the process, its
-start and its memory, and the way of every request and result over a socket.
+`call_soon_threadsafe`, all of a step together. Compared with an engine in a separate process this saves the process,
+its start and its memory, and the transfer of every request and result over a socket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 END_WITHIN_S = 10.0
-"""A thread that is told to end first finishes its step. One that hangs is left alone after this time; it ends with the
+"""A thread that must end first finishes its step. One that hangs is left alone after this time; it ends with the
 process."""
 
 _OCCUPIED = threading.Lock()
@@ -69,8 +69,8 @@ class SharedEngine:
         """Loads the model. Raises what vLLM raises when it cannot, and EngineFault when the process has an engine."""
         if not _OCCUPIED.acquire(blocking=False):
             raise EngineFault(
-                "this process has an engine already; a second one needs generation.engine_process own, and so a "
-                "process of its own"
+                "this process has an engine already; a second one needs generation.engine_process own, that "
+                "is, a separate process"
             )
         atexit.register(self._end_thread)  # a thread that computes while the interpreter is taken down would crash it
         started: asyncio.Future[int] = self._expected()
@@ -278,7 +278,7 @@ def _build(settings: VllmSettings) -> LLMEngine:
             if not dist.is_initialized():  # vLLM would meet itself in a file in the temporary folder
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            # Without statistics of its own this class calls nobody who listens to steps; AsyncLLM does.
+            # Without its own statistics this class calls no step listener; AsyncLLM does.
             arguments: dict[str, Any] = settings.arguments | {"disable_log_stats": False}
             return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[step_listener(settings.listen)])
         finally:

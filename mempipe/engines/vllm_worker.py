@@ -64,7 +64,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Taken now: while vLLM reloads layer by layer, a tied head is a parameter of its own, which no file has.
+        # Taken now: while vLLM reloads layer by layer, a tied head is a separate parameter, which no file has.
         self._names = {name for name, _ in self.model.named_parameters()}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -125,7 +125,7 @@ class WorkerExtension:
         return {name: int(value) for name, value in sums.items()}
 
     def compute_rows_alone(self) -> None:
-        """From now on no token depends on the tokens that are computed beside it (`mempipe.engines.row_blocks`).
+        """From now on no token depends on the other tokens of its batch (`mempipe.engines.row_blocks`).
 
         Attention on CPUs needs nothing for that, with one thread: it takes every sequence on its own.
         """
@@ -201,9 +201,9 @@ def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Product:
 
     In bfloat16 a layer multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the
     learner computes logits in float32: to cast the head in every engine step takes a quarter of a small model's step.
-    The head's copy is made at the first call; an embedding that is no head never needs it. A processor without AVX-512
-    has no fast product of bfloat16 (torch's own takes two to seven times as long as float32): all layers have a float32
-    copy there.
+    The head's copy is made at the first call; an embedding that is not the head never needs it. A processor without
+    AVX-512 has no fast product of bfloat16 (torch's own takes two to seven times as long as float32): all layers have a
+    float32 copy there.
     """
     if weight.dtype != torch.bfloat16 or weight.ndim != 2:
         return F.linear

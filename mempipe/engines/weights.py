@@ -168,7 +168,7 @@ class GpuWeightSender:
         import torch
 
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # vLLM reads on streams of its own, which do not wait for the optimiser's
+            torch.cuda.synchronize()  # vLLM reads on its own streams, which do not wait for the optimiser's
         self._client.version = version
         self._engine.send_weights()
 

@@ -30,7 +30,7 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
         candidates = [benchmark.file]
     elif benchmark.name not in (*SEARCH_QA, RULER):
         known = ", ".join((*SEARCH_QA, RULER))
-        raise ConfigError(f"benchmarks: {benchmark.name} is no set that is known by name ({known}); give it a file")
+        raise ConfigError(f"benchmarks: {benchmark.name} is not the name of a known set ({known}); give it a file")
     elif not data_dir:
         raise ConfigError(f"benchmarks: {benchmark.name} has no file and data_dir is empty; set one of them")
     elif benchmark.name == RULER:

@@ -2,11 +2,10 @@
 answered too early.
 
 Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
-its value stand there next to each other (`contains_value`). It is *found* in a turn when a search returned its passage,
-or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that
-`memory_before` does not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was
-followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
-nowhere).
+its value occur there next to each other (`contains_value`). It is *found* in a turn when a search returned its passage,
+or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that `memory_before`
+does not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was followed by another
+turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them nowhere).
 
     found_rate         turns whose searches returned the passage of the next needed fact
                        / turns that searched while a fact was needed
@@ -21,19 +20,19 @@ nowhere).
     truncation_rate    memory turns whose memory was cut / memory turns
     memory_tokens      tokens of the memories that memory turns left / memory turns
     budget_use         memory_tokens / budget.memory_tokens
-    copy_rate          words of new memories inside runs of at least 5 words that stand so in the turn's passages
+    copy_rate          words of new memories inside runs of at least 5 words that occur in the turn's passages
                        or chunk
                        / words of new memories
     compression        tokens of new memories / tokens of the passages or chunks read, over memory turns
-    irrelevant_rate    words of new memories that stand neither in the question, nor in the value of a needed fact, nor
+    irrelevant_rate    words of new memories that occur neither in the question, nor in the value of a needed fact, nor
                        in a needed passage that was read by then
                        / words of new memories, over questions with evidence
     contradiction_rate statements of the denominator that do not hold the fact's value
                        / statements of new memories about needed facts whose passages were read by then
 
 A *statement about a fact* is a part of a memory, up to a full stop, a semicolon or a line's end, that holds the title
-of the fact's passage and its *cue*: the last word of four letters or more that stands before the value in the passage's
-sentence ("born" in "Ann Lee was born in Oslo"). A value that has no cue, or stands in no sentence, is not looked for.
+of the fact's passage and its *cue*: the last word of four letters or more before the value in the passage's sentence
+("born" in "Ann Lee was born in Oslo"). A value without a cue, or without a sentence, is not looked for.
 
 All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
 absent. Questions without evidence count for the answer, memory tokens, truncation, copying and compression only; those
@@ -173,8 +172,8 @@ def finds(context: Context, fact: Evidence) -> bool:
 
 
 def contains_value(text: str, value: str) -> bool:
-    """Returns whether the words of `value` stand in `text` next to each other, whatever their case, punctuation and
-    articles.
+    """Returns whether the words of `value` occur in `text` next to each other; case, punctuation and articles do not
+    count.
 
     A value of articles only is matched as words, one of punctuation only as it is. An empty one is in no text.
     """

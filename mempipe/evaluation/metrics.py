@@ -32,21 +32,21 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def precision(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of the prediction's words that a gold has: FlashRAG's precision, beside f1 in MemSearcher's
+    """Best share of the prediction's words that a gold has: FlashRAG's precision, reported with f1 in MemSearcher's
     evaluation.
     """
     return max((_shared(prediction, gold)[0] for gold in _as_list(golden_answers)), default=0.0)
 
 
 def recall(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Best share of a gold's words that the prediction has: FlashRAG's recall, beside f1 in MemSearcher's
+    """Best share of a gold's words that the prediction has: FlashRAG's recall, reported with f1 in MemSearcher's
     evaluation.
     """
     return max((_shared(prediction, gold)[1] for gold in _as_list(golden_answers)), default=0.0)
 
 
 def acc(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Cover-EM, whether a normalised gold stands inside the normalised prediction: FlashRAG's acc and Search-R1's
+    """Cover-EM, whether the normalised prediction contains a normalised gold answer: FlashRAG's acc and Search-R1's
     subem.
 
     Rewards long answers. A gold that normalises to nothing ("the") is covered by a prediction that does so too, not by
@@ -59,7 +59,7 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
 
 
 def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Returns whether gold stands in prediction or prediction in gold, as 0 or 1: the number that MemAgent (arXiv
+    """Returns 1 if the prediction contains the gold answer or the reverse, else 0: the number that MemAgent (arXiv
     2507.02259) reports on RULER-HQA.
 
     Very lenient, and stated only to compare with published tables: "e" is right for "Einstein", and an empty prediction
@@ -93,7 +93,8 @@ def score_objectives(answer: str | None, question: Question) -> list[dict[str, f
     """Returns every metric for each objective of a question (one without objectives is a single one), 0 without an
     answer.
 
-    With objectives the answer is split at ";". A missing or empty part is no answer; surplus parts are skipped.
+    With objectives the answer is split at ";". A missing or empty part does not count as an answer; surplus parts are
+    skipped.
     """
     golds = question.objectives or [question.golden_answers]
     answers: list[str | None] = [answer]

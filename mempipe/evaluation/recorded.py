@@ -24,7 +24,7 @@ class Recorded:
 
     `place` is the file, or the folder of the set. `phase` is RUN/SET of an evaluation; it is empty for the file of a
     training run, where every group's id begins with its phase. `settings` are those of the run that played, and empty
-    where they are not beside the file.
+    if its config is not next to the file.
     """
 
     place: Path
@@ -34,7 +34,7 @@ class Recorded:
 
 
 def read_recorded(path: Path) -> Iterator[Recorded]:
-    """Yields what is recorded at `path`, file by file and set by set.
+    """Yields the recorded groups at `path`, file by file and set by set.
 
     Raises ConfigError for what cannot be read, and at the end for what holds no trajectories.
     """

@@ -44,7 +44,7 @@ class ResultRow:
     question: str
     golden_answers: list[str]
     num_hops: int
-    evidence_depths: list[float]  # of ruler_hqa: where the needed documents stand, from 0 to 1
+    evidence_depths: list[float]  # of ruler_hqa: positions of the needed documents, from 0 to 1
     failed: str  # why there is no attempt; "" where there is one
     seconds: float
     num_retries: int

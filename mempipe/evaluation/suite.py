@@ -71,7 +71,7 @@ class Benchmark(Section):
     num_docs: int = Field(0, ge=0)
     """Documents in a context of ruler_hqa."""
     num_questions: int = Field(0, ge=0)
-    """The first so many (of joined ones where there are several objectives); 0: all."""
+    """The first N questions (of joined ones if there are several objectives); 0: all."""
     objectives: int = Field(1, ge=1, le=16)
     """Neighbouring questions that are asked as one (MEM1, arXiv 2506.15841)."""
     pair_seed: int | None = None
@@ -116,7 +116,7 @@ class EvaluationSuite(Section):
     questions_per_part: int = Field(32, ge=1)
     """Questions in one result file: what a killed evaluation loses at most."""
     judge: EndpointConfig | None = None
-    """A model that says whether an answer means a golden one: a further metric, beside the others."""
+    """A model that judges whether an answer means a gold one: a further metric."""
     recall: EndpointConfig | None = None
     """A model that is asked for needed facts from each attempt's last memory alone (mempipe.evaluation.recall)."""
     tracking: TrackingConfig = TrackingConfig()

@@ -1,5 +1,4 @@
-"""Results in the layout of the papers: runs as rows, sets as columns, averages behind them, published numbers beside
-ours.
+"""Results in the layout of the papers: runs as rows, sets as columns, averages last, published numbers next to ours.
 
 All values are shares in [0, 1]; they are written in percent.
 """
@@ -103,7 +102,7 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
 
 
 def family(benchmark: Benchmark) -> tuple[str, int]:
-    """Returns what sets that stand in one table have in common."""
+    """Returns the common properties of the sets of one table."""
     if benchmark.name in SEARCH_QA:
         return "search-QA", benchmark.objectives
     return (RULER if benchmark.num_docs else OTHER), benchmark.objectives
@@ -112,7 +111,7 @@ def family(benchmark: Benchmark) -> tuple[str, int]:
 def evidence_lines(
     cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int
 ) -> list[list[str]]:
-    """Returns the metric by where the needed documents stand: a line per run and length, which holds its name and a
+    """Returns the metric by the position of the needed documents: a line per run and length, which holds its name and a
     text per equal part of the context.
 
     A question counts once for each of its needed documents.
@@ -146,7 +145,7 @@ def percent_text(interval: Interval | None) -> str:
         return f"{value} {NO_INTERVAL}"
     if interval.low == interval.high == interval.value:
         return value
-    between = " to " if interval.low < 0 else "–"  # a dash beside a minus cannot be read
+    between = " to " if interval.low < 0 else "–"  # a dash next to a minus cannot be read
     return f"{value} ({100 * interval.low:.1f}{between}{100 * interval.high:.1f})"
 
 

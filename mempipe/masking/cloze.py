@@ -28,7 +28,7 @@ from mempipe.types import Evidence, Passage, Question
 GAP, LINK = "____", "[X]"
 SPLITS = ("train", "validation", "test")
 RULES = {
-    "short": "the answer has one character, or its sentence too few words beside it",
+    "short": "the answer has one character, or its sentence too few other words",
     "long": "the sentence has too many words",
     "in_title": "the answer can be read in the passage's title",
     "not_alone": "the sentence writes the answer a second time, in whatever form",
@@ -49,11 +49,11 @@ class ClozeConfig(Section):
     with_title: bool = False
     """Name the passage's title in the question. Without it the passage must be found by the sentence's own words."""
     two_passages: float = Field(0.25, ge=0, le=1)
-    """Share of questions that need two passages, as far as the corpus has them."""
+    """Share of questions that need two passages, if the corpus has enough of them."""
     per_passage: int = Field(1, ge=1)
     """The most questions about one passage."""
     min_words: int = Field(8, ge=2)
-    """Words of a sentence beside its gap, at least."""
+    """Minimum number of words of a sentence besides its gap."""
     max_words: int = Field(40, ge=2)
     """Words of a sentence, at most."""
     max_passage_share: float = Field(0.005, gt=0, le=1)

@@ -27,7 +27,7 @@ _FINDER = RuleFinder()
 _MAX_QUERY_WORDS = 10
 _WORD = re.compile(r"\w[\w'’.-]*")
 _IS = " = "
-"""Stands between the title of a passage and what is noted of it."""
+"""Separates the title of a passage from its note."""
 _MAX_LINES = 10
 _NUM_WORDS = 4
 """Words before the mask, and after it, that are noted."""
@@ -124,7 +124,7 @@ class ClozeDemonstration(Demonstration):
         return " ".join(words[:_MAX_QUERY_WORDS]).replace('"', "")
 
     def _part(self, mark: str) -> str:
-        """The sentence that the mark stands in."""
+        """The sentence that contains the mark."""
         parts = self.question.text.split(f" / {LINK}: ")
         return parts[0] if mark == LINK or len(parts) == 1 else f"{LINK}: {parts[1]}"
 

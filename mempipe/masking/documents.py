@@ -52,15 +52,15 @@ class MemtrainConfig(Section):
     """Finder of entities: rules, the name of an installed spaCy pipeline, or auto (an installed English pipeline,
     else rules)."""
     mask: str = "[MASK]"
-    """What stands in the place of the entity."""
+    """The text that replaces the entity."""
     question: str = "What does {mask} stand for?"
     """What is asked of every document; {mask} is the mask. The published words are not known."""
     num_documents: int = Field(30_000, ge=1)
     """Documents to train on; each has another pivot."""
     num_held_out: int = Field(128, ge=0)
-    """Further documents, in a file of their own, that are not trained on."""
+    """Further documents, in a separate file, that are not trained on."""
     num_recall_targets: int = Field(64, ge=0)
-    """Passages of a document of which one entity each may be asked for by a recall; 0: none is. A document without any
+    """Passages of a document with one entity each that a recall may ask for; 0: none is. A document without any
     is rejected otherwise."""
     num_related: int = Field(29, ge=0)
     """Passages that a search for the pivot's text finds."""
@@ -69,7 +69,7 @@ class MemtrainConfig(Section):
     chunk_tokens: int = Field(5120, ge=64)
     """Tokens of a chunk, at most."""
     min_tokens: int = Field(24_000, ge=1)
-    """Tokens of a document before masking, at least, as far as the corpus has passages."""
+    """Minimum number of tokens of a document before masking, if the corpus has enough passages."""
     max_tokens: int = Field(40_000, ge=1)
     """Tokens of a document before masking, at most."""
     max_passage_share: float = Field(0.005, gt=0, le=1)
@@ -95,7 +95,7 @@ class MemtrainConfig(Section):
         if not self.mask.strip() or self.mask != self.mask.strip() or len(self.mask.split()) > 1:
             raise ValueError(f"mask is {self.mask!r}; it must be one word, such as [MASK]")
         if "{mask}" not in self.question:
-            raise ValueError(f"question is {self.question!r}; {{mask}} must stand in it")
+            raise ValueError(f"question is {self.question!r}; it must contain {{mask}}")
         return self
 
 
@@ -128,7 +128,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class CommonEntities:
-    """Entities that are no use to hide, as a sample of the corpus tells."""
+    """Entities that are useless to mask, according to a sample of the corpus."""
 
     everywhere: frozenset[str] = frozenset()
     """Answers in lower case that too many passages name."""

@@ -1,7 +1,7 @@
 """Names, dates and numbers in a text, and every form in which one of them is written.
 
 Questions without labels hide an entity and ask for it: `mempipe.masking.cloze` in one sentence, MemTrain (arXiv
-2606.03197, section 3.2) in a whole document. Both need the same two things: where entities stand, and that a hidden one
+2606.03197, section 3.2) in a whole document. Both need the same two things: where entities occur, and that a masked one
 can be read nowhere else.
 
 `SpacyFinder` uses a trained spaCy pipeline. `RuleFinder` needs none; it goes by capital letters, so it finds only
@@ -87,7 +87,7 @@ _PARTICLES = frozenset(
 _LIGHT = frozenset(
     ["of", "the", "de", "da", "di", "del", "della", "van", "von", "der", "den", "la", "le", "du", "al", "bin", "ibn"]
 )
-"""Lower-case words that may stand inside a name: "University of Oxford", "Leonardo da Vinci"."""
+"""Lower-case words that may occur inside a name: "University of Oxford", "Leonardo da Vinci"."""
 _NO_NAMES = frozenset(
     [
         "a",
@@ -208,14 +208,14 @@ _NO_NAMES = frozenset(
         "formerly",
     ]
 )
-"""Words that begin a sentence with a capital and are no names."""
+"""Words that begin a sentence with a capital and are not names."""
 _NO_FIRST = _NO_NAMES | _PARTICLES
 _LETTERS = re.compile(r"\w+")
 _WORD_BOUNDARY = re.compile(r"\b")
 _BEFORE_NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789,;")
-"""What stands, with a space, before a name inside a sentence."""
+"""Characters before the space before a name inside a sentence."""
 _LONGEST_NAME = 64
-"""A longer word is no name elsewhere."""
+"""A longer word is not a name elsewhere."""
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
@@ -328,7 +328,7 @@ def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
 
 
 def can_be_read(text: str, entity: str, kind: Kind) -> bool:
-    """Returns whether some form of the entity stands in the text, accents aside."""
+    """Returns whether the text contains some form of the entity, accents aside."""
     pattern = forms_pattern(entity, kind)
     if pattern.search(text):
         return True

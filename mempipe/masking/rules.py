@@ -1,4 +1,4 @@
-"""Entities that are no use to hide, because they could be named without reading: the rules that questions about
+"""Entities that are useless to mask, because they could be named without reading: the rules that questions about
 passages (`mempipe.masking.cloze`) and masked documents (`mempipe.masking.documents`) share.
 """
 

@@ -110,7 +110,7 @@ def number(value: float) -> str:
 
 
 def with_legend(figure: Figure) -> Chart:
-    """Returns the figure's chart with its legend drawn below it, for a file of its own."""
+    """Returns the figure's chart with its legend drawn below it, for a separate file."""
     chart, shapes, x, row = figure.chart, [], float(_LEFT), 0
     for key in figure.keys:
         label = f"{key.label} ({key.value})" if key.value else key.label

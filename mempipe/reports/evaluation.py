@@ -50,7 +50,7 @@ _PAIRED = "Intervals are paired bootstraps over questions, McNemar's test is exa
 _CAUSE_TITLE = "First cause of wrong answers"
 _CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
 _MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
-_EVIDENCE_TITLE = "em by where the needed documents stand in the context"
+_EVIDENCE_TITLE = "em by the position of the needed documents in the context"
 _MAX_REASONS = 3
 _COSTS = {
     "turns": "turns",

@@ -82,7 +82,7 @@ def examples(
 
 def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tuple[Group, Group]]:
     """Returns (before, after) of at most three questions: two that training repaired, more hops first, and one that is
-    still wrong, as far as there are such.
+    still wrong, if they exist.
     """
     first = {group.question.id: group for group in before}
     pairs = [

@@ -19,7 +19,7 @@ from mempipe.storage.files import whole_file
 
 RATINGS = {
     "facts_kept": "does the new memory keep every needed fact that the old one or the passages hold?",
-    "noise_filtered": "does it leave out what the question does not need?",
+    "noise_filtered": "does it omit everything that the question does not need?",
 }
 _LABELS = ("yes", "no")
 _COLUMNS = ["trajectory", "turn", "question", "memory_before", "query", "passages", "memory_after"]
@@ -55,7 +55,7 @@ def agreement_lines(first: Path, second: Path) -> list[str]:
     """Returns the agreement of two filled sheets, question by question: turns that both rated, share of equal ratings,
     Cohen's kappa with its interval.
 
-    Raises ConfigError for a file that is no sheet, for a rating other than yes and no, and where no turn is shared.
+    Raises ConfigError for a file that is not a sheet, for a rating other than yes and no, and if no turn is shared.
     """
     sheets = [_read(path) for path in (first, second)]
     shared = [key for key in sheets[0] if key in sheets[1]]
@@ -148,7 +148,7 @@ def _read(path: Path) -> dict[tuple[str, str], dict[str, str]]:
         raise ConfigError(f"{path} cannot be read as a sheet: {error}") from error
     needed = ["trajectory", "turn", *RATINGS]
     if not rows or any(column not in rows[0] for column in needed):
-        raise ConfigError(f"{path} is no sheet; it needs rows and the columns {', '.join(needed)}")
+        raise ConfigError(f"{path} is not a rating sheet; it needs rows and the columns {', '.join(needed)}")
     ratings = {}
     for line, row in enumerate(rows, start=1):
         given = {column: (row[column] or "").strip().lower() for column in RATINGS}

@@ -114,7 +114,8 @@ def read_report_data(folder: str | Path) -> ReportData:
 
 
 def _asked_otherwise(before: Path, after: Path) -> str:
-    """Says in which settings two evaluations differ, beside their policies and questions; "" where they do not."""
+    """Returns the settings in which two evaluations differ, besides their policies and questions; "" where they do
+    not."""
     made_of = [read_made_of(path) if path.exists() else None for path in (before, after)]
     if None in made_of:  # not there, or of an earlier version
         return ""
@@ -161,8 +162,8 @@ def em_interval(groups: Sequence[Group]) -> Interval:
 
 
 def comparable(data: ReportData) -> ReportData:
-    """Returns the data with the questions that were asked both before and after training, and only those: what is
-    shown side by side is of the same questions. Questions are the same when id, text and golden answers are.
+    """Returns the data with the questions that were asked both before and after training, and only those: both sides
+    show the same questions. Questions are the same when id, text and golden answers are.
 
     Without `before` or `after` there is nothing to compare, and the data stays as it is.
     """

@@ -109,7 +109,7 @@ class IndexBuild:
             shutil.rmtree(self._finished)
         if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
             raise ConfigError(f"output is {config.output!r}, which exists; remove it or choose another")
-        # In the last steps the rest of the build lies beside the index already.
+        # In the last steps the rest of the build is already next to the index.
         self._unfinished = self._finished if self._finished.exists() else self.folder / UNFINISHED
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ class IndexBuild:
             known.extend(segment)
             if known.rows and not EXHAUSTIVE.fullmatch(factory):
                 raise ConfigError(
-                    f"faiss.factory is {factory!r}, but a corpus with partitions needs one of which rows can be "
-                    "searched: Flat, SQ or PQ"
+                    f"faiss.factory is {factory!r}, but a corpus with partitions needs an index whose "
+                    "rows can be searched separately: Flat, SQ or PQ"
                 )
             number += 1
             yield segment
@@ -201,7 +201,7 @@ class IndexBuild:
         return not encoded_file(self.folder, segment.number).exists() and not self._has(shard)
 
     def finish(self, encoder: Encoder | None, note: Callable[[str], None] = lambda _: None) -> Manifest:
-        """Assembles what was read and encoded, writes the manifest and moves the index to its place; tells `note` each
+        """Assembles the read and encoded parts, writes the manifest and moves the index to its place; tells `note` each
         step.
 
         Raises ConfigError when faiss cannot make or train such an index of these vectors.
@@ -263,7 +263,7 @@ class IndexBuild:
         files = [[each.url, each.size, found] for each, found in zip(self._files, prints, strict=True)]
         if not file.exists():
             if any((self._unfinished / "segments").glob("*")):
-                raise ConfigError(f"{file} is missing, so nobody can tell of which corpus the build is; {self._advice}")
+                raise ConfigError(f"{file} is missing, so the corpus of the build is unknown; {self._advice}")
             write_object(file, {"files": files})
         known = read_object(file, advice=self._advice).get("files")
         if known != files:
@@ -299,10 +299,10 @@ class IndexBuild:
         try:
             return FileRecord.model_validate(read_object(self._record(name), advice=self._advice))
         except ValidationError as error:
-            raise ConfigError(f"{self._record(name)} is damaged: it is no checksum; {self._advice}") from error
+            raise ConfigError(f"{self._record(name)} is damaged: it is not a checksum; {self._advice}") from error
 
     def _check(self, name: str, kept: FileRecord) -> FileRecord:
-        """Returns what was kept of a file. Raises ConfigError unless the file is still that."""
+        """Returns the kept checksum of a file. Raises ConfigError unless the file is still that."""
         try:
             found = record_of(self.folder / name)
         except OSError as error:
@@ -470,7 +470,7 @@ def build_index(
     """
     encoder = encoder or HashingEncoder()
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
-    IndexBuild(config, []).discard()  # what a kill left: nobody can tell of which passages it was
+    IndexBuild(config, []).discard()  # what a kill left: its passages are unknown
     build = IndexBuild(config, [])
     try:
         known, remaining = _Partitions(), iter(passages)
@@ -491,7 +491,7 @@ def build_index(
 def encode_segment(folder: Path, number: int, encoder: Encoder) -> None:
     """Writes the vectors of one segment, float32 [count, dimension].
 
-    Any number of processes may do so at the same time, each for segments of its own.
+    Any number of processes may do so at the same time, each for its own segments.
     """
     passages = [Passage(**row) for batch in read_batches(segment_file(folder, number)) for row in batch.to_pylist()]
     reached("index.encode", segment=number)
@@ -646,7 +646,7 @@ def _faiss_faults(config: FaissConfig) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"faiss.factory is {config.factory!r}, of which faiss says: {reason[:300]}") from error
+        raise ConfigError(f"faiss.factory is {config.factory!r}, refused by faiss: {reason[:300]}") from error
 
 
 @contextmanager

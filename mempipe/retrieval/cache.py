@@ -13,7 +13,7 @@ from mempipe.types import Passage, SearchResult
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 ENTRY_BYTES = 500
-"""About what a small record takes beside its texts, its key and place in the cache included."""
+"""Approximate bytes of a small record in addition to its texts, including its key and its entry in the cache."""
 
 
 class SizedCache(Generic[K, V]):

@@ -22,7 +22,7 @@ class RetrievalConfig(Section):
     mode: Literal["auto", "dense", "lexical", "fusion"] = "auto"
     """Search by vectors, by words (BM25), by both (reciprocal rank fusion), or by all that the index has."""
     encoder_path: str = ""
-    """Where the index's encoder lies on this cluster; empty: where it lay when the index was built."""
+    """Path of the index's encoder on this cluster; empty: the path at build time."""
     num_passages: int = Field(5, ge=1)
     """Passages per search when the call names no number; the tool schema says it and the retriever uses it."""
     max_passages: int = Field(10, ge=1)
@@ -118,14 +118,14 @@ class IndexConfig(Section):
     encoder: dict[str, Any] | None = {"kind": "hashing"}
     """kind (hashing, huggingface, sentence_transformers) and its settings, path above all; null: no vectors."""
     lexical: bool = False
-    """A BM25 index, for lexical search or, beside vectors, for their fusion."""
+    """A BM25 index, for lexical search or, in addition to vectors, for their fusion."""
     faiss: FaissConfig = FaissConfig()
     segment_passages: int = Field(16_384, ge=1)
     """Passages read, encoded and written together: the most that a killed build loses, for each encoder."""
     num_encoders: int = Field(0, ge=0)
     """Actors that encode; 0: one for every GPU of the cluster, or for every two CPUs."""
     max_bad_rows: int = Field(0, ge=0)
-    """Rows that may be skipped because they are no passages (not JSON, no text, an id for the second time, ...);
+    """Rows that may be skipped because they are not passages (not JSON, no text, a repeated id, ...);
     one more is an error.
     """
     max_line_bytes: int = Field(2**20, ge=1)

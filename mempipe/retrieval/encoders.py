@@ -158,7 +158,7 @@ class HFEncoder:
         max_tokens: PositiveInt = 256,
         batch_size: PositiveInt = 64,
     ) -> None:
-        """Raises ConfigError when `path` is no encoder, or one of fewer positions than `max_tokens`."""
+        """Raises ConfigError when `path` is not an encoder, or one of fewer positions than `max_tokens`."""
         import torch
         from transformers import AutoModel, AutoTokenizer
 
@@ -167,7 +167,9 @@ class HFEncoder:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"encoder {path!r} is no Hugging Face encoder: {' '.join(str(error).split())}") from error
+            raise ConfigError(
+                f"encoder {path!r} is not a Hugging Face encoder: {' '.join(str(error).split())}"
+            ) from error
         _check_positions(path, max_tokens, model.config)
         self._settings = {
             "path": path,
@@ -209,8 +211,8 @@ class HFEncoder:
         for start in range(0, len(by_length), self._batch_size):
             rows = by_length[start : start + self._batch_size]
             tokens = [torch.tensor(token_ids[i]) for i in rows]
-            # Padded here, on the right: where a tokenizer pads (and whether it can) must not change what is pooled, nor
-            # any position.
+            # Padded here, on the right: where a tokenizer pads (and whether it can) must not change the pooled tokens,
+            # nor any position.
             inputs = pad_sequence(tokens, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0).to(
                 self._device
             )
@@ -243,7 +245,7 @@ class SentenceTransformerEncoder:
         max_tokens: PositiveInt | None = None,
         batch_size: PositiveInt = 64,
     ) -> None:
-        """Raises ConfigError when the library is missing, `path` is no such model, or one of fewer positions than
+        """Raises ConfigError when the library is missing, `path` is not such a model, or one of fewer positions than
         `max_tokens`.
         """
         try:
@@ -263,7 +265,7 @@ class SentenceTransformerEncoder:
             model: Any = SentenceTransformer(str(folder), trust_remote_code=False, local_files_only=folder.is_dir())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"encoder {path!r} is no sentence-transformers model: {' '.join(str(error).split())}"
+                f"encoder {path!r} is not a sentence-transformers model: {' '.join(str(error).split())}"
             ) from error
         model.float().eval()
         if max_tokens is not None:

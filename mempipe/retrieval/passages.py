@@ -74,7 +74,7 @@ class JsonlPassages:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Passage:
-        """Raises ConfigError, naming the row, when the line is no passage."""
+        """Raises ConfigError, naming the row, when the line is not a passage."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} passages")
         place = f"{self._file}, row {row + 1}"
@@ -106,7 +106,7 @@ def read_batches(file: Path) -> list[pa.RecordBatch]:
             return [reader.get_batch(i) for i in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"{file} is no Arrow file: {' '.join(str(error).split())[:200]}; build the index again"
+            f"{file} is not an Arrow file: {' '.join(str(error).split())[:200]}; build the index again"
         ) from error
 
 

@@ -51,7 +51,7 @@ class RemoteRetriever:
         self._timeout_s = config.timeout_s
         self._http = HttpClient(url, policy, max_answer_bytes=MAX_ANSWER_BYTES)
         self._closing = ExitStack()
-        # The client is asynchronous, `search` is called from a thread: the requests run in an event loop of their own.
+        # The client is asynchronous, `search` is called from a thread: the requests run in a separate event loop.
         self._portal = self._closing.enter_context(start_blocking_portal(name="retrieval-client"))
         self._closing.callback(self._portal.call, self._http.close)
         self._under_way: concurrent.futures.Future[list[SearchResult]] | None = None
@@ -78,8 +78,8 @@ class RemoteRetriever:
             return
         if self._partitions is None:
             raise ValueError(
-                f"partition {query.partition!r}: the service at {self.url} knows no partitions; it is no mempipe "
-                "service"
+                f"partition {query.partition!r}: the service at {self.url} knows no partitions; it is not a "
+                "mempipe service"
             )
         if query.partition not in self._partitions:
             raise ValueError(f"partition {query.partition!r} is none of the {len(self._partitions)} of {self.url}")
@@ -169,7 +169,7 @@ class RemoteRetriever:
                 raise ValueError(f"{len(batch)} queries got {reprlib.repr(found)}")
             results = [SearchResult(passages=_passages(items, count), snapshot=snapshot) for items in found]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServiceFault(f"{self.url}/retrieve answered what is no answer: {error!r}"[:500]) from error
+            raise ServiceFault(f"{self.url}/retrieve sent an invalid answer: {error!r}"[:500]) from error
         if snapshot != self.snapshot:
             self._changed(snapshot)
         return results

@@ -241,12 +241,12 @@ class BatchingRetriever:
             raise RetrievalTimeout(f"no passages within retrieval.timeout_s {self._timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Ends the thread; a search under way finishes."""
+        """Ends the thread; a running search finishes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _flush(self) -> None:
         """Makes batch after batch until nobody waits; while one is searched, the next one gathers."""
-        # After a batch of one nobody else is likely to come. Whoever comes all the same waits for the search under way
+        # After a batch of one nobody else is likely to come. A later caller waits for the running search
         # and joins the next batch.
         await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
         while self._waiting:

@@ -220,7 +220,9 @@ def read_index(path: Path) -> Any:
         # Inverted lists are mapped by another mechanism than everything else, and faiss refuses both at once.
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP if is_inverted else faiss.IO_FLAG_MMAP_IFC)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{path} is no faiss index: {' '.join(str(error).split())[:200]}; build it again") from error
+        raise ConfigError(
+            f"{path} is not a faiss index: {' '.join(str(error).split())[:200]}; build it again"
+        ) from error
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise ConfigError(f"{path} ranks by distance (metric {index.metric_type}); expected an index by inner product")
     return index
@@ -252,7 +254,7 @@ def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, coun
 def _gpu_copy(index: Any, gpu: int) -> Any:
     """Returns the index in float16 on a GPU; None for kinds that GPUs cannot search, and when it does not fit.
 
-    A shard lies on one GPU whole: faiss cannot split every kind (SQfp16 among them) over several.
+    A shard is completely on one GPU: faiss cannot split every kind (SQfp16 among them) over several.
     """
     options = faiss.GpuClonerOptions()
     options.useFloat16 = True

@@ -1,8 +1,8 @@
 """The agent service on Ray Serve: an application of agents and retrievers, and one of engines for each set of weights
 (`mempipe serve`, or `serve deploy jobs/configs/agent_service.yaml`).
 
-New weights are another engine application, started beside the old one; the agents turn to it when it is ready, and
-what is in flight ends on the weights that it began with.
+New weights are another engine application, started next to the old one. The agents use it when it is ready, and
+requests in flight end on the weights that they began with.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def generator(args: dict[str, Any]) -> Application:
-    """Returns the application of engines for the same `args`, of which it uses those about the run.
+    """Returns the application of engines for the same `args`; it uses those about the run.
 
     Raises ConfigError.
     """
@@ -69,7 +69,7 @@ def _agents(config: AgentServiceConfig, served: ServedRun, engines: str) -> Appl
             .bind(retrieval)
         )
     agent = _deployment(serve.ingress()(AgentReplica), NAME, config.agent_replicas).options(
-        # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns
+        # Serve queues further requests, without limit and without telling the caller; the service itself turns
         # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         graceful_shutdown_timeout_s=config.timeout_s + 60,  # answers in flight are finished first
@@ -108,7 +108,7 @@ def _resources(num_gpus: int) -> dict[str, Any]:
 
 
 class LocalService:
-    """The service on a local Serve: it deploys the two applications, and new weights beside the old ones."""
+    """The service on a local Serve: it deploys the two applications, and new weights next to the old ones."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -117,7 +117,7 @@ class LocalService:
     def deploy(self) -> str:
         """Deploys the service as its files are now, and returns the version of the weights.
 
-        Engines of new weights start beside the old ones, which end when no request uses them. Raises ConfigError.
+        Engines of new weights start next to the old ones, which end when no request uses them. Raises ConfigError.
         """
         config = parse_section(self._settings, AgentServiceConfig)
         served = resolve(config)

@@ -30,7 +30,7 @@ from mempipe.serve.routes.parts import Health, Parts
 
 ROUTERS = [each.router for each in (answers, chat, completions, responses, sessions, documents, operations, page)]
 SLACK_S = 30.0
-"""Seconds beyond `timeout_s` that the gate waits: an answer has a limit of its own, whose refusal says more."""
+"""Seconds beyond `timeout_s` that the gate waits: an answer has its own limit, whose refusal says more."""
 
 
 async def always_ready() -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Replicas(Section):
     max: int = Field(1, ge=1)
     """Copies at the most."""
     target_ongoing_requests: int = Field(16, ge=1)
-    """Calls under way per copy that Ray Serve aims at."""
+    """Target of Ray Serve for calls in flight per replica."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Replicas:
@@ -56,7 +56,7 @@ class AgentServiceConfig(Section):
     requests_per_minute: int = Field(600, ge=1)
     """Requests of one key, to each agent replica."""
     requests_at_once: int = Field(32, ge=1)
-    """Requests of one key under way at the same time, at each agent replica."""
+    """Requests of one key in flight, at each agent replica."""
     max_in_flight: int = Field(32, ge=1)
     """Requests that one agent replica works on at the same time; further ones get 503 at once."""
     max_wait_s: float = Field(30.0, ge=0)

@@ -56,7 +56,7 @@ def _settings(application: ServeApplicationSchema, changes: dict[str, Any]) -> A
 
 
 def _check_engines(agent: ServeApplicationSchema, there: list[str], service: AgentServiceConfig) -> Finding:
-    """Checks that the engines that the agents ask are deployed beside them, and none where an endpoint samples."""
+    """Checks that the agents' engines are deployed with them, and that none are if an endpoint samples."""
     if service.endpoint is not None:
         text = f"endpoint: {service.endpoint.url} samples"
         return fatal(f"{text}; take the applications {there} out, whose engines nobody asks") if there else ok(text)

@@ -48,7 +48,7 @@ class RetrievalReplica:
 def app(args: dict[str, Any]) -> Application:
     """Returns the application for `serve run mempipe.serve.retrieval:app index=/data/wiki18_e5 num_replicas=2`.
 
-    `args` are settings of ServiceConfig, of which `index` is needed. Raises ConfigError.
+    `args` are settings of ServiceConfig; `index` is required. Raises ConfigError.
     """
     config = parse_section(args, ServiceConfig)
     check_index(config.index, mode=config.mode, num_gpus=config.num_gpus)
@@ -56,7 +56,7 @@ def app(args: dict[str, Any]) -> Application:
     return deployment.options(
         name=NAME,
         num_replicas=config.num_replicas,
-        # Serve queues what is beyond this, without end and without a word to the caller; the service itself turns
+        # Serve queues further requests, without limit and without telling the caller; the service itself turns
         # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

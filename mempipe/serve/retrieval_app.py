@@ -1,14 +1,13 @@
 """The retrieval service as an ASGI application, without Ray: the routes of the published search servers, with limits.
 
 - POST /retrieve is Search-R1's and MEM1's. Their server fails for `return_scores` false, or mixes documents up when
-  there are exactly two queries; here it answers documents without scores. An empty query is answered, as there: their
-  clients post the searches of a whole batch at once, and one trajectory's empty search must not take the others'
-  answers.
+there are exactly two queries; here it answers documents without scores. An empty query is answered, as there: their
+clients post the searches of a whole batch at once, and one trajectory's empty search must not take the others' answers.
 - POST /search and /batch_search are MemSearcher's. An empty query is refused with 400, as there.
 - All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are
 ignored, as there.
-- The published servers have no limits. This one has: the OpenAPI schema names them, and what is beyond them is refused
-with 422 (413 for a large body, 408 for a slow one).
+- The published servers have no limits. This one has: the OpenAPI schema names them, and requests beyond them are
+refused with 422 (413 for a large body, 408 for a slow one).
 - 503 with Retry-After means "the same request later": too many requests in flight, a search that took too long, or one
 that failed.
 """
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetrievalService:
-    """An index with its batching front, and what is counted about them. For one event loop."""
+    """An index with its batcher and their counters. For one event loop."""
 
     def __init__(self, retriever: Retriever, config: ServiceConfig) -> None:
         self.retriever = retriever

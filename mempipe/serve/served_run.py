@@ -116,7 +116,7 @@ def _further(source: str, main: RunConfig) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    """Returns an absolute path, since replicas work in folders of their own."""
+    """Returns an absolute path, since replicas work in other folders."""
     return str(Path(path).absolute()) if path and Path(path).exists() else path
 
 

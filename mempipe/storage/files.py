@@ -21,12 +21,12 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = True, make_folder: bool = True) -> Iterator[Path]:
-    """Yields a path beside `path` to write to. When the block ends without an error, that file becomes `path`,
-    replacing an old one. Any number of threads, processes and machines may do so at the same time: the last one wins.
+    """Writes a file atomically: yields a temporary path in the same folder and renames it to `path` when the block
+    succeeds. Any number of threads, processes and machines may do so at the same time: the last one wins.
 
     With `durable` its bytes are on the disk before it gets its name, so that a power cut leaves the old file or the new
-    one. The folder is made when it is missing, unless `make_folder` says otherwise: it may be a mount that is away.
-    An OSError of a full disk names `path`.
+    one. The folder is made when it is missing, unless `make_folder` says otherwise: it may be a mount that is away. An
+    OSError of a full disk names `path`.
     """
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)

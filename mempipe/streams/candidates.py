@@ -88,7 +88,7 @@ def stream_candidates(files: list[CorpusFile], config: ClozeConfig) -> Generator
             assert isinstance(frame, pl.DataFrame), "a table has columns"
             for row in range(len(frame)):
                 yield frame["num_passages"][row], frame["found"][row].struct.unnest()
-    except RayTaskError as error:  # Ray Data wraps what was raised; only the text still tells what it was
+    except RayTaskError as error:  # Ray Data wraps the exception; only the text still tells what it was
         failed = re.search(rf"{ConfigError.__name__}: (.+)", str(error))
         if failed is None:
             raise

@@ -135,7 +135,7 @@ def stream_parts(
     try:
         for batch in dataset.iter_batches(batch_size=1, prefetch_batches=0):
             yield from (int(count) for count in batch["count"])
-    except RayTaskError as error:  # Ray Data wraps what was raised; only the text still tells what it was
+    except RayTaskError as error:  # Ray Data wraps the exception; only the text still tells what it was
         failed = re.search(rf"{ConfigError.__name__}: (.+)", str(error))
         if failed is None:
             raise

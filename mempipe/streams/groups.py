@@ -38,9 +38,11 @@ from mempipe.types import Group, Question, from_row, to_row
 from mempipe.user_code import UserCodeError
 
 ATTEMPTS_PER_ROW = 16
+"""Attempts in one row of an evaluation. Ray Data handles about 15 blocks a second, so rows of one question would limit
+the rate; a larger row waits longer for its slowest attempt."""
 ROWS_AHEAD = 2
-"""A driver is given so many times the rows that it can play at once, where a row has several groups: the next rows take
-the places that are left while the slowest group of a row is played."""
+"""Rows queued per driver, as a multiple of the rows it can play at once, if a row holds several groups. The surplus
+fills slots that are free while the slowest group of a row finishes."""
 SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
 
 
@@ -115,7 +117,7 @@ def stream_groups(
     Raises GroupFailed when a group cannot be finished, UserCodeError when code of the user's own failed.
     """
     stream = spec.config.stream
-    # Ray Data handles some 15 blocks a second. Whole groups of training are worth one each; single questions are not.
+    # Whole groups of training are worth one block each; single questions are not (ATTEMPTS_PER_ROW).
     alone = bool(spec.admission) or spec.config.ordered
     groups_per_row = 1 if alone else max(min(ATTEMPTS_PER_ROW // spec.group_size, stream.groups_in_flight), 1)
     source = QuestionSource(rows, groups_per_row=groups_per_row)
@@ -176,7 +178,7 @@ class Collector:
     def __init__(
         self, groups: Iterator[Group], admission: Handle, algorithm: AlgorithmConfig, *, adopted: Sequence[Group] = ()
     ) -> None:
-        """`adopted` are groups that an interrupted run finished, of which the admission was told."""
+        """`adopted` are groups that an interrupted run finished; the admission knows them."""
         self._groups = groups
         self._admission = admission
         self._algorithm = algorithm

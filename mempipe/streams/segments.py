@@ -2,7 +2,7 @@
 
 One reader walks the corpus and writes segments; a row of the stream is the number of one. A pool of encoders, on GPUs
 where there are any, takes them up in any order. Texts and vectors go through the index's folder, which all nodes see,
-so that what was done survives a kill.
+so that finished work survives a kill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.settings import ConfigError
 
-READER_CPUS = 0.01  # beside the encoders it does next to nothing, and must start although they hold every CPU
+READER_CPUS = 0.01  # fractional CPU: the reader is mostly idle and must be scheduled while encoders hold all CPUs
 CPUS_PER_ENCODER = 2
 ROW = pa.schema([("number", pa.int64()), ("count", pa.int64()), ("needs_vectors", pa.bool_())])
 
@@ -93,7 +93,7 @@ def stream_segments(config: IndexConfig, files: list[CorpusFile], *, folder: Pat
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
             yield from table.column("count").to_pylist()
-    except RayTaskError as error:  # Ray Data wraps what was raised; only the text still tells what it was
+    except RayTaskError as error:  # Ray Data wraps the exception; only the text still tells what it was
         failed = re.search(rf"{ConfigError.__name__}: (.+)", str(error))
         if failed is None:
             raise

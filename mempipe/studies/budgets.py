@@ -159,7 +159,7 @@ def study_evaluation(folder: Path, *, metric: str = "em", seed: int = 1) -> Budg
                 f"{other} and {run.name} are both {run.agent} with budget.memory_tokens {run.memory_tokens}; a curve "
                 "has one run for each budget"
             )
-    # Without a budget, runs are told apart by their names: the same agent at two model sizes is two references.
+    # Without a budget, runs are distinguished by their names: the same agent at two model sizes is two references.
     named = [replace(run, agent=run.name) if run.memory_tokens is None else run for run in runs]
     study = study_runs(named, metric=metric, seed=seed)
     if not study.curves:
@@ -251,7 +251,7 @@ def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
 
 
 def pooled(repeats: Sequence[Sets]) -> Sets:
-    """Returns the rows of several runs as those of one: attempts at the same question stand in one row.
+    """Returns the rows of several runs as those of one: attempts at the same question are in one row.
 
     The same question has the same id, text and golden answers. Synthetic worlds of two seeds share ids only.
     """

@@ -23,7 +23,7 @@ def read_losses(folder: str | Path) -> list[str]:
 
 def write_losses(folder: Path, losses: Sequence[str]) -> None:
     """Keeps the sentences in place of those that were kept before. A folder that cannot be written is left as it is:
-    what is lost was said in the terminal.
+    the terminal has listed the losses.
     """
     if losses == read_losses(folder):
         return

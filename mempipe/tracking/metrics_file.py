@@ -52,12 +52,12 @@ class MetricsFile:
             self._write()
 
     def flush(self) -> None:
-        """Brings every row to the disk, as far as it takes them."""
+        """Writes the waiting rows to the disk, if it accepts them."""
         with self._lock:
             self._write(durable=True)
 
     def restart_at(self, step: int) -> tuple[int, int]:
-        """Moves the rows of later steps, and lines that are no rows, to `metrics.replaced.jsonl` beside the file;
+        """Moves the rows of later steps, and lines that are not rows, to `metrics.replaced.jsonl` next to the file;
         returns the number of both. Raises OSError when the disk does not allow it; then every row is where it was.
         """
         with self._lock:
@@ -85,7 +85,7 @@ def read_metrics(path: str | Path) -> list[Row]:
     """Reads the rows of a `metrics.jsonl`, one per step in order of steps. Of a value that a step has twice the last
     one counts.
 
-    Values that were not finite are NaN. Lines that are no rows are skipped with a warning that names them.
+    Values that were not finite are NaN. Lines that are not rows are skipped with a warning that names them.
     """
     rows, bad_lines = read_rows(path)
     if bad_lines:
@@ -97,7 +97,7 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[int]]:
-    """Returns the rows in the order of the file, and the numbers (from 1) of the lines that are no rows: half a line,
+    """Returns the rows in the order of the file, and the numbers (from 1) of the lines that are not rows: half a line,
     bytes that are not UTF-8, JSON that is not an object of numbers with a step.
     """
     rows, bad_lines = [], []

@@ -1,4 +1,4 @@
-"""Writes one MLflow run from a thread of its own: a server may be slow, dead or wrong, and nobody waits for it."""
+"""Writes one MLflow run from a separate thread: a server may be slow, dead or wrong, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StoreGone(OSError):
 
 
 class MlflowWriter:
-    """Writes from a queue in a thread of its own. Metrics go first and together; other calls go in order."""
+    """Writes from a queue in a separate thread. Metrics go first and together; other calls go in order."""
 
     def __init__(self, store: MlflowRun, *, tell: Callable[[str], None] = _logger.warning) -> None:
         """`tell` takes a sentence about what MLflow does not take, at once and from the writer's thread."""
@@ -233,7 +233,7 @@ class MlflowRun:
         resume_run_id: str | None,
         history: Callable[[], Sequence[MetricEntry]] = list,
     ) -> None:
-        """`history` returns the metrics that a new run is told at once, because they were made before this start."""
+        """`history` returns the metrics that a new run receives at once, because they are from before this start."""
         self.uri = tracking_uri(config, folder)
         self.run_id: str | None = None
         self._config = config
@@ -380,7 +380,7 @@ def last_run_id(folder: str | Path) -> str | None:
 
 
 def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
-    """Returns `tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs beside this run's folder."""
+    """Returns `tracking.uri`, else MLFLOW_TRACKING_URI, else one sqlite file for all runs next to this run's folder."""
     return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
 
 

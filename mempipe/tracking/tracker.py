@@ -2,7 +2,7 @@
 
 The file is written at once and always. MLflow is written by a background thread, so that a slow, dead or wrong server
 neither slows nor stops training. What disk or server do not take is kept in memory, said once in the terminal, and
-tried again until `Tracker.finish` gives up; what is lost then is said again and kept as sentences in the run's folder.
+tried again until `Tracker.finish` gives up; losses are then reported again and kept as sentences in the run's folder.
 One tracker per run; its methods may be called from several threads.
 """
 
@@ -86,8 +86,8 @@ class Tracker:
             self._writer = MlflowWriter(store, tell=tell)
 
     def log_metrics(self, metrics: Mapping[str, SupportsFloat | None], step: float) -> None:
-        """Records numbers of one step. None means "not measured" and is skipped. Raises ValueError for what is no
-        number.
+        """Records numbers of one step. None means "not measured" and is skipped. Raises ValueError for a value that is
+        not a number.
         """
         assert not self._finished, "log_metrics after finish"
         reached("tracker.metrics", step=int(step))
@@ -119,15 +119,15 @@ class Tracker:
             self._writer.add_call(lambda store: store.log_artifact(path, artifact_folder))
 
     def restart_at(self, step: int) -> None:
-        """The run continues after `step`, and makes later steps again: what is on record of them is set aside, so that
-        each step stands once. A call where there is nothing to set aside changes nothing.
+        """The run continues after `step`, and makes later steps again: their records are set aside, so that each step
+        is listed once. A call where there is nothing to set aside changes nothing.
         """
         try:
             num_rows, num_bad_lines = self._file.restart_at(step)
         except OSError as error:
             self._tell(f"{self._file.path} keeps the rows of steps that are made again: {_reason(error)}")
             num_rows = num_bad_lines = 0
-        moved = f"moved from {self._file.path} to {REPLACED_FILE} beside it"
+        moved = f"moved from {self._file.path} to {REPLACED_FILE} next to it"
         if num_rows:
             self._tell(f"the run continues after step {step}: rows of later steps ({num_rows}) were {moved}")
         if num_bad_lines:
@@ -164,8 +164,8 @@ class Tracker:
     def finish(
         self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED", timeout_s: float = FINISH_TIMEOUT_S
     ) -> TrackingSummary:
-        """Writes what is waiting, closes the MLflow run and says what is missing. Returns after `timeout_s` at the
-        latest, and raises nothing.
+        """Writes the waiting entries, closes the MLflow run and lists the missing ones. Returns after `timeout_s` at
+        the latest, and raises nothing.
         """
         assert not self._finished, "finish was called twice"
         reached("tracker.finish")

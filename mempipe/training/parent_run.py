@@ -1,4 +1,4 @@
-"""The MLflow run of a job that is made of others: their runs stand below it."""
+"""The MLflow run of a job that is made of others: their runs are nested under it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parent_run(
     try:
         run_id = tracker.run_id(RUN_ID_TIMEOUT_S)
         if tracking.enabled and run_id is None:
-            say(f"MLflow does not answer: the runs of the parts of {name} will stand alone")
+            say(f"MLflow does not answer: the runs of the parts of {name} will not be nested")
         uri = tracking_uri(tracking, folder)
         yield tracker, tracking.model_copy(update={"uri": uri, "parent_run_id": run_id or ""})
         finished = True

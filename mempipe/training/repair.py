@@ -1,10 +1,9 @@
 """How a run survives: checkpoints while it continues and when it fails, and another start after a role is lost.
 
-A run that fails or is told to end saves what was learnt since its last checkpoint, and keeps the groups that were
-finished, unless the learner itself failed in the middle of a step. It continues by itself when a role was lost (an
-engine, a rank, a node; `config.max_restarts` times an hour), since another start can do better then. It ends when it
-failed for a reason that would come again: a full disk, stale weights, a gradient that is not finite, an error in code
-of the user's own.
+A run that fails or is interrupted saves the learner and the finished groups, unless the learner itself failed in the
+middle of a step. It continues by itself when a role was lost (an engine, a rank, a node; `config.max_restarts` times an
+hour), since another start can do better then. It ends when it failed for a reason that would come again: a full disk,
+stale weights, a gradient that is not finite, an error in user-defined code.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Supervisor:
-    """Makes an attempt again when a role was lost. Every attempt resumes from what is in the run's folder."""
+    """Makes an attempt again when a role was lost. Every attempt resumes from the run's folder."""
 
     def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_restarts` are those within an hour: a run of weeks may lose more in all."""
@@ -218,7 +217,7 @@ class Checkpoints:
             if rest and asked and self._batch is not None:
                 self.position = self._between_updates(rest, self._batch)
             elif rest and (steps, rest) != (self.position.step, self.position.num_updates):
-                say(f"the learner stopped in the middle of step {steps + 1}; the last checkpoint stands")
+                say(f"the learner stopped during step {steps + 1}; nothing new was saved: resume the last checkpoint")
             elif learnt is not None and steps == learnt.step:
                 self.position = learnt
             is_sound = (steps, rest) == (self.position.step, self.position.num_updates)

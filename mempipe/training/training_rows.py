@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TrainingRows:
-    """(group id, question) in training order: every epoch shuffled by its own seed, without what was consumed already.
+    """(group id, question) in training order: every epoch shuffled by its own seed, without consumed questions.
 
     Ends after `num_groups` groups. Where groups may be filtered, their number is unknown, so there it ends with the
     last epoch.

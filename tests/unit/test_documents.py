@@ -170,7 +170,7 @@ def test_chunks_join_to_the_text_and_never_split_a_mask(parts, max_tokens):
         ({"min_tokens": 500}, "must rise in this order"),
         ({"mask": "two words"}, "it must be one word"),
         ({"mask": " "}, "it must be one word"),
-        ({"question": "What is hidden?"}, "{mask} must stand in it"),
+        ({"question": "What is hidden?"}, "it must contain {mask}"),
     ],
 )
 def test_impossible_settings_are_refused(changes, sentence):

@@ -201,7 +201,7 @@ def test_a_config_without_dimension_and_fingerprint_makes_an_encoder(bert):
 def test_a_moved_model_is_the_same_and_other_weights_are_not(tmp_path):
     built = HFEncoder(save_bert(tmp_path / "model", seed=0), max_tokens=12).spec()
     moved = (tmp_path / "model").rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match="is no Hugging Face encoder"):
+    with pytest.raises(ConfigError, match="is not a Hugging Face encoder"):
         make_encoder(built)
     found = make_encoder(built, path=str(moved)).spec()
     assert found["path"] == str(moved)
@@ -251,7 +251,7 @@ def test_encoders_that_differ_are_told_apart_by_name(encoder, name):
         ({"kind": "huggingface", "path": "m", "pooling": "max"}, "pooling is 'max': should be 'mean', 'cls' or 'last'"),
         ({"kind": "huggingface", "path": "m", "query_prompt": ""}, "huggingface encoder has no setting 'query_prompt'"),
         ({"kind": "huggingface", "path": None}, "path is None: should be a valid string"),
-        ({"kind": "huggingface", "path": "/nowhere"}, "encoder '/nowhere' is no Hugging Face encoder"),
+        ({"kind": "huggingface", "path": "/nowhere"}, "encoder '/nowhere' is not a Hugging Face encoder"),
         (
             {"kind": "sentence_transformers", "path": "m", "max_tokens": 0},
             "sentence_transformers encoder: max_tokens is 0",
@@ -268,7 +268,7 @@ def test_impossible_encoders_are_refused(bert, tmp_path):
         HFEncoder(bert, max_tokens=64)
     with pytest.raises(ConfigError, match="pooling is 'max'"):
         HFEncoder(bert, pooling="max")  # pyrefly: ignore[bad-argument-type]
-    with pytest.raises(ConfigError, match="is no Hugging Face encoder"):
+    with pytest.raises(ConfigError, match="is not a Hugging Face encoder"):
         HFEncoder(str(tmp_path))
     with pytest.raises(ConfigError, match="huggingface encoder: path is 7: should be a valid string"):
         HFEncoder(7)  # pyrefly: ignore[bad-argument-type]
@@ -403,7 +403,7 @@ def test_a_folder_that_is_no_sentence_transformers_model_is_refused(bert, tmp_pa
     with pytest.raises(ConfigError, match="max_tokens is 64; the model has 32 positions"):
         SentenceTransformerEncoder(save_sentence_transformer(tmp_path / "m", bert), max_tokens=64)
     (tmp_path / "m" / "modules.json").write_text("[{")
-    with pytest.raises(ConfigError, match="is no sentence-transformers model"):
+    with pytest.raises(ConfigError, match="is not a sentence-transformers model"):
         SentenceTransformerEncoder(str(tmp_path / "m"))
 
 
@@ -413,7 +413,7 @@ def test_code_in_a_models_folder_never_runs(bert, tmp_path):
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
     modules = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([*modules, {"idx": 2, "name": "2", "path": "", "type": "own.Own"}]))
-    with pytest.raises(ConfigError, match="is no sentence-transformers model"):
+    with pytest.raises(ConfigError, match="is not a sentence-transformers model"):
         SentenceTransformerEncoder(str(folder))
     assert not (tmp_path / "ran").exists()
 

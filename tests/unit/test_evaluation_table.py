@@ -211,7 +211,7 @@ def test_sets_are_found_by_name_and_unknown_or_missing_ones_refused(tmp_path):
     assert find_file(Benchmark(name="ruler_hqa", num_docs=50), data_dir=str(tmp_path)).endswith("test_50.json")
     for benchmark, data_dir, message in (
         (Benchmark(name="popqa"), str(tmp_path), r"popqa: .*test\.jsonl and .*dev\.jsonl do not exist"),
-        (Benchmark(name="naturalquestions"), str(tmp_path), "is no set that is known by name"),
+        (Benchmark(name="naturalquestions"), str(tmp_path), "is not the name of a known set"),
         (Benchmark(name="nq"), "", "has no file and data_dir is empty"),
         (Benchmark(name="ruler_hqa"), str(tmp_path), "needs num_docs"),
         (Benchmark(name="mine", file=str(tmp_path / "mine.jsonl")), "", r"mine\.jsonl does not exist"),

@@ -83,7 +83,7 @@ def test_a_run_that_begins_again_makes_each_step_once(tmp_path):
     replaced = (tmp_path / "metrics.replaced.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in replaced] == [3]
     file = tmp_path / "metrics.jsonl"
-    moved = f"rows of later steps (1) were moved from {file} to metrics.replaced.jsonl beside it"
+    moved = f"rows of later steps (1) were moved from {file} to metrics.replaced.jsonl next to it"
     assert said == [f"the run continues after step 2: {moved}"]
 
 

@@ -95,7 +95,7 @@ async def test_an_evaluation_has_the_limit_that_its_config_names(config):
     ("budget", "message"),
     [
         ({"memory_tokens": 4, "memory_choices": [4, 8]}, r"memory_choices is \[4, 8\], but budget.memory_tokens 4"),
-        ({"memory_tokens": 8, "memory_choices": [8, 8]}, "every limit stands in it once"),
+        ({"memory_tokens": 8, "memory_choices": [8, 8]}, "every limit occurs in it once"),
         ({"memory_choices": [0]}, "memory_choices.0 is 0"),
     ],
 )

@@ -51,7 +51,7 @@ def test_without_an_answer_the_job_goes_on_and_its_parts_stand_alone(tmp_path, m
         nobody.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         assert run(tmp_path / "sweep", TrackingConfig(uri=uri)) == ""
-    assert "MLflow does not answer: the runs of the parts of sweep will stand alone" in capsys.readouterr().out
+    assert "MLflow does not answer: the runs of the parts of sweep will not be nested" in capsys.readouterr().out
     assert '"em": 0.5' in (tmp_path / "sweep" / "metrics.jsonl").read_text()
 
 

@@ -226,7 +226,7 @@ def test_a_step_that_is_half_learnt_is_not_saved(checkpoints, learners, capsys):
         train(checkpoints, learners, 1, updates=1)
         raise LearnerFailed("gradient norm is nan")
     assert learners.saved == []
-    assert "in the middle of step 2" in capsys.readouterr().out
+    assert "stopped during step 2" in capsys.readouterr().out
 
 
 def test_a_step_that_never_began_to_be_learnt_changes_nothing(checkpoints, learners):

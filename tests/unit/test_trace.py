@@ -447,7 +447,7 @@ def test_sheets_that_cannot_be_compared_are_refused_by_name(run, tmp_path, capsy
     (tmp_path / "none.csv").write_text("a,b\n1,2\n")
     for second, message in (
         (wrong, "wrong.csv, row 1: facts_kept is 'maybe'; expected yes, no or nothing"),
-        (tmp_path / "none.csv", "none.csv is no sheet"),
+        (tmp_path / "none.csv", "none.csv is not a rating sheet"),
         (tmp_path / "missing.csv", "missing.csv cannot be read"),
     ):
         assert main(["trace", "--agreement", str(sheet), str(second)]) == 2

@@ -129,7 +129,7 @@ def test_what_is_no_index_by_inner_product_is_refused(tmp_path):
         Shard(index_file(tmp_path / "flat", VECTORS), search="depth=3")
     (tmp_path / "text").write_text("no index at all")
     for name in ("text", "none"):
-        with pytest.raises(ConfigError, match="is no faiss index"):
+        with pytest.raises(ConfigError, match="is not a faiss index"):
             Shard(tmp_path / name)
 
 

@@ -118,8 +118,8 @@ class Answering:
         record: Record = nowhere,
     ) -> None:
         """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
-        that are served now; a request keeps those that it began with. `max_turns` is the most that a request
-        may ask for; `record` takes what was played. Raises ConfigError when an agent's prompts and budget do not fit.
+        that are served now; a request keeps those that it began with. `max_turns` is the most that a request may ask
+        for; `record` receives the finished group. Raises ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
         self.created = int(time.time())
@@ -166,7 +166,7 @@ class Answering:
     async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None) -> AnswerReply:
         """Plays the agent and returns the answer.
 
-        `emit` hears each event when it happens; None where nobody listens. Raises ApiError: 503 when engine or
+        `emit` hears each event when it happens; None if the caller wants no events. Raises ApiError: 503 when engine or
         retriever fail or take too long, 400 for what they refuse.
         """
         engine, started, cached = self.engine(), time.perf_counter(), CachedPrompts()

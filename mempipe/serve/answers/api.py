@@ -65,8 +65,8 @@ class AnswerRequest(Options):
     objectives: Annotated[list[QuestionText], Field(min_length=1, max_length=MAX_OBJECTIVES)] | None = None
     """Several questions in place of one."""
     instructions: QuestionText | None = None
-    """What the agent shall heed beside the question; they share its budget. Not every prompt set has a place for
-    them."""
+    """Instructions for the agent, in addition to the question; they share its budget. Not every prompt set has a place
+    for them."""
     text: Text | None = None
     """A text that the agent reads, in place of an uploaded document."""
     model: Id | None = None

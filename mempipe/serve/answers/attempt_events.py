@@ -25,8 +25,8 @@ class AttemptEvents:
         thought: Callable[[str], str],
         turn_replies: Callable[[Iterable[Context]], Iterator[TurnReply]],
     ) -> None:
-        """`sample` is the number of the attempt; `thought` finds it in the text of a message; `turn_replies` makes what
-        is shown of each turn (`mempipe.serve.answers.replies`).
+        """`sample` is the number of the attempt; `thought` finds it in the text of a message; `turn_replies` returns
+        the shown part of each turn (`mempipe.serve.answers.replies`).
         """
         self._emit = emit
         self._sample = sample

@@ -10,11 +10,11 @@ from mempipe.serve.http.errors import ApiError
 from mempipe.types import EndReason, Question, Trajectory
 
 _MOST_CHARS = 64
-"""More than a token has: what is beyond so many for each token of the memory need not be encoded."""
+"""More than a token has: characters beyond this number per token of the memory need not be encoded."""
 
 
 def noted(memory: str, question: str, answer: str | None) -> str:
-    """Returns the memory with one more exchange of a conversation on a line of its own."""
+    """Returns the memory with one more exchange of a conversation on a separate line."""
     line = exchange(question, answer)
     return f"{memory}\n{line}" if memory else line
 

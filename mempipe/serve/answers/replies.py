@@ -99,7 +99,7 @@ def reasoning(turn: TurnReply) -> str:
 def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TokenLogprob]:
     """Returns the tokens that the answer was sampled in, with their log-probs; none where there is no answer.
 
-    The first and the last of them may hold characters beside the answer, such as a blank.
+    The first and the last of them may hold characters besides the answer, such as a blank.
     """
     answer, context = (trajectory.answer or "").strip(), trajectory.contexts[-1]
     mask = list(context.loss_mask)

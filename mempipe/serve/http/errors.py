@@ -55,7 +55,7 @@ def refuse(status: int, message: str) -> JSONResponse:
 
 
 def sentence(where: Sequence[int | str], error: Any) -> str:
-    """Returns what is wrong with a request, and where; `error` is one of pydantic's.
+    """Returns the faults of a request, and their places; `error` is one of pydantic's.
 
     It skips most of the input, which may be large and may hold text that cannot be encoded.
     """

@@ -24,7 +24,7 @@ class Front:
     """Answers with 503 and Retry-After where nothing was answered, and adds Retry-After where Serve left it out.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
-    in vain for it and answers 408. Where the whole body had come, that is no fault of the client either.
+    in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.
     """
 
     def __init__(self, app: ASGIApp) -> None:

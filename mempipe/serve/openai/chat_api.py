@@ -27,7 +27,7 @@ _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def _joined(content: Any) -> Any:
-    """Returns the content of a message as one text that can be encoded; its parts stand on lines of their own. Raises
+    """Returns the content of a message as one text that can be encoded; its parts are on separate lines. Raises
     ValueError.
     """
     if content is None:
@@ -80,7 +80,7 @@ class ChatMessage(BaseModel):
     function_call: dict[str, Any] | None = None
 
     def said(self) -> Iterator[str]:
-        """Yields what is said in it, its calls included; blank texts are nothing."""
+        """Yields its texts, including its calls; blank texts are nothing."""
         calls = [call.get("function") or call.get("custom") for call in self.tool_calls or []]
         for call in (*calls, self.function_call):
             if isinstance(call, dict):
@@ -96,7 +96,7 @@ class StreamOptions(RequestBody):
 
 
 class ChatRequest(RequestBody):
-    """A chat: its last message of role user is the question, what was said before is noted in the memory that the agent
+    """A chat: its last message of role user is the question, earlier messages are put into the memory that the agent
     starts from, and messages of role system or developer are instructions.
 
     What has no meaning here is taken and listed in the response header `x-mempipe-ignored`.

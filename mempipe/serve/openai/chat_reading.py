@@ -1,4 +1,4 @@
-"""Reads a chat request as a question to the agent: what is asked, what is taken and ignored, and what is refused."""
+"""Reads a chat request as a question to the agent: the request, the ignored fields, and the refused fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
 from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
 
 INSTRUCTIONS = ("system", "developer")
-"""Roles whose messages are instructions, wherever they stand."""
+"""Roles whose messages are instructions, at any position."""
 _IDLE: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "frequency_penalty": (0,),
@@ -29,7 +29,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "web_search_options": (),
 }
-"""Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
+"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
 _UNREAD = frozenset(name for name, field in ChatRequest.model_fields.items() if field.annotation is Any)
 """Fields without a meaning here: those above, and those that change nothing of an answer whatever they hold."""
 
@@ -43,15 +43,15 @@ class Chat:
     """What was said before, as a memory; None where nothing was."""
     num_choices: int
     ignored: list[str]
-    """Names of what was sent and has no meaning here, for a response header."""
+    """Names of fields that were sent and have no meaning here, for a response header."""
 
 
 def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bool, is_greedy: bool) -> Chat:
     """Returns the question of a chat.
 
-    `takes_instructions` says whether the agent's prompt set has a place for them, `keeps_metadata` whether questions
-    are traced, and `is_greedy` that the service takes the likeliest tokens unless it is told a temperature. Raises
-    ApiError 400 with the field that is wrong or cannot be had.
+    `takes_instructions`: the agent's prompt set has a place for them. `keeps_metadata`: questions are traced.
+    `is_greedy`: the service takes the likeliest tokens unless the request has a temperature. Raises ApiError 400 with
+    the field that is wrong or cannot be had.
     """
     refuse_unsupported(chat, _IDLE)
     instructions = [message for message in chat.messages if message.role in INSTRUCTIONS]
@@ -118,7 +118,8 @@ def in_chat(error: ApiError) -> ApiError:
 
 
 def _ignored(chat: ChatRequest, unread: Collection[str], *, keeps_metadata: bool) -> list[str]:
-    """Returns the names of what was sent and changes nothing, each once; `unread` are roles that nobody reads."""
+    """Returns the names of fields that were sent and change nothing, each once; `unread` are roles that nobody
+    reads."""
     names = sorted(chat.model_fields_set & (_UNREAD if keeps_metadata else _UNREAD | {"metadata"}))
     options = chat.stream_options
     if options is not None and not chat.stream:

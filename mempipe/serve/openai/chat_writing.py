@@ -20,7 +20,7 @@ class Chunks:
     def __init__(
         self, request_id: str, answering: Answering, read: Chat, asked: ChatRequest, *, with_reasoning: bool
     ) -> None:
-        """With `stream_options.include_usage` the last chunk says what was used, and all others that they do not.
+        """With `stream_options.include_usage` the last chunk has the usage, and all others have null.
 
         `with_reasoning` gives thought and memory of each turn when it is finished; of several attempts only one is
         shown, which is known at the end, and then they come before its content.

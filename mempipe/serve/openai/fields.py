@@ -18,7 +18,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 def refuse_unsupported(request: BaseModel, idle: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises ApiError 400 for a field of `idle` that asks for what the service cannot do.
 
-    `idle` holds for each such field the values beside null that ask for nothing.
+    `idle` holds for each such field its values, besides null, that request nothing.
     """
     for name, values in idle.items():
         value = getattr(request, name)
@@ -30,11 +30,12 @@ def refuse_unsupported(request: BaseModel, idle: Mapping[str, tuple[Any, ...]]) 
 
 
 def of_messages(field: str, messages: Sequence[BaseModel], unread: Collection[str]) -> list[str]:
-    """Returns the names of what is sent with the messages in `field` and not read; `unread` are roles or types."""
+    """Returns the names of keys that are sent with the messages in `field` and not read; `unread` are roles or
+    types."""
     names = {name for message in messages for name in message.model_extra or {}} | set(unread)
     return [f"{field}.{name}" for name in sorted(names)]
 
 
 def listed(names: Iterable[str]) -> list[str]:
-    """Returns the names that can stand in a response header, MAX_LISTED of them at most."""
+    """Returns the names that a response header can hold, at most MAX_LISTED."""
     return [name for name in names if _HEADER_NAME.fullmatch(name)][:MAX_LISTED]

@@ -89,7 +89,7 @@ def _id(value: Any) -> Any:
 
 
 class ResponseRequest(RequestBody):
-    """A question, with what was said before it: in `input`, in the response `previous_response_id`, or in a
+    """A question, with the earlier messages: in `input`, in the response `previous_response_id`, or in a
     `conversation`.
 
     What has no meaning here is taken and listed in the response header `x-mempipe-ignored`.

@@ -25,7 +25,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
+"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
 _UNREAD = frozenset(name for name, field in ResponseRequest.model_fields.items() if field.annotation is Any)
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -43,14 +43,14 @@ class ReadResponse:
     ignored: list[str]
 
     def history(self, before: str = "") -> str | None:
-        """Returns what was said before the question as a memory; None where nothing was. `before` is the memory of an
+        """Returns the messages before the question as a memory; None where nothing was. `before` is the memory of an
         earlier response; one in `input` takes its place.
         """
         return remembered(before if self.memory is None else self.memory, self.said)
 
 
 def read_response(request: ResponseRequest, *, takes_instructions: bool) -> ReadResponse:
-    """Returns the question of a request; `takes_instructions` says whether the agent has a place for instructions.
+    """Returns the question of a request; `takes_instructions`: the agent has a place for instructions.
 
     Raises ApiError 400 with the field that is wrong or cannot be had.
     """

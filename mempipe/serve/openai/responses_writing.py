@@ -28,7 +28,7 @@ from mempipe.serve.openai.responses_reading import MEMORY
 
 
 def begun(request: ResponseRequest, *, response_id: str, model: str, keeps: bool) -> ResponseReply:
-    """Returns the response of a question that is being worked on; `keeps` says whether it will be stored."""
+    """Returns the response of a question that is being worked on; `keeps`: it will be stored."""
     conversation = request.conversation
     return ResponseReply(
         id=response_id,

@@ -120,7 +120,8 @@ class AgentReplica:
 
 
 async def engines_of(application: str, *, timeout_s: float) -> DeploymentHandle:
-    """Returns the handle of an application of engines. Serve deploys it beside the agents and may be slower with it.
+    """Returns the handle of an application of engines. Serve deploys it at the same time as the agents and may take
+    longer.
 
     Raises ConfigError when there is none after `timeout_s`.
     """

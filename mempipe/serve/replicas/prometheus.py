@@ -35,7 +35,7 @@ class EngineMetrics:
 
 
 class PrometheusMetrics:
-    """Sends what is counted there (`mempipe.serve.answers.journal.Metrics`)."""
+    """Sends the counts of `mempipe.serve.answers.journal.Metrics` to Prometheus."""
 
     def __init__(self) -> None:
         def counter(name: str, description: str, *tags: Any) -> metrics.Counter:

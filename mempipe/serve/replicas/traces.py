@@ -19,7 +19,7 @@ FINISH_TIMEOUT_S = 5.0
 
 
 class SampledTraces:
-    """Writes the traces from a thread of its own: an answer never waits for MLflow."""
+    """Writes the traces from a separate thread: an answer never waits for MLflow."""
 
     def __init__(self, served: ServedRun, *, share: float, decode: Callable[[Sequence[int]], str]) -> None:
         """`share` of the questions are recorded, in the MLflow run of the service, which its folder remembers."""
@@ -45,6 +45,6 @@ class SampledTraces:
         self._writer.add_call(lambda run: run.log_trace(group, step=0, wording=wording, metadata=metadata))
 
     def close(self) -> None:
-        """Writes what is waiting, for FINISH_TIMEOUT_S at most."""
+        """Writes the waiting traces, for FINISH_TIMEOUT_S at most."""
         self._writer.add_call(lambda run: run.terminate("FINISHED"))
         self._writer.finish(FINISH_TIMEOUT_S)

@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses
 async def chat(asked: ChatRequest, parts: PartsOfApp, owner: Owner, request_id: RequestId, response: Response) -> Any:
     """A chat completion; the field `mempipe` holds the trace, in a stream each event.
 
-    The response header `x-mempipe-ignored` names what was sent and has no meaning here.
+    The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
     """
     played, headers = await play_chat(asked, parts, owner=owner, request_id=request_id)
     if not isinstance(played, ChatReply):

@@ -26,7 +26,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "suffix": ("",),
 }
-"""Fields that ask for what the agent cannot do, and the values beside null that ask for nothing."""
+"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
 
 
 @router.post("/completions", response_model=CompletionReply, responses=ANSWERS | IGNORED)
@@ -35,7 +35,7 @@ async def complete(
 ) -> Any:
     """Answers a bare question; the field `mempipe` holds the trace, in a stream each event.
 
-    The response header `x-mempipe-ignored` names what was sent and has no meaning here.
+    The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
     """
     refuse_unsupported(asked, _IDLE)
     try:

@@ -1,4 +1,4 @@
-"""What the OpenAPI schema says of the routes beside what they take and give: refusals, streams and API keys."""
+"""OpenAPI responses and security schemes shared by the routes: errors, event streams, API keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ IGNORED: dict[int | str, dict[str, Any]] = {
     | {
         "headers": {
             IGNORED_HEADER: {
-                "description": "Names of what was sent and has no meaning here, with commas between them.",
+                "description": "Names of fields that were sent and have no meaning here, separated by commas.",
                 "schema": {"type": "string"},
             }
         }

@@ -36,7 +36,7 @@ async def create_response(
     """Answers a question; the memory after each turn is a reasoning item before the answer.
 
     The next question resumes from it with `previous_response_id`, with a `conversation`, or with the items sent back
-    in `input`. The response header `x-mempipe-ignored` names what was sent and has no meaning here.
+    in `input`. The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
     """
     agent = asked.mempipe.agent if asked.mempipe is not None else None
     read = read_response(asked, takes_instructions=parts.answering.takes_instructions(agent))
@@ -60,7 +60,7 @@ async def create_response(
 async def response(response: str, parts: PartsOfApp, owner: Owner, stream: bool = False) -> ResponseReply:
     """Shows a stored response, without its trace."""
     if stream:
-        raise ApiError(400, "a stored response is no stream; leave stream out", param="stream")
+        raise ApiError(400, "a stored response is not a stream; leave stream out", param="stream")
     return ResponseReply.model_validate_json((await parts.store.response(response, owner)).body)
 
 
