@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class AskOptions(TypedDict, total=False):
-    """What a question may say beside its text. What it leaves out is as the agent was loaded."""
+    """Options of a question. Omitted ones are as the agent was loaded."""
 
     partition: str
     """The part of the corpus that is searched; "" is all of it."""
@@ -43,7 +43,7 @@ class AskOptions(TypedDict, total=False):
     memory: str
     """The memory that the agent starts from, for example `memory` of an earlier reply."""
     instructions: str
-    """What the agent shall heed beside the question, where its prompt set has a place for it."""
+    """Instructions for the agent in addition to the question, if its prompt set has a place for them."""
     budget: Mapping[str, int]
     """Limits in tokens and turns: memory_tokens, action_tokens, observation_tokens, question_tokens, chunk_tokens,
     max_turns."""
@@ -56,7 +56,7 @@ class AskOptions(TypedDict, total=False):
 
 
 class HasFolder(Protocol):
-    """A run (`mempipe.Run`), or anything else that lies in a folder."""
+    """A run (`mempipe.Run`), or anything else that is a folder."""
 
     @property
     def folder(self) -> Path: ...
@@ -105,7 +105,7 @@ def load(
 
 
 def _named(source: str | Path | HasFolder, *, other: bool) -> dict[str, str]:
-    """Returns the setting of the service that `source` is. `other` is whether something beside it was named."""
+    """Returns the setting of the service that `source` is. `other` says whether another source was named too."""
     path = str(source if isinstance(source, str | Path) else source.folder)
     if path.startswith(("http://", "https://")):
         raise ConfigError(
@@ -156,7 +156,7 @@ class Agent:
         return self.run(self._ask(question, options))
 
     async def ask_async(self, question: str, **options: Unpack[AskOptions]) -> Reply:
-        """Answers a question for an event loop, which goes on meanwhile. It raises as `ask` does."""
+        """Answers a question without blocking the event loop. It raises as `ask` does."""
         return await asyncio.wrap_future(self._begin(self._ask(question, options)))
 
     def ask_many(self, questions: Sequence[str], **options: Unpack[AskOptions]) -> list[Reply]:

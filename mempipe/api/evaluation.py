@@ -160,14 +160,14 @@ def evaluate(
     """Asks an agent questions whose answers are known, and returns what it reached.
 
     `source` is an agent, or what `load` takes; then the agent is loaded and closed here. `questions` is a file in any
-    format that `mempipe data qa` reads, or rows of such a file. `num_questions` takes the first so many, 0 takes all.
+    format that `mempipe data qa` reads, or rows of such a file. `num_questions` takes the first N, 0 takes all.
     `num_samples` is the number of attempts at each question; with a `temperature` of 0 the likeliest token is taken.
     `control` is "no_memory" (every memory is emptied) or "no_search" (nothing is found): what the agent still answers
     the model knows anyway. `columns` names the fields of the rows where their names do not say what they hold, for
     example `{"question": "ask", "answer": "gold"}`.
 
     The attempts are played as in training, many at the same time. Nothing is written; `mempipe evaluate` keeps its
-    results and goes on after an interruption. Raises ConfigError for questions or options that cannot work, and
+    results and resumes after an interruption. Raises ConfigError for questions or options that cannot work, and
     InfrastructureFault when engine or retriever fail.
     """
     check_sampling(num_samples, temperature)

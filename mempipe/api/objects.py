@@ -1,8 +1,8 @@
-"""Python objects where a config takes a name: a reward, a tool or an agent of the user's own.
+"""Python objects where a config takes a name: a user-defined reward, tool or agent.
 
 Workers import such an object by its module's name, as they do for `mempipe train`. An object of a notebook or of the
-script that runs has no module that they could import: it is written, as cloudpickle writes it, into a module of its
-own in the folder of the run.
+script that runs has no module that they could import: it is written, as cloudpickle writes it, into a separate module
+in the folder of the run.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Passed:
         except Exception as error:  # whatever the object's own state raises
             names = ", ".join(self._objects)
             raise ConfigError(
-                f"{names} cannot be sent to other processes ({error}); put it into a module of its own"
+                f"{names} cannot be sent to other processes ({error}); put it into a separate module"
             ) from error
         names = ", ".join(self._objects) + ","
         folder = self._folder / "python"

@@ -51,8 +51,8 @@ class Run:
 
     @property
     def metrics(self) -> pl.DataFrame:
-        """Returns a row for each learner step with everything that was measured in it; step 0 is what was measured
-        before the first one. The frame is empty while nothing was measured."""
+        """Returns a row for each learner step with everything that was measured in it; step 0 is the measurement before
+        the first one. The frame is empty while nothing was measured."""
         file = self.folder / "metrics.jsonl"
         rows = read_metrics(file) if file.exists() else []
         return pl.DataFrame(rows, infer_schema_length=None)
@@ -108,12 +108,12 @@ def train(
     prints them all. A reward (`reward=my_function`), a tool (`agent={"tools": [MyTool]}`) or an agent
     (`agent=my_module`) may be the Python object itself.
 
-    `resume` is "never" (a folder that holds a run is refused), "always" or True (goes on with the run that is there),
-    or "auto" (goes on, or begins). The roles run as Ray actors: on the cluster of `ray_address`, or on this machine
-    until the training ends. Ctrl-C saves what was trained and raises KeyboardInterrupt.
+    `resume` is "never" (a folder that holds a run is refused), "always" or True (resumes the existing run), or "auto"
+    (resumes it, or begins a new one). The roles run as Ray actors: on the cluster of `ray_address`, or on this machine
+    until the training ends. Ctrl-C saves the learner and raises KeyboardInterrupt.
 
     Raises ConfigError, which names the setting, before anything is started; what fails later raises a RuntimeError or
-    an OSError, and the same call with `resume=True` goes on.
+    an OSError, and the same call with `resume=True` resumes the run.
     """
     prepare_process()
     how: Resume = ("always" if resume else "never") if isinstance(resume, bool) else resume
