@@ -54,7 +54,8 @@ def prepare_process() -> None:
 
 
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""A learner's rows change their length, which fragments GPU memory. Handles of such memory cannot be passed by ipc."""
+"""Expandable segments of PyTorch's CUDA allocator: packed rows vary in length and fragment GPU memory. Incompatible
+with the ipc weight transfer, which cannot export such memory."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The network interface of ranks for data that is not on a GPU. Gloo would take the address of the host's name, often

@@ -167,7 +167,7 @@ def retry_after_s(value: str) -> float:
 
 
 class _Passing(Exception):
-    """A failure that the next attempt may not meet."""
+    """A transient failure: the call is retried."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)

@@ -29,8 +29,8 @@ def say(text: str) -> None:
 
 
 def watched(items: Iterator[T], *, waited_for: Callable[[], str], after_s: float = STALL_S) -> Generator[T, None, None]:
-    """Yields the items. When the next one is late it prints what `waited_for` says: after `after_s` seconds, then after
-    twice as many, and so on.
+    """Yields the items. While the next one is late, prints `waited_for()` after `after_s` seconds and then at doubling
+    intervals.
     """
     while True:
         came = threading.Event()
@@ -51,7 +51,7 @@ def _say_while_late(came: threading.Event, waited_for: Callable[[], str], after_
     while not came.wait(after_s):
         waited += after_s
         after_s *= 2
-        say(f"nothing has come for {waited:.0f} s; it waits for {waited_for()}")
+        say(f"no result for {waited:.0f} s; waiting for {waited_for()}")
 
 
 class Progress:

@@ -1,5 +1,5 @@
-"""The base of every section of a config. Each room has its own sections, in its `config.py`; `mempipe.config` puts a
-run together.
+"""The base of every section of a config. Each package defines its sections in its own `config.py`;
+`mempipe.config.RunConfig` combines them.
 """
 
 from __future__ import annotations

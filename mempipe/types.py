@@ -28,7 +28,7 @@ N = TypeVar("N", int, float)
 
 
 class Column(Sequence[N], Generic[N]):
-    """Numbers in one array that read as a list: what a record has one of for every token.
+    """Per-token numbers of a record: one NumPy array with the interface of a list.
 
     A step has tens of millions of them, for which lists of Python's numbers are too slow. `numpy.asarray` gives the
     array without a copy; elements and slices are Python's numbers and lists, and a column equals a list of the same

@@ -79,7 +79,9 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
 
 def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     supervisor = Supervisor(config.max_restarts)
-    if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run is trained on
+    if (
+        run.state["finished"] and config.num_steps > run.state["num_steps"]
+    ):  # resuming a finished run with a larger num_steps continues training
         if latest(run.folder / "checkpoints") is None:
             raise ConfigError(
                 f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "

@@ -43,7 +43,7 @@ class Admission:
         """Waits until group `key`, the `position`-th of the stream from 0, may start; returns the policy version it
         starts at.
         """
-        if key in self._consumed:  # a driver that starts again plays it for nobody
+        if key in self._consumed:  # already consumed: a restarted worker replays the group and the result is discarded
             return self._consumed[key]
         while key not in self._outstanding:
             if self._num_adopted + position < len(self._consumed) + self._window:
@@ -68,7 +68,8 @@ class Admission:
         return step
 
     async def consume(self, keys: Iterable[str], *, policy_version: int) -> None:
-        """Takes note that the groups were trained on or dropped; from now on groups start at `policy_version`."""
+        """Marks groups as consumed (trained on or dropped) and sets the policy version at which new groups start. Wakes
+        all waiting `ticket` calls."""
         reached("admission.consume", version=policy_version)
         for key in keys:
             started_at = self._outstanding.pop(key, None)

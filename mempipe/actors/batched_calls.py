@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from mempipe.actors.handles import Handle
 
 Request: TypeAlias = tuple[int, tuple[Any, ...]]
-"""A number that the caller gave it, and the arguments of the desk's function."""
+"""(request id, arguments of the server's function). The id is unique per caller."""
 Answer: TypeAlias = tuple[int, Any]
 """The request's number, and what the function returned or the exception that it raised."""
 
@@ -65,7 +65,9 @@ class BatchedClient:
             answers: list[Answer] = await self._actor.exchange.remote(self._name, requests)
         except RayError as error:  # requests and answers died with the actor, also those of earlier exchanges
             answers = [(number, error) for number in self._waiting]
-            self._name = uuid.uuid4().hex  # if it lives after all, what it still answers is not for those who ask again
+            self._name = (
+                uuid.uuid4().hex
+            )  # new caller id: late answers of an actor that is still alive must not reach retried requests
         for number, answer in answers:
             waiting = self._waiting.get(number)
             if waiting is None or waiting.done():  # given up
@@ -76,7 +78,8 @@ class BatchedClient:
                 waiting.set_result(answer)
 
     def _ended(self, exchange: asyncio.Task[None]) -> None:
-        """As long as answers are missing, one exchange waits for them."""
+        """Opens another exchange when the last one has returned and answers are still missing: one long poll is always
+        pending."""
         self._exchanges.remove(exchange)
         if not self._exchanges and not self._outbox and any(not answer.done() for answer in self._waiting.values()):
             self._send()

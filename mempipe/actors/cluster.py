@@ -39,15 +39,15 @@ UNWIND_S = 10.0
 """Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
 SHUTDOWN_S = 5.0
 NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
-"""Ray ends a node whose agents have not begun after 15 s, which no setting changes. On a busy machine it takes Python
-longer than that to load them."""
+"""Message of the one retry of a local `ray.init`. Ray kills a node whose agents have not started within 15 s; the limit
+is hard-coded, and importing the agents takes longer on a busy machine."""
 _WAKE = signal.SIGUSR1
 
 
 @contextmanager
 def connected(address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None) -> Iterator[str]:
-    """A Ray connection for the run `name`: the cluster at `address`, the job's own (RAY_ADDRESS), or a local one that
-    ends with the run and whose object store has room for `model`.
+    """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local
+    cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops). Raises LaunchError.
 
     What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
     cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.

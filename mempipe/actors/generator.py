@@ -90,7 +90,7 @@ class GeneratorActor:
                 os._exit(1)
 
     async def _awake(self) -> None:
-        """Loads the engine, if Ray has just started the actor again; until then nobody has asked for that."""
+        """Loads the engine on the first call after Ray restarted the actor; at launch `ready` has done so."""
         if not self._ready:
             await self.ready()
 
@@ -100,7 +100,8 @@ class GeneratorActor:
         return await self._engine.score(token_ids)
 
     async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
-        """Returns what shows which weights this engine samples from."""
+        """Returns the data of the weight check: version and checksums of the loaded weights, and the log-probs of the
+        canary sequences."""
         await self._awake()
         held = await self._engine.held_weights()
         return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])

@@ -1,4 +1,4 @@
-"""Ray's handles for the type checker, which takes an actor's methods for plain ones and so knows no `.remote`."""
+"""Types Ray actor handles as `Any`: a type checker sees the plain methods of the actor class and rejects `.remote`."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ class Roles(RolloutActors):
     _num_served_bytes: int | None = None
 
     def new_admission(self, *, policy_version: int, adopted: Mapping[str, int]) -> tuple[str, Handle]:
-        """A fresh gate for one stream, and its name. `adopted`: `mempipe.actors.admission.Admission`."""
+        """Starts an `Admission` actor for one rollout stream. Returns its name and its handle. `adopted`:
+        `mempipe.actors.admission.Admission`."""
         name = f"admission-{uuid.uuid4().hex[:8]}"
         options = {"name": name, "num_cpus": 0, "max_concurrency": MAX_CALLS}
         algorithm = self.config.algorithm
@@ -109,7 +110,8 @@ class Roles(RolloutActors):
     def learn(
         self, updates: Sequence[Sequence[Sequence[MicroBatch]]], *, first: int = 0, stop: StopRequest | None = None
     ) -> list[dict[str, float]]:
-        """One learner step (`LearnerGroup.step`), for which engines that share its memory sleep until the next sync."""
+        """Runs one learner step (`LearnerGroup.step`). With engine sleep mode the engines free their GPU memory first
+        and stay asleep until the next `sync`."""
         if not self.plan.sleeps:
             return self.learners.step(updates, first=first, stop=stop)
         self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
@@ -216,8 +218,8 @@ def ask_all(
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
-    """Returns what every reference holds, by name. Raises LaunchError naming the phase and who failed, RoleLost when
-    it died or was late."""
+    """Gets all object refs and returns their values by name; `timeout_s` covers them together. Raises RoleLost when an
+    actor died or the time is up, LaunchError when a call failed; the message names phase and actor."""
     deadline = time.monotonic() + timeout_s
     return {name: _answer(name, reference, phase=phase, deadline=deadline) for name, reference in pending.items()}
 
@@ -308,7 +310,8 @@ def _learner_group(config: RunConfig, reservation: Reservation) -> LearnerGroup:
 
 @contextmanager
 def _launched(config: RunConfig, namespace: str, demand: Demand) -> Iterator[_Started]:
-    """An empty start; everything that is started with it is ended when the block ends."""
+    """Reserves the GPUs of `demand` and yields a launcher. On exit shuts the engines down, kills every actor that was
+    started and removes the placement group."""
     started = _Started(config, namespace, reserve(config, demand))
     try:
         yield started
@@ -355,7 +358,8 @@ class _Started:
         return ReferencePool(size=size, options=self.reservation.pool_options("reference"))
 
     def rollout_actors(self) -> RolloutActors:
-        """Engines and retrievers on their way; `wait` waits for them. An agent without an index has no retriever."""
+        """Starts engines and retrievers and returns their handles without waiting; call `wait` before use. Starts no
+        retriever when neither retrieval.index nor retrieval.url is set."""
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
@@ -404,7 +408,8 @@ class _Started:
         )
 
     def wait(self) -> None:
-        """Until all that was started since the last call answers."""
+        """Blocks until every actor started since the last call is ready, at most START_TIMEOUT_S. Raises as `wait_for`
+        does."""
         wait_for(self._pending, phase="start", timeout_s=START_TIMEOUT_S)
         self._pending = {}
 

@@ -160,7 +160,9 @@ class LearnerGroup:
         for the rest.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
-        self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))  # it may score all of them
+        self._get(
+            "starting a step", begun, timeout_s=self._timeout_s * len(updates)
+        )  # with old_logprobs: recompute it also scores every micro-batch
         reports: list[dict[str, float]] = []
         started = time.monotonic()
         for index in range(first, len(updates)):
@@ -253,7 +255,8 @@ class LearnerGroup:
     def _get(
         self, phase: str, references: Sequence[Any], *, timeout_s: float | None = None, beside: Sequence[Handle] = ()
     ) -> list[Any]:
-        """Returns what the references hold. The ranks wait for the actors `beside`, whose death is noticed at once."""
+        """Gets the object refs of one phase. Checks every WATCH_S seconds that the actors in `beside` are alive, since
+        ranks that wait for a dead engine would hang until the timeout. Raises LearnerLost or LearnerFailed."""
         timeout_s = timeout_s or self._timeout_s
         deadline, pending = time.monotonic() + timeout_s, list(references)
         try:

@@ -37,7 +37,7 @@ class LaunchError(RuntimeError):
 
 
 class RoleLost(LaunchError):
-    """A role died or is late: another start may do better."""
+    """Raised when an actor died or missed its deadline. Restarting the run may succeed."""
 
 
 class ClusterLost(LaunchError):
@@ -53,7 +53,8 @@ class LearnerFailed(RuntimeError):
 
 
 class LearnerLost(LearnerFailed):
-    """A rank, or an engine that the ranks wait for, died or is late: another start may do better."""
+    """Raised when a rank, or an engine that the ranks wait for, died or missed its deadline. Restarting the run may
+    succeed."""
 
 
 FAULTS_OF_RAY = (RayError,)

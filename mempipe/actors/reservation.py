@@ -85,7 +85,8 @@ class Reservation:
         return options
 
     def pool_options(self, role: Role) -> dict[str, Any]:
-        """Ray's options for all actors of a role whose pool Ray Data starts: any place that nobody else has taken.
+        """Returns the Ray options of a role whose actor pool is started by Ray Data: any free bundle of the placement
+        group (bundle index -1). Call it after all other roles have been scheduled.
 
         The other roles must be started already.
         """

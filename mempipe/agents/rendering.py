@@ -108,14 +108,16 @@ class Renderer(Generic[B]):
         return token_ids
 
     def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
-        """Returns the context in which the policy is asked how probable the first golden answer is after `memory`; ""
-        is the memory of an attempt's start. Raises ConfigError for an agent that answers from no memory.
+        """Returns prompt and answer tokens for scoring log p(first golden answer | question, memory); `memory` "" is
+        the empty memory. Raises ConfigError for an agent without a memory. "" is the memory of an attempt's start.
+        Raises ConfigError for an agent that answers from no memory.
         """
         raise ConfigError("reward.information_weight is for agents that answer from a memory; set it to 0")
 
     def _probe(self, prompt: list[int], question: Question, *, written: str, answer_open: str) -> AnswerProbe:
-        """Ends the thought that `written`, the start of the message, has open, and opens the answer. Of a longer answer
-        the probe holds as much as fits a message.
+        """Builds the probe: closes a thought that `written` (the prefilled start of the message) leaves open, and
+        appends the opening of the answer. Cuts the answer to what fits budget.action_tokens. Of a longer answer the
+        probe holds as much as fits a message.
         """
         closing = "</think>" if written.count("<think>") > written.count("</think>") else ""
         # A space belongs to the word after it: most tokenizers have a token for both.

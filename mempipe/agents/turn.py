@@ -109,7 +109,7 @@ class Agent(ABC, Generic[R]):
     """
 
     def __init__(self, renderer: R, *, generate: GenerateFn, search: SearchFn, forgets: bool = False) -> None:
-        """With `forgets` every memory is the one of an attempt's start, whatever the policy writes: a control."""
+        """`forgets`: replace every memory by the empty one, whatever the policy writes (the no-memory ablation)."""
         self.renderer = renderer
         self._forgets = forgets
         self._generate = generate

@@ -105,7 +105,7 @@ def load(
 
 
 def _named(source: str | Path | HasFolder, *, other: bool) -> dict[str, str]:
-    """Returns the setting of the service that `source` is. `other` says whether another source was named too."""
+    """Returns the setting of the service that `source` is. `other`: another source was named too."""
     path = str(source if isinstance(source, str | Path) else source.folder)
     if path.startswith(("http://", "https://")):
         raise ConfigError(

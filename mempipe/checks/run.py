@@ -97,7 +97,7 @@ def _lengths(config: RunConfig) -> list[Finding]:
     row = config.learner.max_tokens_per_micro_batch
     findings = []
     if action < MIN_ANSWER_TOKENS:
-        text = f"budget.action_tokens is {action}; an answer and what marks it take at least {MIN_ANSWER_TOKENS}"
+        text = f"budget.action_tokens is {action}; it must be at least {MIN_ANSWER_TOKENS} (tags, an answer)"
         findings.append(fatal(text))
     if row < room:
         findings.append(fatal(f"learner.max_tokens_per_micro_batch is {row}, below budget.context_tokens {room}"))

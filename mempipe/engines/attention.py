@@ -42,8 +42,9 @@ class ContextLayout:
 
     @functools.cached_property
     def gathered(self) -> tuple[Tensor, Tensor] | None:
-        """[sum of lengths] the row position of every context's tokens, and [T] where in those a row position comes
-        first; None where nothing is shared: both are the row itself."""
+        """Returns index tensors that expand shared prefixes: [sum(lengths)] the row position of each token of each
+        whole context, and [T] the first place of each row position in that list. None when no prefix is shared (both
+        would be arange(T))."""
         if not any(self.shared_lengths):
             return None
         own = [
@@ -79,7 +80,9 @@ class ContextLayout:
 
     @functools.cached_property
     def _indices(self) -> tuple[Tensor, Tensor]:
-        """[P] the row position in each slot of the padded buckets, and [T] a slot of each row position.
+        """Returns (row_positions [P], slots [T]): the row position in each slot of the padded buckets, and one slot per
+        row position; P is the sum over buckets of contexts x padded length. Padding repeats the first token of the
+        context.
 
         Padding repeats the context's first token."""
         places = self._places.split(self.lengths)

@@ -24,7 +24,7 @@ class EngineLoad:
     drain_seconds: float = 0.0
     """Seconds that the last weight update waited for running completions."""
     load_seconds: float = 0.0
-    """From then on until the weights were served."""
+    """Seconds from the end of the drain until the new weights were served."""
 
     def count_step(self, *, running: int, waiting: int, cache_use: float) -> None:
         self.steps += 1

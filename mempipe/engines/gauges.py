@@ -1,4 +1,4 @@
-"""What a rank's work costs: floating-point operations by formula, and memory as the system counts it."""
+"""Computes training FLOPs by formula and reads the peak memory of a rank."""
 
 from __future__ import annotations
 

@@ -322,7 +322,8 @@ class Learner:
         return logprobs
 
     def _old_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
-        """None where the pass that trains will give the same: everywhere in the first update."""
+        """Returns the learner's own old log-probs per update and micro-batch. None in the first update, whose training
+        pass computes the same values, and with old_logprobs: sampler."""
         return [
             [self._logprobs(batch) if self._recompute_old and index else None for batch in update]
             for index, update in enumerate(updates)

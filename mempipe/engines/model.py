@@ -242,8 +242,8 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
-    """Switches the reduction of gradients off, or on again. While it is off, backward passes add up gradients on their
-    rank and keep gathered weights; the first pass after that reduces the sum of all.
+    """Turns gradient reduction across ranks off or on (gradient accumulation). While off, each rank accumulates
+    unsharded gradients and keeps gathered weights; the first backward pass after turning it on reduces the sum.
 
     This saves communication, and costs a whole copy of the gradients on every rank.
     """
@@ -253,8 +253,8 @@ def accumulate_locally(policy: PolicyModel, enabled: bool) -> None:
 
 
 def reshard(policy: PolicyModel) -> None:
-    """Drops gathered weights that a forward pass without backward left behind; they would outlive a change of the
-    sharded ones.
+    """Frees the gathered weights that a forward pass without backward leaves behind; after the next optimizer step they
+    would be stale.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):

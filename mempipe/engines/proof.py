@@ -1,5 +1,5 @@
-"""How it is known that the engines sample from the learner's weights: checksums of what they hold, and log-probs of
-canary sequences (promise 5). Nothing here imports torch.
+"""Checks after each sync that every engine samples from the learner's weights: tensor checksums (exact) and log-probs
+of canary sequences (within a tolerance). Promise 5 of docs/architecture.md. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CanaryFailed(RuntimeError):
 
 
 def added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The checksums of whole tensors from those of their shards."""
+    """Sums shard checksums to checksums of whole tensors, modulo 2^64."""
     totals: dict[str, int] = defaultdict(int)
     for part in parts:
         for name, value in part.items():
@@ -45,7 +45,7 @@ def added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def joined(checksums: Mapping[str, int], packed: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The checksums of an engine's tensors from those of the checkpoint's.
+    """Maps the checkpoint's tensor checksums to the engine's fused tensors (sum of the parts).
 
     `packed` names the modules that an engine's module is made of, e.g. {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
     """
@@ -56,8 +56,8 @@ def joined(checksums: Mapping[str, int], packed: Mapping[str, Sequence[str]]) ->
 
 
 def check_held(held: HeldWeights, learner: Mapping[str, int], *, engine: str, version: int) -> None:
-    """Raises StaleWeights when `engine` does not hold the weights of the learner, whose checksums are given, as
-    `version`; it names the first tensor.
+    """Raises StaleWeights unless `engine` holds `version` of the learner's weights (`learner`: checksum by tensor
+    name); the message names the first tensor that differs.
 
     If the engine's tensor names cannot be derived from the checkpoint's, only the sum over all tensors is compared.
     """

@@ -2,14 +2,15 @@
 
 Facts are those of `Question.evidence`, in reading order, and their states per turn are `fact_states`. The *end memory*
 is what the last turn could answer from: its memory_before and the passages that it read, or every passage ever read
-where the agent carries its whole history (`growing`). The *gap* is the first fact that the end memory does not know.
+where the agent carries its whole history (`growing`). The *missing fact* is the first needed fact that the
+end memory does not know.
 
-    broken_protocol  the trajectory ended by a message that broke the agent's protocol, and no earlier turn made the gap
-    not_used         there is no gap: everything needed was known
-    contradicted     a statement of the end memory about the gap, whose passage was read, does not hold its value
-    lost             a memory knew the gap, and a later one did not
-    not_kept         the gap was found (`mempipe.evaluation.memory_quality`), and no memory took its value
-    stopped_early    the gap was not found, and the agent answered
+    broken_protocol  the last message broke the agent's protocol, and no earlier turn caused the missing fact
+    not_used         no fact is missing
+    contradicted     the missing fact's passage was read, and the end memory states another value of it
+    lost             a memory knew the missing fact, and a later one did not
+    not_kept         the missing fact was found (`mempipe.evaluation.memory_quality`), and no memory took its value
+    stopped_early    the missing fact was not found, and the agent answered
     same_search      it was not found, and the agent asked a query again that it had asked before
     never_found      it was not found, and all queries differed
 """

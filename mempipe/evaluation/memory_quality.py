@@ -4,8 +4,9 @@ answered too early.
 Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
 its value occur there next to each other (`contains_value`). It is *found* in a turn when a search returned its passage,
 or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that `memory_before`
-does not know. A turn is a *memory turn* when it wrote a memory or had to: it left a memory, was followed by another
-turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them nowhere).
+does not know. A *memory turn* is a turn that wrote a memory or was required to write one: it left a memory, was
+followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
+nowhere).
 
     found_rate         turns whose searches returned the passage of the next needed fact
                        / turns that searched while a fact was needed

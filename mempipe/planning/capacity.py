@@ -99,8 +99,9 @@ def model_shape(model: ModelConfig) -> Shape | None:
 def object_store_bytes(model: ModelConfig, *, memory: int, shared_memory: int) -> int:
     """The object store of a local cluster, on a machine with `memory` and as much as `shared_memory` of it in /dev/shm.
 
-    Room for groups on their way, and for the weights on theirs: those that are sent, those that engines may still be
-    reading, and a copy of each in an engine's hands. At most what Ray would take by itself.
+    Returns bytes: SMALL_STORE for groups in flight plus four copies of the engine weights (being sent, still being
+    read, and one copy of each inside an engine), but at most 30 % of `memory` and 90 % of `shared_memory`, which is
+    Ray's own default.
     """
     shape = model_shape(model)
     weights = shape.num_parameters * weight_width(model) if shape else 0

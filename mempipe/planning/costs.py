@@ -103,7 +103,7 @@ class StepCosts:
     longest: float
     """The longest trajectory alone, which no number of engines makes shorter."""
     rounds: int
-    """Learner steps that it has time for: with a lag more than one."""
+    """Learner steps over which the longest trajectory may extend: max_off_policy_steps + 1."""
     reference: float
     learn: float
     driver: float

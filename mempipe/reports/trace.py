@@ -17,7 +17,7 @@ _LIMIT = 3
 def choose(traced: Sequence[Traced], *, question: str = "", phase: str = "", limit: int | None = None) -> list[Traced]:
     """Returns the trajectories to print: the first `limit` that `select` returns.
 
-    Without a wish it returns one question in the first and in the last phase, best one that training repaired. Raises
+    Without a filter returns one question in its first and last phase, preferably one that training fixed. Raises
     ConfigError where nothing fits.
     """
     if not (question or phase or limit is not None) and (pair := _before_and_after(traced)):

@@ -110,8 +110,8 @@ class Shard:
             ):
                 candidates = np.sort(candidates[candidates >= 0])  # faiss fills up with -1
                 found, scores = _rank(candidates, self._stored(candidates), vectors[i])
-                # With equal scores down to the last candidate, more of them may lie outside, and the first rows are
-                # due.
+                # if the k-th score ties with the last candidate, rows outside the candidates may tie as well; ties go
+                # to the lowest row, so score all rows
                 tied = len(found) >= count and len(found) < last - first and scores[count - 1] == scores[-1]
                 best[i] = self._scan(vectors[i], count, (first, last)) if tied else (found[:count], scores[:count])
         return [found for found in best if found is not None]

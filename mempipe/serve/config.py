@@ -17,9 +17,9 @@ class Replicas(Section):
     """Copies of one deployment; between `min` and `max` Ray Serve decides by the load."""
 
     min: int = Field(1, ge=1)
-    """Copies at the least."""
+    """Minimum number of replicas."""
     max: int = Field(1, ge=1)
-    """Copies at the most."""
+    """Maximum number of replicas."""
     target_ongoing_requests: int = Field(16, ge=1)
     """Target of Ray Serve for calls in flight per replica."""
 

@@ -166,8 +166,8 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def in_turn(name: str) -> Iterator[None]:
-    """Lets one process of this machine and user at a time into the block; the others wait for it. The last one leaves
-    nothing behind.
+    """Holds a lock shared by all processes of this user on this machine; others block until it is released. The last
+    one leaves nothing behind.
     """
     file = Path(os.environ.get(SHARED_TEMP) or tempfile.gettempdir()) / f"mempipe-{os.getuid()}-{name}.lock"
     held = _locked(file)

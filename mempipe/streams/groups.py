@@ -216,9 +216,8 @@ class Collector:
         return StepGroups(groups=[self._waiting.pop(key) for key in group_ids], dropped=[], wait_seconds=0.0)
 
     def consumed(self, step: StepGroups, *, policy_version: int) -> None:
-        """Takes note that the step was trained and `policy_version` is served: others may start in the place of its
-        groups.
-        """
+        """Marks the groups of a step as consumed once `policy_version` is served, so that as many new groups may
+        start."""
         self._consume(step.groups, policy_version)
 
     def _consume(self, groups: list[Group], policy_version: int) -> None:

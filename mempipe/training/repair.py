@@ -173,7 +173,7 @@ class Checkpoints:
         self._learners.finish_save()
 
     def begin(self, batch: StepGroups) -> None:
-        """The learner is about to train on `batch`."""
+        """Call before the learner trains on `batch`: records the position that `finish` will commit."""
         here, self._batch = self.position, batch
         self._under_way = replace(
             here,
@@ -253,7 +253,8 @@ class Checkpoints:
         self._kept.write(self.position, groups)
 
     def _log_batch(self) -> None:
-        """Puts on record what the step was trained on, since no resumed run repeats it; the learner's part is lost."""
+        """Logs rollout metrics and trajectories of the interrupted step, which a resumed run does not repeat. Its
+        learner metrics are lost."""
         assert self._batch is not None, "a step is in flight without its groups"
         metrics = rollout_metrics(
             self._batch.groups, policy_version=self.position.step - 1, growing=self._config.agent_spec.grows

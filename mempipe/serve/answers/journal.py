@@ -1,4 +1,4 @@
-"""Notes an id, a log record and numbers for Prometheus for every request."""
+"""Assigns a request id, writes one log record and updates the Prometheus metrics for every request."""
 
 from __future__ import annotations
 

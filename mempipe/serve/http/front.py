@@ -21,7 +21,8 @@ PATH = "mempipe.serve.http.front:middlewares"
 
 
 class Front:
-    """Answers with 503 and Retry-After where nothing was answered, and adds Retry-After where Serve left it out.
+    """ASGI middleware in Serve's proxy: turns a lost replica into 503 with Retry-After, and adds Retry-After to Serve's
+    own 503s.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
     in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.

@@ -37,8 +37,8 @@ def retry_header(status: int) -> dict[str, str] | None:
 
 
 class Gate:
-    """Reads the body before anything else does, lets a limited number of requests in, and ends those that nobody
-    waits for any more.
+    """ASGI middleware: reads the whole body first, bounds the requests in flight, and cancels a request when its client
+    disconnects or its time is up.
 
     - 413: the body has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
     - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A client that

@@ -1,4 +1,4 @@
-"""What the routes work with: FastAPI hands it to each of them (`Annotated[..., Depends]`)."""
+"""FastAPI dependencies of the routes (`Annotated[..., Depends]`)."""
 
 from __future__ import annotations
 
