@@ -143,7 +143,7 @@ def _add_run_commands(commands: Any) -> None:
         "--gpu",
         choices=sorted(GPUS),
         default="",
-        help="their type: prints the seconds of a step as well, by arithmetic",
+        help="GPU type; also prints an estimated step time (calculated, not measured)",
     )
 
     config = _add(commands, "config", _config, "print a complete config with every setting's default and meaning")
@@ -231,7 +231,9 @@ def _add_serving_commands(commands: Any) -> None:
     mcp.add_argument("settings", nargs="*", default=[], help="key=value, as for `mempipe serve`")
     mcp.set_defaults(index="")
 
-    key = _add(commands, "key", _key, "make an API key for `mempipe serve`, and the line that is kept of it")
+    key = _add(
+        commands, "key", _key, "create an API key for `mempipe serve`; prints the line to append to the key file"
+    )
     key.add_argument("name", help="whose key it is")
 
 
@@ -351,7 +353,7 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
     choice = command.add_mutually_exclusive_group()
     choice.set_defaults(resume="never")
     choice.add_argument(
-        "--resume", action="store_const", const="always", help="continue the run that is there; an error without one"
+        "--resume", action="store_const", const="always", help="resume the existing run; fails if there is none"
     )
     choice.add_argument(
         "--resume-if-exists",

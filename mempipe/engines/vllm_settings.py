@@ -120,7 +120,7 @@ def kept_log_targets() -> Iterator[None]:
     """Gives every buffering log handler of this process its target back at the end of the block.
 
     vLLM configures logging when it is imported, for which Python closes the handlers of all others. Ray Serve's
-    handler would keep all further records in memory, and a controller that starts anew would end the replica.
+    handler would keep all further records in memory, and a restarted controller would end the replica.
     """
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     handlers = {handler for logger in loggers for handler in logger.handlers if isinstance(handler, MemoryHandler)}

@@ -23,7 +23,7 @@ def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens at now."""
+    """Returns a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
 

@@ -56,7 +56,8 @@ class AnswerJobs:
         return job
 
     async def _claimed(self, session: str, owner: str) -> Session:
-        """Claims a session. The thread that does so goes on when the caller has hung up, and then it is freed."""
+        """Claims a session. The thread that does so continues after the caller has disconnected, and then the session
+        is freed."""
         claiming = asyncio.ensure_future(self._store.claim(session, owner, for_s=self._claim_s))
         try:
             return await asyncio.shield(claiming)
@@ -65,7 +66,7 @@ class AnswerJobs:
             raise
 
     def _free(self, session: str) -> None:
-        """Frees a session whose question is not answered, in a thread of its own."""
+        """Frees a session whose question is not answered, in a separate thread."""
         self._unrun.pop(session, None)
         threading.Thread(target=self._store.release_now, args=(session, None), daemon=True).start()
 

@@ -139,11 +139,11 @@ class Answering:
 
     @property
     def searches(self) -> bool:
-        """Tells whether one of the agents searches, so that there is a corpus."""
+        """Returns whether one of the agents searches and so needs a corpus."""
         return any(config.agent_spec.searches for config in self.agents.values())
 
     async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
-        """Returns passages of the corpus, best first. Raises ApiError: 503 for a fault, 400 for what is refused."""
+        """Returns passages of the corpus, best first. Raises ApiError: 503 for a fault, 400 for a refused request."""
         try:
             return await self._search(query, num_passages=num_passages, partition=partition)
         except ValueError as error:

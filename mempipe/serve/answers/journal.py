@@ -17,7 +17,7 @@ REQUEST_ID = "x-request-id"
 OF_API = ("answer", "chat", "completions", "conversations", "documents", "models", "responses", "sessions")
 ROUTES = frozenset({"/", "/docs", "/mcp", "/healthz", "/readyz", *(f"/v1/{name}" for name in OF_API)})
 _ID = re.compile(r"[!-~]{1,100}")
-"""An id of a client that can stand in a header and in a log as it is."""
+"""An id of a client that a header and a log can hold unchanged."""
 logger = logging.getLogger(__name__)
 
 

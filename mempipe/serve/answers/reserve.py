@@ -15,7 +15,7 @@ class Reserve:
         self._path = path
 
     def fill(self) -> None:
-        """Takes the room again, where the disk has it."""
+        """Reserves the space again, if the disk has it."""
         if self._path.exists():
             return
         try:
@@ -24,6 +24,6 @@ class Reserve:
             self._path.unlink(missing_ok=True)
 
     def free(self) -> None:
-        """Gives the room to whoever needs it."""
+        """Frees the space for others."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ LEAST_RATE = 2**14
 MAX_PER_ADDRESS = 64
 """Bodies of one address that are on their way at the same time."""
 MAX_BODIES = 256
-"""Bodies of all that are on their way at the same time, which together may fill so many times the largest body."""
+"""Bodies in transit at the same time, as a multiple of the largest body."""
 
 
 class Bodies:

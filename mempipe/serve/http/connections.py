@@ -65,7 +65,7 @@ class GuardedProtocol(_Protocol):
                 self._expect_header()
 
     def _has_no_request(self) -> bool:
-        """Tells whether no request is being answered."""
+        """Returns whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_header(self) -> None:

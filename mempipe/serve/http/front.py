@@ -1,5 +1,5 @@
-"""What stands in Serve's HTTP proxy before all replicas: limits of connections and bodies, and 503 for a request whose
-replica died.
+"""Middleware of Serve's HTTP proxy, in front of all replicas: limits of connections and bodies, and 503 for a request
+whose replica died.
 
 Serve itself would close the connection of such a request. Ray installs it when it is started with
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
@@ -60,12 +60,12 @@ class Front:
 
 
 def _can_be_read(header: tuple[bytes, bytes]) -> bool:
-    """Tells whether Serve can read a header; it answers 500 to an id that is not UTF-8."""
+    """Returns whether Serve can read a header; it answers 500 to an id that is not UTF-8."""
     name, value = header
     return name != b"x-request-id" or value.isascii()
 
 
 def middlewares() -> list[Middleware]:
-    """Returns what Serve's proxy adds to its application, before which connections have limits of their own."""
+    """Returns what Serve's proxy adds to its application, before which connections have separate limits."""
     connections.install()
     return [Middleware(Front), Middleware(Bodies)]

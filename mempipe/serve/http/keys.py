@@ -29,7 +29,7 @@ VARIABLE = "MEMPIPE_API_KEYS"
 API = ("/v1/", "/mcp")
 """Beginnings of the paths that want a key."""
 NOBODY = "local"
-"""The owner of what is asked where no keys are needed."""
+"""The owner of requests if keys are not required."""
 _KEY = re.compile(r"mp-([0-9a-f]{12})-([0-9A-Za-z_-]{43})")
 _LINE = re.compile(r"([\w.@-]{1,64}):([0-9a-f]{12}):([0-9a-f]{64})")
 _OLD_LINE = re.compile(r"[\w.@-]{1,64}:[0-9a-f]{12}:[0-9a-f]{32}:[0-9a-f]{64}")
@@ -60,12 +60,12 @@ class KeyRecord:
         return f"{self.name}:{self.id}:{self.hash}"
 
     def is_of(self, secret: str) -> bool:
-        """Tells whether the secret is this key's, in a time that does not depend on it."""
+        """Returns whether the secret is this key's, in a time that does not depend on it."""
         return hmac.compare_digest(self.hash, _hash(secret))
 
 
 def new_key(name: str) -> tuple[str, KeyRecord]:
-    """Makes a key and the record that is kept of it. Raises ConfigError for a name that cannot stand in a line."""
+    """Makes a key and the record that is kept of it. Raises ConfigError for a name that cannot be part of a line."""
     if not re.fullmatch(r"[\w.@-]{1,64}", name):
         raise ConfigError(f"the name of a key is {name!r}; expected letters, digits and . _ @ -")
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
@@ -94,7 +94,7 @@ def _read(file: str) -> list[KeyRecord]:
         if names.count(name) > 1:
             raise ConfigError(
                 f"two lines of the API keys have the name {name!r}, and would share sessions and documents; give each "
-                "key a name of its own"
+                "key another name"
             )
     return records
 
@@ -112,8 +112,8 @@ class KeyRing:
 
 
 class WatchedKeys(KeyRing):
-    """The keys of a file and of MEMPIPE_API_KEYS. A change of the file holds from the next request on: what was added
-    gets in, what was taken out no longer does.
+    """The keys of a file and of MEMPIPE_API_KEYS. A change of the file holds from the next request on: added keys are
+    accepted, removed ones are refused.
     """
 
     def __init__(self, file: str) -> None:
@@ -127,7 +127,7 @@ class WatchedKeys(KeyRing):
             self._state = state
             try:
                 self._records = {record.id: record for record in _read(self._file)}
-                logger.warning("%d API keys were read anew", len(self._records))
+                logger.warning("%d API keys were read again", len(self._records))
             except ConfigError as error:
                 logger.error("the API keys stay as they are: %s", error)
         return super().find(key_id)
@@ -142,7 +142,8 @@ class WatchedKeys(KeyRing):
 
 @dataclass(slots=True)
 class Allowance:
-    """Holds what one key may still ask of this replica: a bucket that fills at `per_minute` and holds a tenth of it."""
+    """Token bucket and concurrency limit of one API key on this replica. Refills at `per_minute`; holds a tenth of it,
+    at least 1: a client may send the requests of six seconds at once."""
 
     per_minute: int
     at_once: int

@@ -61,7 +61,7 @@ def make_server(parts: Parts) -> MCPServer:
         ctx: Context,
         session: Annotated[str | None, Field(description="A session, whose memory the agent starts from.")] = None,
     ) -> Answer:
-        """Answers a question with an agent that searches and remembers. Each of its turns is told as progress."""
+        """Answers a question with an agent that searches and remembers. Each of its turns is reported as progress."""
         try:
             asked = AnswerRequest(question=question, session=session)
             job = await parts.jobs.plan(asked, owner=_owner(ctx), request_id=uuid.uuid4().hex)

@@ -18,7 +18,7 @@ from mcp.server.stdio import stdio_server
 KEY_VARIABLE = "MEMPIPE_API_KEY"
 """Holds the key for a service that wants one."""
 TIMEOUT_S = 900.0
-"""More than any answer takes; the service has a limit of its own."""
+"""More than any answer takes; the service has its own limit."""
 
 
 @contextmanager
