@@ -22,7 +22,7 @@ from mempipe.tracking.config import TrackingConfig
 
 _RUN_FOLDER = ("state.json", "huggingface")
 AGENT_FILE, PROMPTS_FILE = "mempipe.yaml", "prompts.yaml"
-"""What an exported agent has beside its weights (`mempipe.reports.agent_folder`)."""
+"""What an exported agent has in addition to its weights (`mempipe.reports.agent_folder`)."""
 _NOT_EVALUATED = ("world", "cloze", "warm_start")
 
 

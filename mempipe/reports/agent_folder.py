@@ -1,4 +1,4 @@
-"""Makes a whole agent of an exported model: beside the weights its settings, its prompts and a model card.
+"""Makes a whole agent of an exported model: in addition to the weights, its settings, its prompts and a model card.
 
 mempipe.yaml    agent, budget, sampling and retrieval as in the run, without paths of the machine that trained it
 prompts.yaml    the prompts, where they are not one of the built-in sets

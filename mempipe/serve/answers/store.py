@@ -128,7 +128,7 @@ class Store:
                 if "holder" not in {row["name"] for row in database.execute("PRAGMA table_info(sessions)")}:
                     database.execute("ALTER TABLE sessions ADD COLUMN holder TEXT NOT NULL DEFAULT ''")
             self._reserve.fill()
-            # With one connection open SQLite keeps the files beside the database, which a full disk has no room for.
+            # With one connection open SQLite keeps the files next to the database, for which a full disk has no room.
             self._connection = sqlite3.connect(path, check_same_thread=False)
             self._connection.execute("SELECT COUNT(*) FROM sessions").fetchone()
         except (OSError, sqlite3.Error) as error:
@@ -467,7 +467,7 @@ def _piece_at(database: sqlite3.Connection, document_id: str, start: int) -> byt
 
 
 def _is_full(error: sqlite3.OperationalError) -> bool:
-    """Tells whether the disk has no room for what was to be written."""
+    """Returns whether the error says that the disk is full."""
     return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
@@ -477,7 +477,7 @@ def _this_process() -> str:
 
 
 def _is_gone(holder: str) -> bool:
-    """Tells whether the process that `holder` names has ended; an empty one is not known."""
+    """Returns whether the process that `holder` names has ended; an empty one is not known."""
     pid, _, created = holder.partition(":")
     try:
         return bool(pid) and str(psutil.Process(int(pid)).create_time()) != created

@@ -60,7 +60,7 @@ class Gate:
         max_waiting: int = 0,
         max_wait_s: float = 0.0,
     ) -> None:
-        """`timeout_s` is the time limit of one answer; None where the routes have limits of their own. Only paths that
+        """`timeout_s` is the time limit of one answer; None if the routes have their own limits. Only paths that
         begin with `takes_bodies` have a body; of others it is not read. At most `max_waiting` requests wait for a
         place, each at most `max_wait_s` seconds.
         """
