@@ -244,7 +244,9 @@ def _add_index_commands(commands: Any) -> None:
     build = _add(
         index, "build", _index_build, "a corpus to an index folder; resumes where an interrupted build stopped"
     )
-    build.add_argument("config", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml")
+    build.add_argument(
+        "source", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml, or passages or texts (with output=FOLDER)"
+    )
     build.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. faiss.factory=SQfp16")
     adopt = _add(index, "adopt", _index_adopt, "open an existing faiss index and its jsonl corpus as they are")
     adopt.add_argument("index", help="e.g. e5_Flat.index")
@@ -516,7 +518,7 @@ def _index_build(arguments: argparse.Namespace) -> None:
     from mempipe.checks.retrieval import check_build
     from mempipe.loader import load_index_config
 
-    config = load_index_config(arguments.config, arguments.overrides)
+    config = load_index_config(arguments.source, arguments.overrides)
     refuse(check_build(config))
     say(f"{config.output}: checked; loading")
     from pipelines.build_index import main as build_index
@@ -690,14 +692,12 @@ def _model_import(arguments: argparse.Namespace) -> None:
 
 
 def _data_cloze(arguments: argparse.Namespace) -> None:
-    from mempipe.data.corpus import corpus_files
-    from mempipe.data.plain_text import is_plain_text
+    from mempipe.data.plain_text import check_source
     from mempipe.loader import parse_overrides, parse_section
     from mempipe.masking.cloze import ClozeConfig
 
     config = parse_section(parse_overrides(arguments.settings), ClozeConfig)
-    if not is_plain_text(arguments.corpus):
-        corpus_files(arguments.corpus)  # refuses a missing file before Ray is imported
+    check_source(arguments.corpus)  # refuses a missing file before Ray is imported
     from pipelines.build_cloze import build_cloze, describe, shown
 
     made = build_cloze(arguments.corpus, Path(arguments.output), config, ray_address=arguments.ray_address)

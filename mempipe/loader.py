@@ -61,7 +61,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
-    """Returns the index that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
+    """Returns the index that a YAML file describes, with `key=value` overrides; of passages or texts an index that is
+    searched by words. Raises ConfigError."""
+    if not str(path).endswith((".yaml", ".yml")):
+        values = {"corpus": [str(path)], "encoder": None, "lexical": True, **parse_overrides(overrides)}
+        if "output" not in values:
+            raise ConfigError(
+                f"output is missing; name the folder of the index: mempipe index build {path} output=FOLDER"
+            )
+        return parse_section(values, IndexConfig)
     return parse_section(load_values(path, overrides, kind="index"), IndexConfig)
 
 

@@ -18,7 +18,7 @@ import polars as pl
 
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import corpus_files
-from mempipe.data.plain_text import is_plain_text, write_corpus
+from mempipe.data.plain_text import check_source, is_plain_text, write_corpus
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
 from mempipe.masking.entities import make_finder
@@ -56,11 +56,10 @@ def build_cloze(
     recover_folder(folder)
     if folder.exists():
         return _finished(folder, settings)
-    plain = is_plain_text(corpus)
-    if not plain:
-        corpus_files(corpus)  # refuses a missing file before Ray starts
+    check_source(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
-        source = str(write_corpus(corpus, partial / "corpus.parquet")) if plain else corpus
+        made_of = partial / "corpus.parquet"
+        source = str(write_corpus(corpus, made_of, words=config.passage_words)) if is_plain_text(corpus) else corpus
         with connected(ray_address, name=name):
             num_passages = _write_candidates(source, partial / "candidates", config)
         made = choose_questions(pl.scan_parquet(partial / "candidates" / "*.parquet"), num_passages, config)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import islice
+from pathlib import Path
+
 from mempipe.actors.cluster import connected
-from mempipe.data.corpus import corpus_files
+from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
+from mempipe.data.plain_text import is_plain_text, write_corpus
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, make_index
 from mempipe.retrieval.config import IndexConfig
@@ -16,7 +21,7 @@ def main(config: IndexConfig) -> Manifest:
     """Builds the index, or continues with a build that was interrupted.
     Raises ConfigError, before anything starts where it can.
     """
-    files = corpus_files(config.corpus)
+    files, made = _files(config)
     encoder = make_encoder(config.encoder) if config.encoder else None
     if encoder:
         make_index(config.faiss, encoder.dimension)  # refuses a wrong factory now, not after hours of encoding
@@ -27,4 +32,26 @@ def main(config: IndexConfig) -> Manifest:
             progress.note(f"continuing with {build.folder}, where {known} passages were read")
         for count in stream_segments(config, files, folder=build.folder):
             progress.advance(count)
-    return build.finish(encoder, note=say)
+    manifest = build.finish(encoder, note=say)
+    shutil.rmtree(made, ignore_errors=True)
+    return manifest
+
+
+def _files(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
+    """Returns the files to read. Passages are made of texts into a folder beside the index, which is returned too and
+    is removed when the index is there; an interrupted build makes the same ones again.
+    """
+    output = Path(config.output)
+    made = output.with_name(f".{output.name}.corpus")
+    files: list[CorpusFile] = []
+    for number, source in enumerate(config.corpus):
+        if is_plain_text(source):
+            say(f"{source}: making passages of at most {config.passage_words} words")
+            made.mkdir(parents=True, exist_ok=True)
+            source = write_corpus(source, made / f"{number}.parquet", words=config.passage_words)
+        files += corpus_files(source)
+    limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}
+    for batch, _ in islice(read_segments(files, size=1, **limits), 1):
+        first = batch.to_pylist()[0]
+        say(f"the first passage is {first['id']!r}, titled {first['title']!r}: {first['text'][:80]!r}")
+    return files, made

@@ -26,6 +26,7 @@ from mempipe.actors.cluster import connected
 from mempipe.actors.launch import RolloutActors, launch_rollout_actors
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
+from mempipe.data.qa import understood
 from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
@@ -104,6 +105,8 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
                 f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that "
                 "are joined"
             )
+        first = understood(file, columns=benchmark.columns)
+        say(f"{benchmark.label}: {num_questions:,} questions; the first: {first}")
         sets[benchmark.label] = (
             benchmark,
             file,

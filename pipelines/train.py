@@ -28,7 +28,7 @@ from mempipe.actors.launch import Roles, RolloutActors, launch, launch_rollout_a
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
-from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions
+from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions, understood
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
@@ -154,6 +154,8 @@ def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: Tra
 
 def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
     questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
+    first = understood(config.data.train, columns=config.data.columns)
+    say(f"{len(questions):,} training questions; the first: {first}")
     validation = held_out_questions(config)
     started = time.perf_counter()
     say("starting engines, retrievers and learner")

@@ -10,7 +10,7 @@ from typing import Any
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
 from mempipe.checks.machine import check_cluster, check_local_service, check_writable
 from mempipe.checks.models import check_encoder, check_hub, check_model
-from mempipe.data.corpus import corpus_files
+from mempipe.data.plain_text import check_source
 from mempipe.data.rows import is_remote
 from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
@@ -68,7 +68,7 @@ def _corpus(sources: Sequence[str]) -> list[Finding]:
     return [
         note(f"corpus: {source}, to be read when the build starts")
         if is_remote(source)
-        else attempt(lambda source=source: corpus_files(source), f"corpus: {source}")
+        else attempt(lambda source=source: check_source(source), f"corpus: {source}")
         for source in sources
     ]
 

@@ -12,8 +12,7 @@ from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
-from mempipe.data.corpus import corpus_files
-from mempipe.data.plain_text import is_plain_text
+from mempipe.data.plain_text import check_source
 from mempipe.data.qa import understood
 from mempipe.data.rows import is_remote
 from mempipe.engines.gguf_file import find_gguf
@@ -138,7 +137,7 @@ def _cloze(config: RunConfig) -> list[Finding]:
             return [fatal(f"{setting} is {value!r}; a run with `cloze` makes it from data.corpus")]
     if not corpus:
         return [fatal("data.corpus is empty; a run with `cloze` makes its questions of it, e.g. python-reference")]
-    return [attempt(lambda: None if is_plain_text(corpus) else corpus_files(corpus), f"data.corpus: {corpus}")]
+    return [attempt(lambda: check_source(corpus), f"data.corpus: {corpus}")]
 
 
 def _demonstrations(config: RunConfig) -> list[Finding]:

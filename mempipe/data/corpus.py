@@ -1,9 +1,11 @@
 """Corpora as streams of passages, of any size: wiki-18 jsonl (plain or gzip) and parquet, local or by URL.
 
 A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and
-`text`; either may have a `partition`. `read_segments` reads many rows at once with Arrow. Where Arrow finds anything
-odd it reads the same rows one by one, so that it can name the line of a row that it refuses. Both ways give the same
-passages.
+`text`; either may have a `partition`. Id and text may have other usual names (`IDS`, `TEXTS`), and a row without an id
+is named after its file and its place there.
+
+`read_segments` reads many rows at once with Arrow. Where Arrow finds anything odd it reads the same rows one by one, so
+that it can name the line of a row that it refuses. Both ways give the same passages.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ CorpusFile = InputFile
 PASSAGE_COLUMNS = pa.schema(
     [("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("partition", pa.string())]
 )
+IDS = ("id", "_id", "docid", "doc_id", "passage_id", "pid")
+"""Fields that hold a passage's id; the first one that has a value counts."""
+TEXTS = ("text", "content", "passage", "body", "paragraph_text")
+"""Fields that hold a passage's text where it has no `contents`. `text` goes before the others, of which a row has
+one."""
 _SOURCE_TEXTS = ("contents", "title", "text", "partition")
+_OTHER_NAMES = (*IDS[1:], *TEXTS[1:])
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
 _MAX_BRACKETS = 100
@@ -222,27 +230,28 @@ class _Chunk:
 def _chunks(files: Sequence[CorpusFile], start: CorpusPosition, max_line_bytes: int) -> Iterator[_Chunk]:
     for index in range(start.file, len(files)):
         file, first = files[index], start.row if index == start.file else 0
+        stem = file.name.partition(".")[0]
         if file.is_parquet:
             for number, batch in rows.parquet_batches(
-                file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS]
+                file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS, *_OTHER_NAMES]
             ):
                 numbers = np.arange(number + 1, number + 1 + batch.num_rows)
-                read = _read_columns(batch, numbers) or _read_rows(rows.rows_of_batch(batch), numbers)
+                read = _read_columns(batch, numbers) or _read_rows(rows.rows_of_batch(batch), numbers, stem)
                 yield _Chunk(index, f"{file.url}, row", *read)
         else:
             for number, lines in rows.line_blocks(file, first=first, max_line_bytes=max_line_bytes):
-                yield _Chunk(index, f"{file.url}, line", *_read_lines(lines, number, max_line_bytes))
+                yield _Chunk(index, f"{file.url}, line", *_read_lines(lines, number, max_line_bytes, stem))
 
 
 _Read = tuple[pa.RecordBatch, npt.NDArray[np.int64], list[tuple[int, BadRow]]]
 """Passages, the number of each, and the numbered faults."""
 
 
-def _read_lines(lines: Sequence[bytes | None], before: int, max_line_bytes: int) -> _Read:
+def _read_lines(lines: Sequence[bytes | None], before: int, max_line_bytes: int, stem: str) -> _Read:
     numbers = np.arange(before + 1, before + 1 + len(lines))
     table = _parse_lines(lines)
     fast = None if table is None else _read_columns(table, numbers)
-    return fast or _read_rows(rows.rows_of_lines(lines, max_line_bytes=max_line_bytes), numbers)
+    return fast or _read_rows(rows.rows_of_lines(lines, max_line_bytes=max_line_bytes), numbers, stem)
 
 
 def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
@@ -259,7 +268,7 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
         if unexpected == "ignore" and not _reads_alike(lines, joined):
             return None
         for id_type in (pa.string(), pa.int64()):
-            schema = pa.schema([("id", id_type), *((name, pa.string()) for name in _SOURCE_TEXTS)])
+            schema = pa.schema([("id", id_type), *((name, pa.string()) for name in (*_SOURCE_TEXTS, *_OTHER_NAMES))])
             try:
                 table = pj.read_json(
                     pa.BufferReader(joined),
@@ -289,11 +298,16 @@ def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
 
 
 def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Read | None:
-    """Does what `parse_passage` does for whole columns. Returns None unless all columns have the right type."""
+    """Does what `parse_passage` does for whole columns. Returns None unless all columns have the right type, every row
+    an `id`, and none another name for its parts.
+    """
     columns = {name: batch.column(name) for name in batch.schema.names}
+    if any(columns.pop(name).null_count < batch.num_rows for name in _OTHER_NAMES if name in columns):
+        return None
     identities = columns.pop("id", None)
     if (
         identities is None
+        or identities.null_count
         or not (_is_text(identities) or pa.types.is_integer(identities.type))
         or not all(map(_is_text, columns.values()))
     ):
@@ -317,12 +331,12 @@ def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Rea
     if pc.all(good).as_py():
         return passages, numbers, []
     kept = np.asarray(good)
-    _, none, faults = _read_rows(rows.rows_of_batch(batch.filter(pc.invert(good))), numbers[~kept])
+    _, none, faults = _read_rows(rows.rows_of_batch(batch.filter(pc.invert(good))), numbers[~kept], "")
     assert not len(none), "a row is bad by column and good by itself"
     return passages.filter(good), numbers[kept], faults
 
 
-def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDArray[np.int64]) -> _Read:
+def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDArray[np.int64], stem: str) -> _Read:
     passages: list[Passage] = []
     good: list[int] = []
     faults: list[tuple[int, BadRow]] = []
@@ -331,7 +345,7 @@ def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDA
             faults.append((number, row))
         elif row is not None:
             try:
-                passages.append(parse_passage(row))
+                passages.append(parse_passage(row, own_id=f"{stem}-{number}"))
                 good.append(number)
             except BadRow as fault:
                 faults.append((number, fault))
@@ -341,21 +355,31 @@ def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDA
     return pa.record_batch(columns, schema=PASSAGE_COLUMNS), np.array(good, dtype=np.int64), faults
 
 
-def parse_passage(row: dict[str, Any]) -> Passage:
-    """Returns the passage that a row describes. Raises BadRow."""
-    identity = row.get("id")
+def parse_passage(row: dict[str, Any], *, own_id: str | None = None) -> Passage:
+    """Returns the passage that a row describes; `own_id` is the id of a row that has none. Raises BadRow."""
+    identity = next((row[name] for name in IDS if row.get(name) is not None), own_id)
     if type(identity) not in (str, int) or identity == "":
         kind = "missing_field" if identity is None or identity == "" else "wrong_type"
         raise BadRow(kind, f"id is {repr(identity)[:80]}; a passage needs a text or a whole number")
     if row.get("contents") is not None:
         title, text = split_contents(_text(row, "contents"))
     else:
-        title, text = _text(row, "title", default=""), _text(row, "text").strip()
+        title, text = _text(row, "title", default=""), _text(row, _text_field(row)).strip()
     if not text:
         raise BadRow("empty", f"passage {identity!r} has no text")
     return Passage(
         id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default="")
     )
+
+
+def _text_field(row: dict[str, Any]) -> str:
+    """Returns the field that holds the text. Raises BadRow where two of the other names hold different ones."""
+    given = [name for name in TEXTS if row.get(name) is not None]
+    if len(given) > 1 and given[0] != "text" and row[given[0]] != row[given[1]]:
+        raise BadRow(
+            "ambiguous", f"{given[0]} and {given[1]} hold different texts; rename the one that is meant to text"
+        )
+    return given[0] if given else "text"
 
 
 def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
@@ -364,7 +388,10 @@ def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
     if not isinstance(value, str):
         found = "missing" if value is None else repr(value)[:80]
         kind = "missing_field" if value is None else "wrong_type"
-        raise BadRow(kind, f"{name} is {found}; a passage needs `contents`, or `title` and `text`, as text")
+        raise BadRow(
+            kind,
+            f"{name} is {found}; a passage needs `contents`, or `title` and `text` (or {', '.join(TEXTS[1:])})",
+        )
     return replace_surrogates(value)
 
 

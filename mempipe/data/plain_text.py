@@ -1,9 +1,10 @@
-"""Makes passages of plain text: of a .txt or .md file, a folder of them, or the reference text that Python carries.
+"""Makes passages of texts: of a .txt, .md, .html or .pdf file, a folder of them, or the reference text that Python
+carries; and of the rows of a .csv, .tsv or .json file, which are passages already.
 
-A passage joins paragraphs until it has about `PASSAGE_WORDS` words; a longer paragraph is cut at the ends of sentences,
-whether or not lines end there. A heading (`#` in markdown, an underlined line elsewhere) begins a new passage. The
-title of a passage is the name of the file, the heading, and from the second part of a long section on its number: the
-titles are what questions are split by into training and test.
+A passage joins paragraphs until it has about `PASSAGE_WORDS` words, or as many as are asked for; a longer paragraph
+is cut at the ends of sentences, whether or not lines end there. A heading (`#` in markdown, an underlined line
+elsewhere) begins a new passage. The title of a passage is the name of the file, the heading, and from the second part
+of a long section on its number: the titles are what questions are split by into training and test.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mempipe.data.corpus import PASSAGE_COLUMNS
-from mempipe.data.rows import JSONL, PARQUET
+from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage
+from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, read_rows
+from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import write_table
-from mempipe.text import replace_surrogates, sentences
+from mempipe.text import sentences
 from mempipe.types import Passage
 
-SUFFIXES = (".txt", ".md")
+_TABLES = (*CSV, *JSON)
 PYTHON_REFERENCE = "python-reference"
 """Names the language reference in `pydoc_data.topics`: about 700 kB of English on every machine that has Python."""
 PASSAGE_WORDS = 100
@@ -39,37 +41,66 @@ _WORD = re.compile(r"\S+\s*")
 
 
 def is_plain_text(source: str | Path) -> bool:
-    """Returns whether `source` is the Python reference, a .txt or .md file, or a folder that holds one somewhere and no
-    file of a corpus.
+    """Returns whether passages must be made of `source`: of the Python reference, of a text file or a table, or of a
+    folder that holds a text file somewhere and no file of a corpus.
     """
     path = Path(source)
-    if str(source) == PYTHON_REFERENCE or path.suffix.lower() in SUFFIXES:
+    if str(source) == PYTHON_REFERENCE or path.suffix.lower() in (*SUFFIXES, *_TABLES):
         return True
     if not path.is_dir() or any(file.name.endswith((*JSONL, *PARQUET)) for file in path.iterdir()):
         return False
     return bool(next(_files_of(path), None))
 
 
-def read_plain_text(source: str | Path) -> Iterator[Passage]:
-    """Yields the passages in the order of file names and of the text.
+def check_source(source: str | Path) -> None:
+    """Raises ConfigError for a corpus that is not there or that no installed package reads. It opens nothing."""
+    if not is_plain_text(source):
+        corpus_files(source)
+    elif str(source) != PYTHON_REFERENCE:
+        for file in _files(Path(source)):
+            check_reader(file)
+
+
+def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS) -> Iterator[Passage]:
+    """Yields the passages, of at most `words` words, in the order of file names and of the text; rows as they are.
 
     Raises ConfigError for what does not exist, cannot be read, is binary, is not UTF-8 or has no text.
     """
     found = False
-    for name, text in _texts(source):
-        for number, (title, words) in enumerate(_passages(name, text)):
-            found = True
-            yield Passage(id=f"{name}-{number}", title=title, text=words)
+    for passage in _rows(Path(source)) if Path(source).suffix.lower() in _TABLES else _cut(source, words):
+        found = True
+        yield passage
     if not found:
         raise ConfigError(f"{source} holds no text")
 
 
-def write_corpus(source: str | Path, file: Path) -> Path:
-    """Writes the passages of plain text as a corpus that an index is built from, and returns its path."""
-    rows = [dataclasses.asdict(passage) for passage in read_plain_text(source)]
+def write_corpus(source: str | Path, file: Path, *, words: int = PASSAGE_WORDS) -> Path:
+    """Writes the passages of `read_plain_text` as a corpus that an index is built from, and returns its path."""
+    rows = [dataclasses.asdict(passage) for passage in read_plain_text(source, words=words)]
     columns = {name: [row[name] for row in rows] for name in PASSAGE_COLUMNS.names}
     write_table(file, pa.table(columns, schema=PASSAGE_COLUMNS))
     return file
+
+
+def _cut(source: str | Path, words: int) -> Iterator[Passage]:
+    for name, text in _texts(source):
+        for number, (title, passage) in enumerate(_passages(name, text, words)):
+            yield Passage(id=f"{name}-{number}", title=title, text=passage)
+
+
+def _rows(file: Path) -> Iterator[Passage]:
+    bad, seen = BadRows(), set[str]()
+    for source in input_files(file, suffixes=_TABLES):
+        for number, (place, row) in enumerate(read_rows(source, bad=bad), start=1):
+            try:
+                passage = parse_passage(row, own_id=f"{file.stem}-{number}")
+                if passage.id in seen:
+                    raise BadRow("duplicate_id", f"passage id {passage.id!r} occurs twice")
+            except BadRow as fault:
+                bad.add(place, str(fault), kind=fault.kind)
+            else:
+                seen.add(passage.id)
+                yield passage
 
 
 def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
@@ -80,45 +111,36 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
         yield from sorted(topics.items())
         return
     path = Path(source)
-    if not path.exists():
-        raise ConfigError(
-            f"{source} does not exist; expected a corpus (.jsonl, .parquet), a text file or a folder of .txt or "
-            ".md files"
-        )
+    files = _files(path)
     if not path.is_dir():
-        yield path.stem, _read(path)
+        yield path.stem, read_text_file(path)
         return
-    files = sorted(_files_of(path))
     whole = [str(file.relative_to(path)) for file in files]
     short = [str(file.relative_to(path).with_suffix("")) for file in files]
     seen = Counter([*whole, *short])  # if notes.md exists too, notes.txt has its whole name as title
     for file, name, brief in zip(files, whole, short, strict=True):
-        yield brief if seen[brief] == 1 else name, _read(file)
+        yield brief if seen[brief] == 1 else name, read_text_file(file)
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files of a source in order. Raises ConfigError when it is not there."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; expected a corpus (.jsonl, .parquet, .csv, .json), a text file or a folder of "
+            f"text files ({', '.join(SUFFIXES)})"
+        )
+    return sorted(_files_of(path)) if path.is_dir() else [path]
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
     return (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
 
 
-def _read(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    if "\0" in text:
-        raise ConfigError(f"{file} is binary: character {text.index(chr(0))} is NUL; expected words in UTF-8")
-    return replace_surrogates(text)
-
-
-def _passages(name: str, text: str) -> Iterator[tuple[str, str]]:
+def _passages(name: str, text: str, words: int) -> Iterator[tuple[str, str]]:
     """Yields title and text of each passage."""
     for section, paragraphs in _sections(name, _paragraphs(text.splitlines())):
-        parts = (part for paragraph in paragraphs for part in _parts(paragraph + " ", _CUTS))
-        for number, passage in enumerate(_joined(parts)):
+        parts = (part for paragraph in paragraphs for part in _parts(paragraph + " ", _CUTS, words))
+        for number, passage in enumerate(_joined(parts, words)):
             part = number // PART_PASSAGES + 1
             yield section if part == 1 else f"{section} ({part})", passage
 
@@ -135,11 +157,11 @@ def _sections(name: str, blocks: Iterable[tuple[str, str]]) -> Iterator[tuple[st
     yield title, paragraphs
 
 
-def _joined(parts: Iterable[str]) -> Iterator[str]:
-    """Joins parts, the space after each included, as long as they have no more than PASSAGE_WORDS together."""
+def _joined(parts: Iterable[str], words: int) -> Iterator[str]:
+    """Joins parts, the space after each included, as long as they have no more than `words` words together."""
     passage = ""
     for part in parts:
-        if passage and _num_words(passage + part) > PASSAGE_WORDS:
+        if passage and _num_words(passage + part) > words:
             yield passage.rstrip()
             passage = ""
         passage += part
@@ -147,22 +169,22 @@ def _joined(parts: Iterable[str]) -> Iterator[str]:
         yield passage.rstrip()
 
 
-def _parts(text: str, cuts: Sequence[Callable[[str], Iterable[int]]]) -> Iterator[str]:
+def _parts(text: str, cuts: Sequence[Callable[[str, int], Iterable[int]]], words: int) -> Iterator[str]:
     """Yields the text where it fits a passage, else the pieces that the first of `cuts` gives, cut further in the same
     way. The parts joined are the text.
     """
-    if not cuts or _num_words(text) <= PASSAGE_WORDS:
+    if not cuts or _num_words(text) <= words:
         yield text
         return
-    for start, end in pairwise([*cuts[0](text), len(text)]):
-        yield from _parts(text[start:end], cuts[1:])
+    for start, end in pairwise([*cuts[0](text, words), len(text)]):
+        yield from _parts(text[start:end], cuts[1:], words)
 
 
 _CUTS = (
-    lambda text: [start for start, _ in sentences(text)],
-    lambda text: [0, *(match.end() for match in _CLAUSE_END.finditer(text, 0, len(text.rstrip())))],
-    lambda text: [match.start() for match in _WORD.finditer(text)],
-    lambda text: range(0, len(text), PASSAGE_WORDS * _LETTERS_A_WORD),
+    lambda text, words: [start for start, _ in sentences(text)],
+    lambda text, words: [0, *(match.end() for match in _CLAUSE_END.finditer(text, 0, len(text.rstrip())))],
+    lambda text, words: [match.start() for match in _WORD.finditer(text)],
+    lambda text, words: range(0, len(text), words * _LETTERS_A_WORD),
 )
 """Where a text may be cut: sentences, clauses, words, and runs of letters that no word would be."""
 

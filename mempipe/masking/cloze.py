@@ -46,6 +46,8 @@ class ClozeConfig(Section):
     """Finder of entities: rules, the name of an installed spaCy pipeline, or auto (an installed English pipeline,
     else rules).
     """
+    passage_words: int = Field(100, ge=10)
+    """Words of a passage that is cut from a text; rows are passages already."""
     with_title: bool = False
     """Name the passage's title in the question. Without it the passage must be found by the sentence's own words."""
     two_passages: float = Field(0.25, ge=0, le=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mempipe.settings import Section
 
@@ -112,7 +112,9 @@ class IndexConfig(Section):
     """An index to be built: `mempipe index build`."""
 
     corpus: list[str]
-    """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs."""
+    """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs; or texts that passages are made
+    of: .txt, .md, .html, .pdf, a folder of them, .csv, .json, python-reference (docs/data.md).
+    """
     output: str
     """The folder of the finished index; all nodes of the cluster must see it."""
     encoder: dict[str, Any] | None = {"kind": "hashing"}
@@ -120,6 +122,8 @@ class IndexConfig(Section):
     lexical: bool = False
     """A BM25 index, for lexical search or, in addition to vectors, for their fusion."""
     faiss: FaissConfig = FaissConfig()
+    passage_words: int = Field(100, ge=10)
+    """Words of a passage that is cut from a text; rows are passages already."""
     segment_passages: int = Field(16_384, ge=1)
     """Passages read, encoded and written together: the most that a killed build loses, for each encoder."""
     num_encoders: int = Field(0, ge=0)
@@ -134,6 +138,11 @@ class IndexConfig(Section):
     """Seed of the passages drawn for training and for measuring recall."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, corpus: Any) -> Any:
+        return [corpus] if isinstance(corpus, str) else corpus
 
     @model_validator(mode="after")
     def _something_to_search(self) -> IndexConfig:

@@ -110,6 +110,23 @@ def test_data_qa_says_what_it_understood_and_refuses_with_the_line(tmp_path, cap
     assert "line 2" in capsys.readouterr().err
 
 
+def test_an_index_is_built_of_texts_without_a_config_and_what_it_cannot_read_is_refused(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("Lima is the capital of Peru.")
+    for words, said in (
+        ([str(tmp_path / "notes.txt")], f"name the folder of the index: mempipe index build {tmp_path}"),
+        ([str(tmp_path / "none.pdf"), f"output={tmp_path / 'i'}"], f"{tmp_path / 'none.pdf'} does not exist"),
+        ([str(tmp_path / "a.doc"), f"output={tmp_path / 'i'}"], f"{tmp_path / 'a.doc'} does not exist"),
+        ([str(tmp_path / "notes.txt"), "output=x", "passage_words=2"], "passage_words"),
+        ([str(tmp_path / "notes.txt"), "output=x", "passage_word=20"], "did you mean passage_words"),
+    ):
+        assert main(["index", "build", *words]) == 2
+        assert said in (error := capsys.readouterr().err) and "Traceback" not in error
+    config = load_index_config(str(tmp_path / "notes.txt"), [f"output={tmp_path / 'i'}"])
+    assert (config.corpus, config.encoder, config.lexical) == ([str(tmp_path / "notes.txt")], None, True)
+    (tmp_path / "i.yaml").write_text(f"output: {tmp_path / 'i'}\n")
+    assert load_index_config(tmp_path / "i.yaml", ["corpus=notes.txt"]).corpus == ["notes.txt"]
+
+
 def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsys):
     facts = {"Lima": "Peru", "Oslo": "Norway"}
     passages = [

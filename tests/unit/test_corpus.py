@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -90,7 +91,10 @@ def test_contents_are_split_as_wiki_18_writes_them(contents, title, text):
         (b"[" * 100_000, "not JSON"),
         (b'"text"', "expected an object"),
         (b'{"id": "a", "text": "\xff"}', "not UTF-8, byte 21 is 0xff"),
-        ({"contents": '"T"\nx'}, "id is None"),
+        (
+            {"id": "a", "body": "x", "passage": "y"},
+            "passage and body hold different texts; rename the one that is meant",
+        ),
         ({"id": True, "text": "x"}, "id is True"),
         ({"id": "a"}, "text is missing"),
         ({"id": "a", "contents": 3}, "contents is 3"),
@@ -473,3 +477,36 @@ def test_the_real_wiki_passages_are_read_in_full():
     assert [passage.id for passage in passages] == [str(i) for i in range(9002)]
     assert passages[0].title == "Demon Dice" and passages[0].text.startswith("Demon Dice, originally published as")
     assert all(passage.title and "\n" not in passage.title for passage in passages)
+
+
+NAMED = [
+    {"_id": "7", "title": "Nile", "text": "A river."},
+    {"docid": 8, "contents": '"Rhine"\nAnother.'},
+    {"passage_id": "x", "passage": "A third."},
+    {"title": "Oder", "body": "A fourth."},
+    {"content": "A fifth.", "url": "u"},
+    {"id": "y", "text": "A sixth.", "body": "a seventh"},
+]
+NAMED_PASSAGES = [
+    Passage(id="7", title="Nile", text="A river."),
+    Passage(id="8", title="Rhine", text="Another."),
+    Passage(id="x", title="", text="A third."),
+    Passage(id="c-4", title="Oder", text="A fourth."),
+    Passage(id="c-5", title="", text="A fifth."),
+    Passage(id="y", title="", text="A sixth."),
+]
+
+
+@pytest.mark.parametrize("row", range(len(NAMED)))
+def test_other_usual_names_of_id_and_text_are_read_from_lines_and_from_parquet(tmp_path, row):
+    expected = dataclasses.replace(NAMED_PASSAGES[row], id=NAMED_PASSAGES[row].id.replace(f"c-{row + 1}", "c-1"))
+    assert list(read_corpus(write(tmp_path / "c.jsonl", NAMED[row]))) == [expected]
+    pq.write_table(pa.Table.from_pylist([NAMED[row]]), tmp_path / "c.parquet")
+    assert list(read_corpus(tmp_path / "c.parquet")) == [expected]
+
+
+def test_rows_of_several_names_share_a_file_and_ids_are_places_in_it(tmp_path):
+    path = write(tmp_path / "c.jsonl", *NAMED)
+    assert list(read_corpus(path)) == NAMED_PASSAGES
+    many = write(tmp_path / "many.jsonl", *({"body": f"text {i}"} for i in range(9000)))
+    assert [passage.id for passage in read_corpus(many)][::4000] == ["many-1", "many-4001", "many-8001"]

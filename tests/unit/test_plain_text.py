@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from mempipe.data.corpus import read_corpus
-from mempipe.data.plain_text import PASSAGE_WORDS, PYTHON_REFERENCE, is_plain_text, read_plain_text, write_corpus
+from mempipe.data.plain_text import (
+    PASSAGE_WORDS,
+    PYTHON_REFERENCE,
+    check_source,
+    is_plain_text,
+    read_plain_text,
+    write_corpus,
+)
 from mempipe.masking.cloze import ClozeConfig, choose_questions, find_candidates
 from mempipe.masking.entities import RuleFinder
 from mempipe.settings import ConfigError
@@ -38,9 +45,9 @@ def test_a_folder_is_read_by_names(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("of b")
     (tmp_path / "sub" / "a.md").write_text("of a")
-    (tmp_path / "c.pdf").write_text("nothing")
+    (tmp_path / "c.doc").write_text("nothing")
     assert [(p.id, p.text) for p in read_plain_text(tmp_path)] == [("b-0", "of b"), ("sub/a-0", "of a")]
-    assert is_plain_text(tmp_path) and not is_plain_text(tmp_path / "c.pdf")
+    assert is_plain_text(tmp_path) and not is_plain_text(tmp_path / "c.doc")
 
 
 def read(tmp_path: Path, text: str | bytes, name: str = "book.txt") -> list[Passage]:
@@ -155,3 +162,98 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             list(read_plain_text(tmp_path / name))
+
+
+PAGE = """<!doctype html><html><head><title>Not shown</title><style>p {color: red}</style></head>
+<body><nav>Home | About</nav><h1>The <em>Nile</em></h1><p>It is a river &amp; it is <b>long</b>.<br>Very.
+<p>It ends in Egypt.<script>alert("no")</script></p><h2>Cities</h2><ul><li>Cairo<li>Luxor</ul>
+<table><tr><td>Khartoum</td><td>Sudan</td></tr></table></body></html>"""
+
+
+def test_a_page_is_what_a_browser_shows(tmp_path):
+    passages = read(tmp_path, PAGE, "nile.html")
+    assert [(passage.title, passage.text) for passage in passages] == [
+        ("nile: The Nile", "It is a river & it is long. Very. It ends in Egypt."),
+        ("nile: Cities", "Cairo Luxor Khartoum Sudan"),
+    ]
+    assert read(tmp_path, "<p>no end <b>of it <i>&unknown; 1 < 2", "b.htm")[0].text == "no end of it &unknown; 1 < 2"
+    with pytest.raises(ConfigError, match="holds no text"):
+        read(tmp_path, "<html><head><title>x</title></head><body><script>y</script>", "empty.html")
+
+
+def pdf(*lines: str) -> bytes:
+    """The smallest PDF with one page of these lines."""
+    drawn = "BT /F1 12 Tf 72 720 Td 14 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        "/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+    ]
+    body, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, start=1):
+        places.append(len(body))
+        body += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    trailer = f"trailer << /Size 5 /Root 1 0 R >>\nstartxref\n{len(body)}\n%%EOF\n"
+    return f"{body}xref\n0 5\n0000000000 65535 f \n{table}{trailer}".encode()
+
+
+def test_a_pdf_is_read_and_what_is_none_is_refused(tmp_path):
+    pytest.importorskip("pypdf")
+    (passage,) = read(tmp_path, pdf("The Nile is a river.", "It ends in Egypt."), "nile.pdf")
+    assert (passage.id, passage.text) == ("nile-0", "The Nile is a river. It ends in Egypt.")
+    for content, words in (
+        (b"no PDF", "cannot be read as a PDF: "),
+        (pdf("x")[:300], "cannot be read as a PDF: "),
+        (pdf(), "holds pictures of pages and no text"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            read(tmp_path, content, "b.pdf")
+        assert "\n" not in str(caught.value)
+
+
+def test_a_pdf_without_its_reader_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "notes.md").write_text("text")
+    check_source(tmp_path)
+    (tmp_path / "nile.pdf").write_bytes(pdf("x"))
+    said = f"{tmp_path / 'nile.pdf'} is a PDF, which pypdf reads; it is not installed: pip install 'mempipe[pdf]'"
+    for read_it in (check_source, lambda source: list(read_plain_text(source))):
+        with pytest.raises(ConfigError) as caught:
+            read_it(tmp_path)
+        assert str(caught.value) == said
+
+
+def test_the_words_of_a_passage_are_a_setting(tmp_path):
+    (tmp_path / "a.txt").write_text("One two three four five six. Seven eight nine ten. " * 20)
+    for words in (10, 40, 1000):
+        passages = list(read_plain_text(tmp_path / "a.txt", words=words))
+        assert max(len(passage.text.split()) for passage in passages) <= words
+        assert len(passages) == -(-200 // words)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.json"])
+def test_a_table_of_passages_is_a_corpus(tmp_path, name):
+    separator = "\t" if name.endswith("tsv") else ","
+    content = separator.join(["docid", "title", "body"]) + "\n" + separator.join(["7", "Nile", "A river."]) + "\n"
+    content += separator.join(["", "Rhine", "Another."]) + "\n"
+    if name.endswith("json"):
+        content = (
+            '{"data": [{"docid": 7, "title": "Nile", "body": "A river."}, {"title": "Rhine", "body": "Another."}]}'
+        )
+    (tmp_path / name).write_text(content)
+    expected = [
+        Passage(id="7", title="Nile", text="A river."),
+        Passage(id="t-2", title="Rhine", text="Another."),
+    ]
+    assert list(read_plain_text(tmp_path / name)) == expected
+    assert list(read_corpus(write_corpus(tmp_path / name, tmp_path / "c.parquet"))) == expected
+
+
+def test_what_is_not_there_is_refused_by_every_kind_of_source(tmp_path):
+    for name in ("nope.txt", "nope.html", "nope.csv", "nope.jsonl", "nope"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            check_source(tmp_path / name)
+    check_source(PYTHON_REFERENCE)

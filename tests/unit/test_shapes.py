@@ -231,6 +231,14 @@ def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_p
             "messages has 2 messages of the user; the question may be the first, 'Who wrote Emma?', or the last, "
             "'And?'; set data.columns.question, e.g. to messages.-1.content",
         ),
+        (
+            {"question": "Who?", "choices": ["Ann", "Bo"], "answer": 1},
+            "answer is '1', which may be the golden answer or the place of one of the choices ['Ann', 'Bo']; write",
+        ),
+        (
+            {"question": "Is it?", "answer": "B", "options": {"A": "x"}},
+            "'B', which may be the golden answer or the place",
+        ),
         ({"question": "Is it?", "answer": True}, "answer is True, which may mean 'yes' or 'true'; write it as a text"),
         ({"question": "Who?", "answers": [["a"], ["b"]]}, "may mean several golden answers or several objectives"),
         ({"question": "Who?", "answer": "['a', 'b']"}, "may be one golden answer or a list that Python printed"),
