@@ -287,7 +287,7 @@ def _add_model_commands(commands: Any) -> None:
 def _add_data_commands(commands: Any) -> None:
     """Adds the commands that create and check questions and documents."""
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
-        required=True, metavar="world|qa|cloze|memtrain|ruler"
+        required=True, metavar="world|qa|evidence|cloze|memtrain|ruler"
     )
     cloze = _add(data, "cloze", _data_cloze, "questions from any text without labels, as files of three splits")
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
@@ -311,6 +311,10 @@ def _add_data_commands(commands: Any) -> None:
         "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
     )
     qa.add_argument("--limit", type=int, default=5, help="questions shown")
+    evidence = _add(data, "evidence", _data_evidence, "the passages that MuSiQue, 2Wiki or HotpotQA questions need")
+    evidence.add_argument("file", help="a question file of one of these sets, the official one or FlashRAG's")
+    evidence.add_argument("corpus", help="the index that will be searched, or the file of its passages")
+    evidence.add_argument("output", help="a new .parquet file: the same questions with their evidence")
     _add_ruler(data)
 
 
@@ -737,6 +741,16 @@ def _data_qa(arguments: argparse.Namespace) -> None:
         table.add_row(*(Text(text[:300]) for text in (question.id, question.text, " | ".join(question.golden_answers))))
     if table.row_count:
         Console().print(table)
+
+
+def _data_evidence(arguments: argparse.Namespace) -> None:
+    from mempipe.evaluation.evidence import add_evidence
+
+    output = Path(arguments.output)
+    if output.suffix != ".parquet" or output.exists():
+        raise ConfigError(f"{output} is no new .parquet file; questions with evidence are written into one")
+    print("\n".join(add_evidence(arguments.file, arguments.corpus, output).describe()))
+    print(f"Written: {output}")
 
 
 def _data_ruler(arguments: argparse.Namespace) -> None:

@@ -9,11 +9,10 @@ of a long section on its number: the titles are what questions are split by into
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,10 +21,11 @@ from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage
 from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, read_rows
 from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
-from mempipe.storage.parquet import write_table
+from mempipe.storage.parquet import parquet_writer
 from mempipe.text import sentences
 from mempipe.types import Passage
 
+_ROWS_AT_ONCE = 65_536
 _TABLES = (*CSV, *JSON)
 PYTHON_REFERENCE = "python-reference"
 """Names the language reference in `pydoc_data.topics`: about 700 kB of English on every machine that has Python."""
@@ -75,10 +75,14 @@ def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS) -> Iterat
 
 
 def write_corpus(source: str | Path, file: Path, *, words: int = PASSAGE_WORDS) -> Path:
-    """Writes the passages of `read_plain_text` as a corpus that an index is built from, and returns its path."""
-    rows = [dataclasses.asdict(passage) for passage in read_plain_text(source, words=words)]
-    columns = {name: [row[name] for row in rows] for name in PASSAGE_COLUMNS.names}
-    write_table(file, pa.table(columns, schema=PASSAGE_COLUMNS))
+    """Writes the passages of `read_plain_text` as a corpus that an index is built from, and returns its path. It holds
+    `_ROWS_AT_ONCE` of them in memory.
+    """
+    passages = read_plain_text(source, words=words)
+    with parquet_writer(file, PASSAGE_COLUMNS) as writer:
+        while part := list(islice(passages, _ROWS_AT_ONCE)):
+            columns = {name: [getattr(passage, name) for passage in part] for name in PASSAGE_COLUMNS.names}
+            writer.write_table(pa.table(columns, schema=PASSAGE_COLUMNS))
     return file
 
 
@@ -89,18 +93,13 @@ def _cut(source: str | Path, words: int) -> Iterator[Passage]:
 
 
 def _rows(file: Path) -> Iterator[Passage]:
-    bad, seen = BadRows(), set[str]()
+    bad = BadRows()
     for source in input_files(file, suffixes=_TABLES):
         for number, (place, row) in enumerate(read_rows(source, bad=bad), start=1):
             try:
-                passage = parse_passage(row, own_id=f"{file.stem}-{number}")
-                if passage.id in seen:
-                    raise BadRow("duplicate_id", f"passage id {passage.id!r} occurs twice")
+                yield parse_passage(row, own_id=f"{file.stem}-{number}")
             except BadRow as fault:
                 bad.add(place, str(fault), kind=fault.kind)
-            else:
-                seen.add(passage.id)
-                yield passage
 
 
 def _texts(source: str | Path) -> Iterator[tuple[str, str]]:

@@ -100,7 +100,8 @@ class Shape:
 
     Of `question`, `answers` and `id` the first field with a value counts. An `id` with braces is put together from
     {file}, {source}, {split}, {index} and {number}. `source` is a field or, behind an equals sign, a name; "" takes the
-    name of the file or of its folder. `read` replaces all other fields for a shape that they cannot describe.
+    name of the file or of its folder. A row of a set that `is_read` needs its `context`. `read` replaces all
+    other fields for a shape that they cannot describe.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Shape:
     index: str = "extra_info.index"
     source: str = ""
     context: str = ""
+    is_read: bool = False
     applies: Callable[[dict[str, Any]], bool] = lambda row: True
     read: Callable[[dict[str, Any], int], Question] | None = None
 
@@ -321,6 +323,7 @@ def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) ->
             answer for name in shape.aliases if _has(row, name) for answer in golden_answers(_at(row, name), name)
         ]
         source = _source(shape.source, row, file)
+        has_context = shape.is_read or (bool(shape.context) and _has(row, shape.context))
         own_id, fields["id"] = _identity(shape, row, file=file, source=source, number=number)
         made = Question(
             id=own_id,
@@ -328,7 +331,7 @@ def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) ->
             golden_answers=list(dict.fromkeys(golden)),
             source=source,
             num_hops=num_hops(row),
-            context=context_of(_at(row, shape.context), file=file, name=shape.context) if shape.context else "",
+            context=context_of(_at(row, shape.context), file=file, name=shape.context) if has_context else "",
         )
     made = _readable(made)
     if not made.id:
@@ -678,6 +681,7 @@ SHAPES = (  # the first that a row fits
         id=("{source}-{index}",),
         source="data_source",
         context="context",
+        is_read=True,
     ),
     Shape(name="MEM1", marks=("prompt", "reward_model"), applies=_has_objectives, read=_mem1),
     Shape(
@@ -708,6 +712,7 @@ SHAPES = (  # the first that a row fits
         id=("{file}-{index}",),
         index="index",
         context="context",
+        is_read=True,
     ),
     Shape(
         name="MuSiQue",

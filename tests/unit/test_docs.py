@@ -119,7 +119,9 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch):
 
 def check_mempipe(words: list[str], command: str) -> None:
     """Parses a command as `mempipe` does, and its overrides of a training run as its config does."""
-    if len(words) == 1 or all(word in ("index", "build", "data", "memtrain", "model", "import") for word in words):
+    if len(words) == 1 or all(
+        word in ("index", "build", "data", "qa", "ruler", "cloze", "memtrain", "model", "import") for word in words
+    ):
         return  # a command named without its arguments
     try:
         arguments = _parsed([word for word in words if word != "--help"])
