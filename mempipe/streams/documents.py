@@ -8,7 +8,6 @@ on who makes it.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
@@ -18,16 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
-import ray.data
-from ray.data import ActorPoolStrategy, DataContext
-from ray.exceptions import RayTaskError
 
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.documents import CommonEntities, Material, MemtrainConfig, entities_of, make_document
 from mempipe.masking.entities import make_finder
 from mempipe.retrieval.retriever import Query, Retriever
-from mempipe.settings import ConfigError
 from mempipe.storage.parquet import write_table
+from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
 from mempipe.types import Passage
 
 DOCUMENT_SCHEMA = pa.schema(
@@ -61,11 +57,12 @@ class DocumentMaker:
         self._finder = make_finder(config.entities)
         self._tokenizer = load_tokenizer(config.tokenizer)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        for file, first, rows in zip(batch["file"], batch["first"], batch["rows"], strict=True):
-            if not Path(file).exists():
-                self.write(Path(file), int(first), [int(row) for row in rows])
-        return {"count": np.array([len(rows) for rows in batch["rows"]])}
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        parts = batch.to_pylist()
+        for part in parts:
+            if not Path(part["file"]).exists():
+                self.write(Path(part["file"]), part["first"], part["rows"])
+        return pa.table({"count": [len(part["rows"]) for part in parts]})
 
     def write(self, file: Path, first: int, rows: Sequence[int]) -> None:
         """Writes the part about passages `rows`; their documents are numbered from `first` on."""
@@ -120,23 +117,12 @@ def stream_parts(
 
     Raises ConfigError for an index, a tokenizer or a finder that cannot be opened on a node of the cluster.
     """
-    context = DataContext.get_current().copy()
-    context.execution_no_progress_timeout_s = -1  # a part may take longer than any timeout
-    context.enable_progress_bars = False
     size = min(config.num_workers or max(int(ray.cluster_resources().get("CPU", 1)), 1), len(parts))
-    with DataContext.current(context):
-        dataset = ray.data.from_items(list(parts), override_num_blocks=len(parts)).map_batches(
-            DocumentMaker,
-            fn_constructor_args=[config, common],
-            batch_size=1,
-            num_cpus=0.9,  # some of a core is left for reading the parts
-            compute=ActorPoolStrategy(size=size),
-        )
-    try:
-        for batch in dataset.iter_batches(batch_size=1, prefetch_batches=0):
-            yield from (int(count) for count in batch["count"])
-    except RayTaskError as error:  # Ray Data wraps the exception; only the text still tells what it was
-        failed = re.search(rf"{ConfigError.__name__}: (.+)", str(error))
-        if failed is None:
-            raise
-        raise ConfigError(failed[1]) from error
+    makers = Pool(stage=DocumentMaker, arguments=[config, common], size=size, options={"num_cpus": 1 - SOURCE_CPUS})
+    listed = list(parts)
+
+    def read() -> Iterator[pa.Table]:
+        yield from (pa.Table.from_pylist([part]) for part in listed)
+
+    for table in stream_tables(read, [makers], rows="documents"):
+        yield from table.column("count").to_pylist()

@@ -12,28 +12,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import ray
-import ray.data
-from ray.data import ActorPoolStrategy, DataContext
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayTaskError
 
 from mempipe.actors.driver import Driver, DriverSpec
 from mempipe.actors.handles import Handle, find_actor
-from mempipe.actors.lost import GroupFailed, RoleLost, is_lost, one_line
+from mempipe.actors.lost import GroupFailed, RoleLost
 from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.beacons import reached
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rl.config import AlgorithmConfig
+from mempipe.streams.pools import Pool, stream_tables
 from mempipe.types import Group, Question, from_row, to_row
 from mempipe.user_code import UserCodeError
 
@@ -41,37 +36,8 @@ ATTEMPTS_PER_ROW = 16
 """Attempts in one row of an evaluation. Ray Data handles about 15 blocks a second, so rows of one question would limit
 the rate; a larger row waits longer for its slowest attempt."""
 ROWS_AHEAD = 2
-"""Rows queued per driver, as a multiple of the rows it can play at once, if a row holds several groups. The surplus
-fills slots that are free while the slowest group of a row finishes."""
-SOURCE_CPUS = 0.01  # Ray Data needs a positive number; the source does next to nothing
-
-
-class QuestionSource(Datasource):
-    """Makes rows as they are asked for, one per block: up to `groups_per_row` pairs of group id and question, and the
-    position of the first in the stream.
-    """
-
-    def __init__(self, rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> None:
-        self._rows = ray.put(rows)  # not in the read task itself: they may be a gigabyte of texts
-        self._groups_per_row = groups_per_row
-
-    def get_name(self) -> str:
-        return "Questions"
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
-        rows, size = self._rows, self._groups_per_row
-
-        def read() -> Iterator[pa.Table]:
-            remaining, position = iter(ray.get(rows)), 0
-            while asked := list(itertools.islice(remaining, size)):
-                groups = [{"group_id": group_id, "question": to_row(question)} for group_id, question in asked]
-                yield pa.Table.from_pylist([{"position": position, "groups": groups}], schema=QUESTION_ROW)
-                position += len(asked)
-
-        return [ReadTask(read, BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None))]
+"""Rows given to a driver, as a multiple of the rows it can play at once, if a row holds several groups. The surplus
+fills places that are free while the slowest group of a row finishes."""
 
 
 _ASKED = pa.struct([("group_id", pa.string()), ("question", pa.struct(arrow_schema(Question)))])
@@ -102,9 +68,9 @@ class GroupStage:
                     task.cancel()
 
     async def _admitted(self, position: int, group_id: str, question: dict[str, Any]) -> Group:
-        async with self._places:
-            if self._admission is not None:
-                await self._admission.ticket.remote(group_id, position)
+        if self._admission is not None:
+            await self._admission.ticket.remote(group_id, position)
+        async with self._places:  # which only groups take that wait for no other
             reached("driver.play", group=group_id)
             return await self._driver.play(group_id, from_row(Question, question))
 
@@ -120,45 +86,44 @@ def stream_groups(
     # Whole groups of training are worth one block each; single questions are not (ATTEMPTS_PER_ROW).
     alone = bool(spec.admission) or spec.config.ordered
     groups_per_row = 1 if alone else max(min(ATTEMPTS_PER_ROW // spec.group_size, stream.groups_in_flight), 1)
-    source = QuestionSource(rows, groups_per_row=groups_per_row)
     rows_in_flight = math.ceil(stream.groups_in_flight / groups_per_row) * (1 if groups_per_row == 1 else ROWS_AHEAD)
-    context = DataContext.get_current().copy()
-    context.execution_options.preserve_order = spec.config.ordered
-    context.execution_no_progress_timeout_s = -1  # a learner step may take longer than any timeout
-    context.target_max_block_size = 1  # a block is one row
-    context.target_min_block_size = 1
-    context.enable_progress_bars = False
-    with DataContext.current(context):
-        dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=SOURCE_CPUS).map_batches(
-            GroupStage,
-            fn_constructor_args=[spec],
-            batch_format="pyarrow",
-            batch_size=None,
-            num_cpus=0,
-            compute=ActorPoolStrategy(
-                size=stream.num_drivers,
-                max_concurrent_calls_per_actor=rows_in_flight,
-            ),
+    pools = [
+        Pool(
+            stage=GroupStage,
+            arguments=[spec],
+            size=stream.num_drivers,
+            calls_at_once=rows_in_flight,
+            options={"num_cpus": 0},
         )
-        if references is not None:
-            dataset = dataset.map_batches(
-                ReferenceStage,
-                fn_constructor_args=[spec.config],
-                batch_format="pyarrow",
-                batch_size=None,
-                compute=ActorPoolStrategy(size=references.size),
-                **references.options,
-            )
-    try:
-        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield from table_to_groups(table)
-    except RayTaskError as error:  # Ray Data wraps what a driver raised; only the text still tells what it was
-        for kind in (GroupFailed, RoleLost, UserCodeError):
-            if failed := re.search(rf"{kind.__name__}: (.+)", str(error)):
-                raise kind(failed[1]) from error
-        if is_lost(error):
-            raise RoleLost(f"the stream of trajectories lost an actor: {one_line(error)}") from error
-        raise
+    ]
+    if references is not None:
+        pools.append(
+            Pool(stage=ReferenceStage, arguments=[spec.config], size=references.size, options=references.options)
+        )
+    tables = stream_tables(
+        question_rows(rows, groups_per_row=groups_per_row),
+        pools,
+        rows="trajectories",
+        ordered=spec.config.ordered,
+        raises=(GroupFailed, RoleLost, UserCodeError),
+    )
+    for table in tables:
+        yield from table_to_groups(table)
+
+
+def question_rows(rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> Callable[[], Iterator[pa.Table]]:
+    """Returns what yields rows of up to `groups_per_row` pairs of group id and question, with the position of the first
+    in the stream."""
+    kept = ray.put(rows)  # not in the function itself: they may be a gigabyte of texts
+
+    def read() -> Iterator[pa.Table]:
+        remaining, position = iter(ray.get(kept)), 0
+        while asked := list(itertools.islice(remaining, groups_per_row)):
+            groups = [{"group_id": group_id, "question": to_row(question)} for group_id, question in asked]
+            yield pa.Table.from_pylist([{"position": position, "groups": groups}], schema=QUESTION_ROW)
+            position += len(asked)
+
+    return read
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,6 +176,32 @@ def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, eng
     assert seen == Counter(i for i, _ in questions)
 
 
+def test_promise_7_a_driver_that_dies_while_groups_wait_for_their_turn_stops_nothing(world, engines):
+    """The groups that may start are played again though more than a driver plays at once are asked of it, and those
+    that have to wait for them may be asked first."""
+    name = f"admission-{time.monotonic_ns()}"
+    size = 2
+    admission = start_actor(
+        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=size, max_off_policy_steps=0
+    )
+    algorithm = world.algorithm.model_copy(update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": 0})
+    stream = world.stream.model_copy(update={"groups_in_flight": 4})
+    config = world.model_copy(update={"stream": stream, "algorithm": algorithm})
+    trained: list[str] = []
+    with closing(stream_groups(engines(admission=name, config=config), rows(world, 40))) as groups:
+        collector = Collector(groups, admission, algorithm)
+        for version in range(6):
+            step = collector.next_step(version)
+            assert step is not None
+            trained += sorted(group.id for group in step.groups)
+            drivers = [p for p in psutil.Process().children(recursive=True) if "MapWorker" in command_line(p)]
+            max(drivers, key=psutil.Process.create_time).kill()
+            collector.consumed(step, policy_version=version + 1)
+    asked = [group_id for group_id, _ in rows(world, 6 * size)]
+    assert trained == [key for i in range(0, len(asked), size) for key in sorted(asked[i : i + size])]
+    ray.kill(admission)
+
+
 def test_the_reference_scores_every_finished_group_and_one_that_dies_costs_a_retry(world, engines):
     questions = rows(world, 24)
     seen: dict[str, Group] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from mempipe.agents.memtrain import MemTrainRenderer
@@ -54,7 +55,7 @@ def made(monkeypatch) -> list[str]:
     def stream_parts(parts: list[dict[str, Any]], config: MemtrainConfig, common: Any) -> Any:
         maker = DocumentMaker(config, common)
         for part in reversed(parts):
-            yield from maker({name: [value] for name, value in part.items()})["count"]
+            yield from maker(pa.Table.from_pylist([part])).column("count").to_pylist()
             done.append(Path(part["file"]).parent.name + Path(part["file"]).name)
 
     monkeypatch.setattr(build_memtrain, "stream_parts", stream_parts)
