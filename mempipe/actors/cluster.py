@@ -1,19 +1,21 @@
 """The connection to Ray: to a cluster that is there, or to one of this machine that ends with the run.
 
-A driver whose raylet was killed waits for ever, and Ray ends one whose head is gone after a minute, without a word of
-what can be done. A watch says it within seconds.
+A driver whose raylet was killed waits for ever, or is ended by Ray without a word as soon as it puts an object into the
+store, and Ray ends one whose head is gone after a minute. A watch says what happened and what can be done.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -99,7 +101,9 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
             yield namespace
     except BaseException as error:
         if watch.lost:
-            raise ClusterLost(watch.lost) from error
+            lost = ClusterLost(watch.lost)
+            lost.was_said = True
+            raise lost from error
         if isinstance(error, RayActorError):
             raise LaunchError(f"a role of the run died: {one_line(error)}") from error
         raise
@@ -108,10 +112,10 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
 
 
 class ClusterWatch:
-    """Looks every few seconds whether the cluster's head and this node's raylet are there.
+    """Looks every few seconds whether the cluster's head is there, and takes note at once when this node's raylet ends.
 
-    When one is gone, the main thread is interrupted and ClusterLost raised by `connected`. A thread that waits inside
-    Ray cannot be interrupted: then the sentence is printed and the process ended.
+    Then the sentence is printed: the next call of Ray may end the process. The main thread is interrupted, and
+    ClusterLost raised by `connected`. A thread that waits inside Ray cannot be interrupted: then the process is ended.
     """
 
     def __init__(self, *, own: bool) -> None:
@@ -119,11 +123,13 @@ class ClusterWatch:
         self.lost = ""
         self._own = own
         self._over = threading.Event()
+        self._wake, self._waking = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._before: Any = None
 
     def __enter__(self) -> ClusterWatch:
-        self._checks = self._make_checks()
+        self._head = ray.get_runtime_context().gcs_address
+        self._raylet = _raylet_of_this_node()
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(_WAKE, self._interrupt)
         self._thread.start()
@@ -131,39 +137,38 @@ class ClusterWatch:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        os.write(self._waking, b"over")
         self._thread.join()
+        os.close(self._wake)
+        os.close(self._waking)
         if self._before is not None:
             signal.signal(_WAKE, self._before)
 
-    def _make_checks(self) -> list[tuple[str, Callable[[], bool], int]]:
-        """Returns the watched part: its name, whether it is there, and how often in a row it must be missing."""
-        checks: list[tuple[str, Callable[[], bool], int]] = []
-        head = ray.get_runtime_context().gcs_address
-        if head:
-            checks.append(
-                (f"the head of the Ray cluster at {head} does not answer", lambda: _answers(head), SILENT_CHECKS)
-            )
-        raylet = _raylet_of_this_node()
-        if raylet is not None:
-            checks.append(("Ray's raylet on this node ended", lambda: _runs(raylet), 1))
-        return checks
-
     def _watch(self) -> None:
-        missed = dict.fromkeys((reason for reason, *_ in self._checks), 0)
-        while not self._over.wait(WATCH_EVERY_S):
-            for reason, is_there, limit in self._checks:
-                missed[reason] = 0 if is_there() else missed[reason] + 1
-                if missed[reason] >= limit:
-                    return self._end(reason)
+        raylet = [] if self._raylet is None else [self._raylet]
+        missed = 0
+        try:
+            while not self._over.is_set():
+                ended, _, _ = select.select([self._wake, *raylet], [], [], WATCH_EVERY_S)
+                if self._over.is_set():
+                    return
+                if raylet and raylet[0] in ended:
+                    return self._end("Ray's raylet on this node ended")
+                missed = 0 if not self._head or _answers(self._head) else missed + 1
+                if missed >= SILENT_CHECKS:
+                    return self._end(f"the head of the Ray cluster at {self._head} does not answer")
+        finally:
+            for descriptor in raylet:
+                os.close(descriptor)
 
     def _end(self, reason: str) -> None:
         again = "What was saved is kept; the same command continues (train: with --resume)"
         self.lost = f"the Ray cluster was lost: {reason}. {again}"
+        print(f"error: {self.lost}", file=sys.stderr, flush=True)
         if self._before is not None:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
         if self._over.wait(UNWIND_S):
             return
-        print(f"error: {self.lost}", flush=True)
         if self._own:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
@@ -175,23 +180,18 @@ class ClusterWatch:
             raise ClusterLost(self.lost)
 
 
-def _raylet_of_this_node() -> psutil.Process | None:
-    """Returns the raylet's process when it is of this machine and user and can be seen."""
+def _raylet_of_this_node() -> int | None:
+    """Returns a descriptor that is readable when the raylet has ended (`pidfd_open`); None when the raylet is not of
+    this machine and user, or cannot be seen."""
     node = ray._private.worker._global_node
     socket_name = getattr(node, "raylet_socket_name", None)
     if not socket_name:
         return None
     for process in psutil.process_iter(["name", "cmdline"]):
         if process.info["name"] == "raylet" and any(socket_name in word for word in process.info["cmdline"] or ()):
-            return process
+            with suppress(OSError):
+                return os.pidfd_open(process.pid)
     return None
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _answers(address: str) -> bool:

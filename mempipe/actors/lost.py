@@ -43,6 +43,9 @@ class RoleLost(LaunchError):
 class ClusterLost(LaunchError):
     """The Ray cluster itself is gone; only a new process can continue."""
 
+    was_said = False
+    """Whether the person at the terminal was told already."""
+
 
 class GroupFailed(RoleLost):
     """A group could not be finished after all its attempts."""

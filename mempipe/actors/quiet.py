@@ -13,7 +13,11 @@ import ray
 
 from mempipe.actors.handles import start_actor
 
-_NOTES = ("so the task will be retried", "A worker died or was killed while executing a task")
+_NOTES = (
+    "so the task will be retried",
+    "A worker died or was killed while executing a task",
+    "Raylet is terminated",  # with the end of its log; `mempipe.actors.cluster` says so in a sentence
+)
 
 
 def quiet_loggers() -> None:
@@ -28,7 +32,8 @@ def quiet_loggers() -> None:
 
 @functools.cache  # once per process
 def quiet_retries() -> None:
-    """Keeps out of the terminal that a worker died and that Ray will try its task again; Ray's log files have it.
+    """Keeps out of the terminal that a worker died and that Ray will try its task again, and the log of a raylet that
+    died; Ray's log files have it.
 
     Ray prints these lines for every unfinished group when a stream is closed early; `log_to_driver=False` does not
     cover them. Real losses are reported by mempipe.

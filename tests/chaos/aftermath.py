@@ -34,7 +34,7 @@ def sentence(text: str) -> str:
     """Returns the one sentence with which a command says why it ended. Raises Missed unless it is exactly one."""
     said = [line for line in text.splitlines() if re.match(r"error: |interrupted", line)]
     if len(said) != 1:
-        raise Missed(f"the command ended with {len(said)} sentences instead of one: {said or text[-500:]}")
+        raise Missed(f"the command ended with {len(said)} sentences instead of one: {said or text[-3000:]}")
     return said[0]
 
 

@@ -210,7 +210,10 @@ class Campaign:
         if code == 0 or (number != signal.SIGKILL and code == -number):
             raise Missed(f"it ended with {code}: {self.watched.last_words()}")
         if says or number != signal.SIGKILL:
-            fault.said = sentence(self.watched.text)
+            try:
+                fault.said = sentence(self.watched.text)
+            except Missed as missed:
+                raise Missed(f"exit code {code}: {missed}") from missed
         if left := self.watched.marked.survivors():
             raise Missed(f"{len(left)} processes are left: {left[0][:100]}")
         self._check_kept(before)
