@@ -15,10 +15,11 @@ from tools.guard import GUARDED, ROOT, descendants
 from tools.processes import GONE_WITHIN_S
 
 RUN = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from tools.guard import GUARDED, leave_nothing_behind
 
 CHILD = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands without it
 leave_nothing_behind()
 subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)  # which gets no signal of its parent
 print(os.environ[GUARDED], flush=True)
@@ -49,7 +50,7 @@ def test_an_interrupted_run_leaves_no_process(number):
     run, mark = start(600)
     until_there_are(2, mark)
     run.send_signal(number)
-    run.communicate()
+    run.communicate(timeout=GONE_WITHIN_S)
     until_there_are(0, mark)
     assert run.returncode == -number
 
@@ -57,7 +58,7 @@ def test_an_interrupted_run_leaves_no_process(number):
 def test_a_run_that_ends_by_itself_leaves_no_process():
     run, mark = start(0)
     until_there_are(0, mark)
-    assert (run.communicate(), run.returncode) == (("", None), 0)
+    assert (run.communicate(timeout=GONE_WITHIN_S), run.returncode) == (("", None), 0)
 
 
 def test_this_run_has_a_guard():
