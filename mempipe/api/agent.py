@@ -71,6 +71,7 @@ def load(
     *,
     index: str | Path = "",
     endpoint: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
     partition: str = "",
     **settings: Any,
 ) -> Agent:
@@ -84,7 +85,9 @@ def load(
     - an endpoint, `{"url": "http://127.0.0.1:8000/v1", "model": NAME, "tokenizer": FOLDER}`: an OpenAI-compatible
       server samples.
 
-    `index` is an index folder in place of the run's own. `endpoint` samples in place of an own engine. `partition` is
+    `index` is an index folder in place of the run's own. `endpoint` samples in place of an own engine. `sampling`
+    (temperature, top_p, top_k) holds for questions that say nothing of it; without it they are sampled as the run
+    was validated, which by default takes the likeliest token. `partition` is
     the part of the corpus that is searched where a question names none. `settings` replace settings of the run, by
     section or with dots: `budget={"max_turns": 4}` or `**{"budget.max_turns": 4}`; `mempipe config` prints them all. An
     agent or a tool of your own may be the Python object itself.
@@ -98,7 +101,11 @@ def load(
         values["retrieval"] = {**values.get("retrieval", {}), "index": str(index)}
     if isinstance(source, Mapping):
         endpoint, source = source, ""
-    described: dict[str, Any] = {"settings": values, "endpoint": dict(endpoint) if endpoint is not None else None}
+    described: dict[str, Any] = {
+        "settings": values,
+        "endpoint": dict(endpoint) if endpoint is not None else None,
+        "sampling": dict(sampling) if sampling is not None else None,
+    }
     if source:
         described |= _named(source, other=bool(index or endpoint))
     return Agent(parse_section(described, AgentServiceConfig), partition=partition)

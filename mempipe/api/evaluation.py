@@ -189,16 +189,17 @@ def played(
     """Returns the evaluation of an agent under `config`, which may differ from its own in the budget."""
     check_control(control, config)
     roles = agent.roles
-    sampling = config.sampling.model_copy(update={"temperature": temperature})
     rollout = make_rollout(
         config,
         tokenizer=roles.tokenizer,
-        generate=partial(roles.engine.generate, sampling=SamplingConfig.model_validate(sampling.model_dump())),
+        generate=partial(roles.engine.generate, sampling=SamplingConfig(temperature=temperature)),
         search=roles.search,
         control=control,
     )
     groups = agent.run(_groups(config, rollout, questions, num_samples=num_samples, title=title or agent.name))
-    prompts, growing = prompt_hash(config, tokenizer=roles.tokenizer), config.agent_spec.grows
+    # In a thread without an event loop, which `prompt_hash` needs: a notebook's main thread has one.
+    prompts = agent.run(asyncio.to_thread(prompt_hash, config, tokenizer=roles.tokenizer))
+    growing = config.agent_spec.grows
     rows = [result_row(group, growing=growing, prompt_hash=prompts) for group in groups]
     return Evaluation(name=agent.name, config=config, rows=rows, groups=groups)
 

@@ -106,6 +106,13 @@ def test_questions_are_asked_together_and_from_an_event_loop(agent, questions):
     assert agent.ask_many([]) == []
 
 
+async def test_a_notebook_may_ask_and_measure_although_an_event_loop_runs_in_it(run, engines, questions):
+    with mempipe.load(run) as agent:
+        assert agent.ask(questions[0].text, partition=questions[0].partition).answer
+        assert mempipe.evaluate(agent, questions[:2]).interval().value == 1.0
+        assert mempipe.sweep(agent, questions[:2], memory_tokens=[32, 64]).table.height == 2
+
+
 REFUSED = {
     "question is ''": {"question": ""},
     "question is 3": {"question": 3},
@@ -181,6 +188,15 @@ def test_settings_of_the_run_are_replaced_nested_or_with_dots(run, engines):
         assert agent.config.budget.memory_tokens == 64  # what was not named stays
 
 
+def test_an_agent_samples_as_it_was_loaded_and_a_question_may_say_otherwise(run, engines, questions):
+    with mempipe.load(run) as greedy, mempipe.load(run, sampling={"temperature": 0.7, "top_p": 0.9}) as drawn:
+        greedy.ask(questions[0].text)
+        drawn.ask(questions[0].text)
+        drawn.ask(questions[0].text, sampling={"temperature": 0.2})
+    first, second = ({(each.temperature, each.top_p) for each in engine.samplings} for engine in engines.started)
+    assert first == {(0.0, 1.0)} and second == {(0.7, 0.9), (0.2, 0.9)}
+
+
 def test_a_model_is_loaded_with_an_index(run, engines, questions):
     settings = {"agent.prompts": "tiny", "budget": {"question_tokens": 32, "context_tokens": 512, "action_tokens": 32}}
     settings["budget"] |= {"observation_tokens": 96, "memory_tokens": 64, "memory_message_tokens": 68}
@@ -237,6 +253,7 @@ UNLOADABLE = {
     "budget.max_turn is not a setting; did you mean budget.max_turns?": ("RUN", {"budget": {"max_turn": 3}}),
     "endpoint.url is missing": ({"model": "m"}, {}),
     "endpoint without tokenizer": ({"url": "http://127.0.0.1:1/v1", "model": "m"}, {}),
+    "sampling.temperature is -1": ("RUN", {"sampling": {"temperature": -1}}),
     "reward.function is 3": ("RUN", {"reward": {"function": 3}}),
 }
 
