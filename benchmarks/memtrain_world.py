@@ -11,8 +11,9 @@ Every seed draws worlds, questions, documents, model, script and sampling anew, 
 3. an evaluation, greedy, of warm start, MemTrain and ablations on held-out questions, with documents of `--passages`
    passages (4 is what was trained on), and one recall per attempt.
 
-With `--ablations` MemAgent is left out. What is finished is read, not repeated. Intervals (95 %) are bootstraps over
-the questions of all seeds together.
+With `--ablations` MemAgent is left out. What is finished is read, not repeated. Pairs are joined by the question's id.
+Each number has two 95 % intervals: over questions (a bootstrap), which says what these trainings reach on other
+questions, and over trainings (a t-interval of one value for each seed), which says what other trainings would reach.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import yaml
 
 from mempipe.data.qa import write_questions
 from mempipe.data.world import make_questions, make_worlds
-from mempipe.evaluation.results import read_groups, read_results
-from mempipe.evaluation.statistics import Interval, bootstrap_interval, paired_bootstrap
+from mempipe.evaluation.results import ResultRow, read_groups, read_results
+from mempipe.evaluation.statistics import Interval, bootstrap_interval, t_interval
 from pipelines.prepare import NUM_HELD_OUT_WORLDS
 
 CONFIGS = Path("jobs") / "configs"
@@ -55,14 +57,15 @@ def main() -> None:
     if not arguments.ablations:
         print_post_training(folders)
     points: dict[tuple[str, str, int], Interval] = {}
+    print("each value (over questions; over trainings), 95 % intervals")
     for measure, of in (("reconstruction, exact match", answered), ("recall, share that is right", recalled)):
         print(f"{measure}, by passages in a document; and what MemTrain has more")
         for length in arguments.passages:
             values = {name: of(folders, name, length) for name in MODELS}
             for name in MODELS:
-                points[measure, name, length] = bootstrap_interval(values[name])
-                more = "" if name == "memtrain" else shown(paired_bootstrap(values[name], values["memtrain"]))
-                print(f"  {length:>3}  {name:<14}{shown(points[measure, name, length])}  {more}")
+                points[measure, name, length] = over_questions(values[name])
+                more = "" if name == "memtrain" else shown(differences(values[name], values["memtrain"]))
+                print(f"  {length:>3}  {name:<14}{shown(values[name])}  {more}")
     if arguments.plot:
         plot(points, arguments.passages, arguments.plot)
 
@@ -71,12 +74,12 @@ def print_post_training(folders: Sequence[Path]) -> None:
     """Prints what MemAgent answers after MemTrain, and without it."""
     print("held-out questions after post-training (MemAgent), exact match")
     scores = {
-        name: [row.em for folder in folders for row in read_results(folder / "evaluation" / name / "held-out")]
+        name: [by_id(read_results(folder / "evaluation" / name / "held-out")) for folder in folders]
         for name in ("memagent", "memagent-alone")
     }
     for name, values in scores.items():
-        print(f"  {name:<16}{shown(bootstrap_interval(values))}")
-    print(f"  {'difference':<16}{shown(paired_bootstrap(scores['memagent-alone'], scores['memagent']))}")
+        print(f"  {name:<16}{shown(values)}")
+    print(f"  {'difference':<16}{shown(differences(scores['memagent-alone'], scores['memagent']))}")
 
 
 def make(seed: int, arguments: argparse.Namespace) -> Path:
@@ -127,22 +130,46 @@ def write_suite(folder: Path, seed: int, arguments: argparse.Namespace) -> Path:
     return path
 
 
-def answered(folders: Sequence[Path], name: str, length: int) -> list[float]:
-    """Exact match of every question."""
-    return [row.em for folder in folders for row in read_results(folder / "lengths" / name / f"passages-{length}")]
+def answered(folders: Sequence[Path], name: str, length: int) -> list[dict[str, float]]:
+    """Returns for each training every question's exact match, by its id."""
+    return [by_id(read_results(folder / "lengths" / name / f"passages-{length}")) for folder in folders]
 
 
-def recalled(folders: Sequence[Path], name: str, length: int) -> list[float]:
-    """Whether the recall of every question's attempt was right; wrong where the attempt did not get that far."""
+def by_id(rows: Sequence[ResultRow]) -> dict[str, float]:
+    return {row.question_id: row.em for row in rows}
+
+
+def recalled(folders: Sequence[Path], name: str, length: int) -> list[dict[str, float]]:
+    """Returns for each training whether the recall of every question's attempt was right, by the question's id; it is
+    wrong where the attempt did not get that far."""
     return [
-        float(any(recall.score for trajectory in group.trajectories for recall in trajectory.recalls))
+        {
+            group.question.id: float(any(recall.score for attempt in group.trajectories for recall in attempt.recalls))
+            for group in read_groups(folder / "lengths" / name / f"passages-{length}")
+        }
         for folder in folders
-        for group in read_groups(folder / "lengths" / name / f"passages-{length}")
     ]
 
 
-def shown(interval: Interval) -> str:
-    return f"{interval.value:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+def differences(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Returns for each training every question's difference. Raises ValueError when a question lacks its partner."""
+    for first, second in zip(before, after, strict=True):
+        if first.keys() != second.keys():
+            raise ValueError(f"{len(first.keys() ^ second.keys())} questions were asked of one of the two models only")
+    return [
+        {key: second[key] - score for key, score in first.items()} for first, second in zip(before, after, strict=True)
+    ]
+
+
+def over_questions(trainings: Sequence[dict[str, float]]) -> Interval:
+    return bootstrap_interval([score for scores in trainings for score in scores.values()])
+
+
+def shown(trainings: Sequence[dict[str, float]]) -> str:
+    """Returns the mean with its interval over questions, and that over trainings."""
+    questions, seeds = over_questions(trainings), t_interval([fmean(scores.values()) for scores in trainings])
+    over = f"{seeds.low:.3f} to {seeds.high:.3f}" if seeds.is_bounded else "one training"
+    return f"{questions.value:.3f} ({questions.low:.3f} to {questions.high:.3f}; {over})"
 
 
 def plot(points: dict[tuple[str, str, int], Interval], lengths: Sequence[int], file: str) -> None:

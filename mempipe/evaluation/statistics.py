@@ -1,15 +1,19 @@
 """Intervals and tests for scores over questions: how far a difference can be trusted. `scipy.stats` computes them.
 
 The unit is the question, never the attempt: attempts at one question are not independent, so give one score per
-question (the mean over its attempts).
+question (the mean over its attempts). A question that is asked several times (at several lengths, in several sets) is
+one cluster, and what belongs to a cluster is drawn together. Trainings are another unit: an interval over questions
+says what these trainings reach on other questions, and `t_interval` says what other trainings would reach.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from statistics import fmean, stdev
 
 import numpy as np
 import scipy
@@ -43,6 +47,59 @@ class PairedTest:
     p_value: float
 
 
+Scores = Sequence[tuple[Hashable, float]]
+"""Every question's cluster and score."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClusteredMean:
+    """The unweighted mean over sets of their mean scores, taken apart by clusters of questions.
+
+    A cluster counts by its deviations from the means of the sets, so that sets of different difficulty do not pass for
+    a spread of the questions. `spread` [clusters] adds up to 0 and `weights` [clusters] to 1.
+    """
+
+    value: float
+    spread: np.ndarray
+    """What each cluster adds to the mean: its scores, minus the means of their sets, by their weights."""
+    weights: np.ndarray
+    """The share of each cluster in the mean."""
+    is_bounded: bool
+    """Every set has two clusters at least; one says nothing of how much questions differ."""
+
+    @property
+    def num_clusters(self) -> int:
+        return len(self.weights)
+
+    @cached_property
+    def variance(self) -> float:
+        """Returns the estimated variance of `value`."""
+        return float(self.num_clusters / (self.num_clusters - 1) * (self.spread**2).sum())
+
+    @property
+    def effective_questions(self) -> float:
+        """Returns the number of independent questions of equal weight that would tell as much."""
+        return float(1 / (self.weights**2).sum())
+
+
+def clustered_mean(sets: Sequence[Scores]) -> ClusteredMean:
+    """Returns the mean of the sets, none of which is empty."""
+    means = [float(_scores([score for _, score in scores]).mean()) for scores in sets]
+    spread: dict[Hashable, float] = defaultdict(float)
+    weights: dict[Hashable, float] = defaultdict(float)
+    for scores, mean in zip(sets, means, strict=True):
+        share = 1 / (len(scores) * len(sets))
+        for cluster, score in scores:
+            spread[cluster] += share * (score - mean)
+            weights[cluster] += share
+    return ClusteredMean(
+        value=fmean(means),
+        spread=np.asarray([*spread.values()]),
+        weights=np.asarray([*weights.values()]),
+        is_bounded=all(len({cluster for cluster, _ in scores}) > 1 for scores in sets),
+    )
+
+
 def wilson_interval(num_right: int, num_questions: int, *, confidence: float = 0.95) -> Interval:
     """Returns Wilson's score interval of a proportion, which stays within [0, 1] and has a width at 0 and 1 too.
 
@@ -63,42 +120,62 @@ def bootstrap_interval(
     """Returns the percentile interval of the mean; questions are drawn with replacement. The same seed gives the same
     interval, and one question an unbounded one.
     """
-    return _bootstrap([_scores(scores)], seed=seed, num_resamples=num_resamples, confidence=confidence)
-
-
-def paired_bootstrap(
-    before: Sequence[float],
-    after: Sequence[float],
-    *,
-    seed: int = 0,
-    num_resamples: int = 2000,
-    confidence: float = 0.95,
-) -> Interval:
-    """Returns the interval of mean(after) - mean(before). Entry i of both belongs to the same question, and a resample
-    draws both together.
-    """
-    if len(before) != len(after):
-        raise ValueError(f"paired scores need the same questions, got {len(before)} before and {len(after)} after")
-    differences = _scores(after) - _scores(before)
-    return _bootstrap([differences], seed=seed, num_resamples=num_resamples, confidence=confidence)
+    return _bootstrap(_scores(scores), seed=seed, num_resamples=num_resamples, confidence=confidence)
 
 
 def bootstrap_average(
-    sets: Sequence[Mapping[str, float]], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+    sets: Sequence[Scores], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
 ) -> Interval:
-    """Returns the interval of the unweighted mean over sets of their means; each set maps a question to its score.
+    """Returns the percentile interval of the unweighted mean over sets of their means. Clusters are drawn with
+    replacement, each with all of its questions in all sets.
 
-    A resample draws sets with the same questions (a text at several lengths) together: the question is the cluster. It
-    draws all others apart.
+    It is unbounded where a set is a single cluster.
     """
-    clusters: dict[frozenset[str], list[Mapping[str, float]]] = {}
-    for scores in sets:
-        clusters.setdefault(frozenset(scores), []).append(scores)
-    samples = [
-        _scores([sum(scores[question] for scores in members) for question in sorted(questions)]) / len(sets)
-        for questions, members in clusters.items()
-    ]
-    return _bootstrap(samples, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    options = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
+    if len(sets) == 1 and len({cluster for cluster, _ in sets[0]}) == len(sets[0]):
+        return bootstrap_interval([score for _, score in sets[0]], **options)
+    mean = clustered_mean(sets)
+    if not mean.is_bounded:
+        return unbounded(mean.value)
+    return _bootstrap(mean.value + mean.num_clusters * mean.spread, **options)
+
+
+def difference_interval(mean: ClusteredMean, *, confidence: float) -> Interval:
+    """Returns an interval of a mean of differences between scores from 0 to 1, for a test against a margin.
+
+    It is the t-interval over clusters, made as wide as Wilson's score interval where that reaches further: there the
+    variance is that of whole questions lost (or gained), as large as the end of the interval says. So a difference
+    that no question shows is still as uncertain as the number of questions makes it, where a bootstrap has no width.
+    """
+    if not mean.is_bounded:
+        return unbounded(mean.value)
+    reach = float(scipy.stats.t.ppf(0.5 + confidence / 2, mean.num_clusters - 1)) * math.sqrt(mean.variance)
+    by_loss, by_gain = (_whole_questions(sign * mean.value, mean, confidence=confidence) for sign in (-1, 1))
+    return Interval(value=mean.value, low=min(mean.value - reach, -by_loss), high=max(mean.value + reach, by_gain))
+
+
+def error_at_margin(mean: ClusteredMean, margin: float) -> float:
+    """Returns the standard error of the mean where the true difference is `margin`: the estimated one, and no less than
+    that of whole questions lost."""
+    return math.sqrt(max(mean.variance, margin * (1 - margin) / mean.effective_questions))
+
+
+def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    """Returns the t-interval of the mean of a few trainings' values; it is unbounded for one training.
+
+    It is no bootstrap over trainings: of two trainings that has three different resamples, of three ten, and its
+    interval is too narrow.
+    """
+    value = fmean(values)
+    if len(values) == 1:
+        return unbounded(value)
+    reach = float(scipy.stats.t.ppf(0.5 + confidence / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return Interval(value=value, low=value - reach, high=value + reach)
+
+
+def unbounded(value: float) -> Interval:
+    """Returns an estimate of which nothing is known but the value."""
+    return Interval(value=value, low=-math.inf, high=math.inf)
 
 
 def mcnemar_test(before: Sequence[bool], after: Sequence[bool]) -> PairedTest:
@@ -123,20 +200,25 @@ def _scores(scores: Sequence[float]) -> np.ndarray:
     return values
 
 
-def _bootstrap(samples: Sequence[np.ndarray], *, seed: int, num_resamples: int, confidence: float) -> Interval:
-    """Returns the percentile interval of the sum of the samples' means; every sample is drawn apart. It is unbounded
-    when one of them is a single question: every resample of that is the same.
+def _whole_questions(share: float, mean: ClusteredMean, *, confidence: float) -> float:
+    """Returns how large the true share of whole questions may be whose estimate is `share`: the upper end of Wilson's
+    interval, and 0 where a negative estimate leaves none."""
+    factor = float(scipy.stats.norm.ppf(0.5 + confidence / 2)) ** 2 / mean.effective_questions
+    half = share + factor / 2
+    inside = half**2 - (1 + factor) * share**2
+    return max(0.0, (half + math.sqrt(inside)) / (1 + factor)) if inside >= 0 else 0.0
+
+
+def _bootstrap(sample: np.ndarray, *, seed: int, num_resamples: int, confidence: float) -> Interval:
+    """Returns the percentile interval of the sample's mean. It is unbounded for a single question, of which every
+    resample is the same.
     """
-    value = float(sum(sample.mean() for sample in samples))
-    if any(sample.size == 1 for sample in samples):
-        return Interval(value=value, low=-math.inf, high=math.inf)
-
-    def sum_of_means(*resamples: np.ndarray, axis: int) -> Any:
-        return sum(resample.mean(axis=axis) for resample in resamples)
-
+    value = float(sample.mean())
+    if sample.size == 1:
+        return unbounded(value)
     interval = scipy.stats.bootstrap(
-        samples,
-        sum_of_means,
+        (sample,),
+        np.mean,
         n_resamples=num_resamples,
         confidence_level=confidence,
         method="percentile",

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
+from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow
-from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval, wilson_interval
+from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, wilson_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
 JUDGE = "judge"
@@ -45,13 +46,11 @@ class Cell:
         return any(row.judge is not None for row in self.rows)
 
     def scores(self, metric: str) -> dict[str, float]:
-        """Returns each question's score; failed ones have 0, those without a verdict of the judge are skipped. All
-        lengths of RULER-HQA have the same questions.
-        """
-        key = _index if self.benchmark.num_docs else _id
+        """Returns each question's score by its id; failed ones have 0, those without a verdict of the judge are left
+        out."""
         if metric != JUDGE:
-            return {key(row): row.score(metric) for row in self.rows}
-        verdicts = {key(row): 0.0 if row.failed else row.judge for row in self.rows}
+            return {row.question_id: row.score(metric) for row in self.rows}
+        verdicts = {row.question_id: 0.0 if row.failed else row.judge for row in self.rows}
         return {question: verdict for question, verdict in verdicts.items() if verdict is not None}
 
 
@@ -114,14 +113,14 @@ def evidence_lines(
     """Returns the metric by the position of the needed documents: a line per run and length, which holds its name and a
     text per equal part of the context.
 
-    A question counts once for each of its needed documents.
+    A question counts once for each of its needed documents, which are drawn together.
     """
     lines = []
     for cell in cells:
-        bins: list[dict[str, float]] = [{} for _ in range(num_bins)]
+        bins: list[list[tuple[str, float]]] = [[] for _ in range(num_bins)]
         for row in cell.rows:
-            for number, depth in enumerate(row.evidence_depths):
-                bins[min(int(depth * num_bins), num_bins - 1)][f"{row.question_id}/{number}"] = row.score(metric)
+            for depth in row.evidence_depths:
+                bins[min(int(depth * num_bins), num_bins - 1)].append((row.question_id, row.score(metric)))
         if any(bins):
             texts = [
                 f"{percent_text(score_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}"
@@ -163,7 +162,7 @@ def _table(
     groups = _averages(kind, benchmarks)
     rows = []
     for run in dict.fromkeys(cell.run for cell in cells):
-        scores = {cell.benchmark.label: cell.scores(metric) for cell in cells if cell.run == run}
+        scores = clustered_scores([cell for cell in cells if cell.run == run], metric=metric)
         values = [score_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
         for members in groups.values():
             sets = [scores[label] for label in members if scores.get(label)]
@@ -227,29 +226,36 @@ def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
     return dict(sorted(benchmarks.items(), key=lambda item: place(item[1])))
 
 
-def score_interval(scores: Mapping[str, float] | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
+def clustered_scores(cells: Sequence[Cell], *, metric: str) -> dict[str, Scores]:
+    """Returns for each set of one run the cluster and the score of every question that has one."""
+    clusters = question_clusters({cell.benchmark.label: cell.rows for cell in cells})
+    scores: dict[str, Scores] = {}
+    for cell in cells:
+        label, own = cell.benchmark.label, cell.scores(metric)
+        scores[label] = [
+            (cluster, own[row.question_id])
+            for cluster, row in zip(clusters[label], cell.rows, strict=True)
+            if row.question_id in own
+        ]
+    return scores
+
+
+def score_interval(scores: Scores | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
     """Returns a bootstrap over questions, or Wilson's interval where all are right or all wrong, since then every
     resample is the same.
     """
     if not scores:
         return None
-    values = list(scores.values())
-    if set(values) in ({0.0}, {1.0}):
-        return wilson_interval(round(sum(values)), len(values), confidence=bootstrap.confidence)
-    return bootstrap_interval(values, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+    values, num_questions = {score for _, score in scores}, len({cluster for cluster, _ in scores})
+    if values in ({0.0}, {1.0}):
+        return wilson_interval(num_questions * int(1.0 in values), num_questions, confidence=bootstrap.confidence)
+    return bootstrap_average(
+        [scores], seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence
+    )
 
 
 def _point(percent: float | None) -> Interval | None:
     return None if percent is None else Interval(value=percent / 100, low=percent / 100, high=percent / 100)
-
-
-def _id(row: ResultRow) -> str:
-    return row.question_id
-
-
-def _index(row: ResultRow) -> str:
-    """Returns the id without the name of its file, which differs from length to length."""
-    return row.question_id.rpartition("-")[2] + row.question
 
 
 assert set().union(*METRICS_OF.values()) <= METRICS.keys()

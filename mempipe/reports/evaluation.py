@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from typing import Any
 
 from mempipe.config import RunConfig
 from mempipe.evaluation.metrics import METRICS, definitions
-from mempipe.evaluation.statistics import Interval, bootstrap_interval
+from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import (
     JUDGE,
@@ -46,7 +47,10 @@ PLOT_FILE = "context_tokens_by_turn.svg"
 NUM_EVIDENCE_BINS = 5
 _DIFFERENCE_TITLE = "Differences in em on the same questions, percent points"
 _DIFFERENCE_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
-_PAIRED = "Intervals are paired bootstraps over questions, McNemar's test is exact."
+_PAIRED = (
+    "Intervals are paired bootstraps over questions; a question that is asked several times is drawn as one. McNemar's "
+    "test is exact, and needs every question once."
+)
 _CAUSE_TITLE = "First cause of wrong answers"
 _CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
 _MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
@@ -198,13 +202,15 @@ def _score_figures(cells: Sequence[Cell], tables: Sequence[ScoreTable], suite: E
 def _differences(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
     """Returns a line per set, or all sets, and later run: its EM minus that of the first run, on the same questions."""
     drawn = suite.bootstrap
-    options = {"seed": suite.seed, "num_resamples": drawn.num_resamples, "confidence": drawn.confidence}
+    interval = partial(
+        bootstrap_average, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence
+    )
     rows = {run: {c.benchmark.label: c.rows for c in cells if c.run == run} for run in runs_of(cells)}
     first, *others = rows
     return [
         [f"{run} - {first}", each.label, str(each.num_shared), percent_text(each.difference), each.verdict]
         for run in others
-        for each in compare_rows(rows[first], rows[run], metric="em", options=options)
+        for each in compare_rows(rows[first], rows[run], metric="em", interval=interval)
     ]
 
 

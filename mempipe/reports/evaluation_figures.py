@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from mempipe.evaluation.causes import Cause
+from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import Cell, ScoreTable, score_interval
@@ -37,11 +38,13 @@ def scores_by_set(table: ScoreTable) -> Figure:
 
 def scores_by_hops(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int) -> Figure | None:
     """Draws a metric by the hops of the questions, over all sets; None where hops are unknown or all the same."""
-    by_hops: dict[int, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for cell in cells:
-        for row in cell.rows:
-            if row.num_hops:
-                by_hops[row.num_hops][cell.run][f"{cell.benchmark.label}/{row.question_id}"] = row.score(metric)
+    by_hops: dict[int, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs_of(cells):
+        sets = {cell.benchmark.label: cell.rows for cell in cells if cell.run == run}
+        for label, clusters in question_clusters(sets).items():
+            for cluster, row in zip(clusters, sets[label], strict=True):
+                if row.num_hops:
+                    by_hops[row.num_hops][run].append((cluster, row.score(metric)))
     if len(by_hops) < 2:
         return None
     runs = runs_of(cells)

@@ -19,7 +19,7 @@ from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_made_of, read_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, paired_bootstrap, wilson_interval
+from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
 from mempipe.provenance import differences
 from mempipe.runs import read_state, saved_settings
 from mempipe.tracking.losses import read_losses
@@ -227,7 +227,7 @@ def _comparison(before: Sequence[Group], after: Sequence[Group]) -> dict[str, Nu
     if not pairs:
         return {}
     scores = [_per_question(groups, "em") for groups in ([a for a, _ in pairs], [b for _, b in pairs])]
-    difference = paired_bootstrap(*scores)
+    difference = bootstrap_interval([after - before for before, after in zip(*scores, strict=True)])
     numbers: dict[str, Number] = {"em_difference": difference.value, "em_difference_low": difference.low}
     numbers["em_difference_high"] = difference.high
     if all(map(_right_or_wrong, scores)):

@@ -1,31 +1,45 @@
 """Compares two evaluated runs on the same questions: what the one gains over the other, and how far that can be
 trusted.
 
+<<<<<<< HEAD
 The interval is a paired bootstrap over questions. McNemar's test is of exact match, where a question is right or wrong,
 so it needs one attempt and one objective. Questions that only one side has are skipped and counted.
+=======
+Rows are joined by the question's id, never by their order. The interval is a paired bootstrap over questions, in which
+a question that is asked several times (at several lengths, in several sets) is drawn as one. McNemar's test is of exact
+match, where a question is right or wrong, so it needs one attempt, one objective, and every question once. Questions
+that only one side has are left out and counted.
+>>>>>>> ea09db9 ([evaluation] a question that is asked several times is one cluster, and pairs are joined by id)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
-from mempipe.evaluation.statistics import Interval, PairedTest, bootstrap_average, mcnemar_test, paired_bootstrap
+from mempipe.evaluation.statistics import Interval, PairedTest, Scores, bootstrap_average, mcnemar_test
 from mempipe.settings import ConfigError
 
 OVERALL = "all sets"
 
-_Pair = tuple[ResultRow, ResultRow]  # one question, in the first run and in the second
+Pair = tuple[ResultRow, ResultRow]
+"""One question in the first run and in the second."""
+IntervalOf = Callable[[Sequence[Scores]], Interval]
+"""Gives the interval of the unweighted mean over sets of questions' differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetComparison:
     """One set, or all of them: means over the shared questions, and the difference second - first. `mcnemar` is None
-    where it has no meaning: several attempts or objectives."""
+    where it has no meaning: several attempts, several objectives, or a question that is asked several times."""
 
     label: str
     num_shared: int
@@ -44,15 +58,10 @@ class SetComparison:
         return f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
 
 
-Options = Mapping[str, Any]
-"""Of the bootstrap: seed, num_resamples, confidence."""
-
-
 def compare_runs(
     first: Path, second: Path, *, metric: str = "em", seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
 ) -> list[SetComparison]:
-    """Compares every set that both have, then all of them together: the unweighted mean over sets, and McNemar's test
-    over all questions.
+    """Compares every set that both have, then all of them together by the unweighted mean over sets.
 
     `first` and `second` are folders of a run (EVALUATION/RUN), or of an evaluation of a single run. Raises ConfigError
     when they are not, or share no question.
@@ -61,8 +70,8 @@ def compare_runs(
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     rows = [{label: read_results(own[label]) for label in own if label in sets[0] and label in sets[1]} for own in sets]
-    options = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
-    comparisons = compare_rows(*rows, metric=metric, options=options)
+    interval = partial(bootstrap_average, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    comparisons = compare_rows(*rows, metric=metric, interval=interval)
     if not comparisons:
         raise ConfigError(
             f"{first} and {second} share no question; their sets are {_names(sets[0])} and {_names(sets[1])}"
@@ -75,35 +84,67 @@ def compare_rows(
     second: Mapping[str, Sequence[ResultRow]],
     *,
     metric: str,
-    options: Options,
+    interval: IntervalOf,
 ) -> list[SetComparison]:
     """Compares two runs given as rows by set. Returns the sets in which they share a question, then, where there are
     several, all of them together.
     """
-    comparisons: list[SetComparison] = []
-    pairs: dict[str, list[_Pair]] = {}
-    for label in [label for label in first if label in second]:
-        before, after = _by_id(first[label]), _by_id(second[label])
-        both = [key for key in before if key in after]
-        shared = [key for key in both if _asked(before[key]) == _asked(after[key])]
-        if not shared:
-            continue
-        pairs[label] = [(before[key], after[key]) for key in shared]
-        scores = [[pair[i].score(metric) for pair in pairs[label]] for i in (0, 1)]
+    pairs = {label: shared_pairs(first[label], second[label]) for label in first if label in second}
+    pairs = {label: own for label, own in pairs.items() if own}
+    gains = paired_differences(pairs, metric=metric)
+    comparisons = []
+    for label, own in pairs.items():
+        before, after = ({row.question_id for row in rows[label]} for rows in (first, second))
+        num_both = len(before & after)
         comparisons.append(
             SetComparison(
                 label=label,
-                num_shared=len(shared),
-                num_only_first=len(before) - len(both),
-                num_only_second=len(after) - len(both),
-                num_changed=len(both) - len(shared),
-                first=sum(scores[0]) / len(shared),
-                second=sum(scores[1]) / len(shared),
-                difference=paired_bootstrap(*scores, **options),
-                mcnemar=_mcnemar(pairs[label]),
+                num_shared=len(own),
+                num_only_first=len(before) - num_both,
+                num_only_second=len(after) - num_both,
+                num_changed=num_both - len(own),
+                first=fmean(row.score(metric) for row, _ in own),
+                second=fmean(row.score(metric) for _, row in own),
+                difference=interval([gains[label]]),
+                mcnemar=_mcnemar(own, [cluster for cluster, _ in gains[label]]),
             )
         )
-    return [*comparisons, _overall(comparisons, pairs, metric, options)] if len(comparisons) > 1 else comparisons
+    if len(comparisons) < 2:
+        return comparisons
+    overall = SetComparison(
+        label=OVERALL,
+        num_shared=sum(each.num_shared for each in comparisons),
+        num_only_first=sum(each.num_only_first for each in comparisons),
+        num_only_second=sum(each.num_only_second for each in comparisons),
+        num_changed=sum(each.num_changed for each in comparisons),
+        first=fmean(each.first for each in comparisons),
+        second=fmean(each.second for each in comparisons),
+        difference=interval([*gains.values()]),
+        mcnemar=_mcnemar(
+            [*chain.from_iterable(pairs.values())],
+            [cluster for scores in gains.values() for cluster, _ in scores],
+        ),
+    )
+    return [*comparisons, overall]
+
+
+def shared_pairs(first: Sequence[ResultRow], second: Sequence[ResultRow]) -> list[Pair]:
+    """Returns the questions that both runs were asked with the same id, text and golden answers."""
+    after = {row.question_id: row for row in second}
+    pairs = [(row, after[row.question_id]) for row in first if row.question_id in after]
+    return [(before, now) for before, now in pairs if _asked(before) == _asked(now)]
+
+
+def paired_differences(pairs: Mapping[str, Sequence[Pair]], *, metric: str) -> dict[str, Scores]:
+    """Returns for each set every question's cluster and difference second - first."""
+    clusters = question_clusters({label: [row for row, _ in own] for label, own in pairs.items()})
+    return {
+        label: [
+            (cluster, after.score(metric) - before.score(metric))
+            for cluster, (before, after) in zip(clusters[label], own, strict=True)
+        ]
+        for label, own in pairs.items()
+    }
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
@@ -131,32 +172,10 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
     return lines
 
 
-def _overall(
-    comparisons: Sequence[SetComparison],
-    pairs: Mapping[str, list[_Pair]],
-    metric: str,
-    options: Options,
-) -> SetComparison:
-    # A set's name before the id: two sets may use the same ids for different questions.
-    gains = [
-        {f"{label}/{a.question_id}": b.score(metric) - a.score(metric) for a, b in rows}
-        for label, rows in pairs.items()
-    ]
-    return SetComparison(
-        label=OVERALL,
-        num_shared=sum(each.num_shared for each in comparisons),
-        num_only_first=sum(each.num_only_first for each in comparisons),
-        num_only_second=sum(each.num_only_second for each in comparisons),
-        num_changed=sum(each.num_changed for each in comparisons),
-        first=sum(each.first for each in comparisons) / len(comparisons),
-        second=sum(each.second for each in comparisons) / len(comparisons),
-        difference=bootstrap_average(gains, **options),
-        mcnemar=_mcnemar([pair for rows in pairs.values() for pair in rows]),
-    )
-
-
-def _mcnemar(pairs: Sequence[_Pair]) -> PairedTest | None:
+def _mcnemar(pairs: Sequence[Pair], clusters: Sequence[Any]) -> PairedTest | None:
     if any(len(row.em_by_objective) > 1 or len(row.answers) > 1 for pair in pairs for row in pair):
+        return None
+    if len(set(clusters)) < len(clusters):
         return None
     return mcnemar_test([first.em == 1 for first, _ in pairs], [second.em == 1 for _, second in pairs])
 
@@ -192,10 +211,6 @@ def _lonely(first: Path, second: Path, *sets: dict[str, Path]) -> list[tuple[Pat
 
 def _names(labels: Mapping[str, Any] | Sequence[str]) -> str:
     return ", ".join(labels) or "none"
-
-
-def _by_id(rows: Sequence[ResultRow]) -> dict[str, ResultRow]:
-    return {row.question_id: row for row in rows}
 
 
 def _asked(row: ResultRow) -> tuple[str, list[str]]:

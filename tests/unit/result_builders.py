@@ -13,7 +13,7 @@ def answered(rights: Sequence[bool], *, num_hops: Sequence[int] | None = None) -
     return [
         Group(
             id=str(i),
-            question=Question(id=str(i), text="Which?", golden_answers=["Nile"], num_hops=hops[i]),
+            question=Question(id=str(i), text=f"Which {i}?", golden_answers=["Nile"], num_hops=hops[i]),
             trajectories=[
                 Trajectory(
                     id="t",

@@ -61,11 +61,33 @@ def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
 
 def test_all_sets_weigh_the_same_whatever_their_size(tmp_path):
     for run, (small, large) in {"a": (False, False), "b": (True, False)}.items():
-        results(tmp_path / run / "bamboogle", {"1": small})
+        results(tmp_path / run / "bamboogle", {"1": small}, texts={"1": "Whose?"})
         results(tmp_path / run / "nq", {str(i): large for i in range(9)})
     *_, overall = compare_runs(tmp_path / "a", tmp_path / "b")
     assert (overall.label, overall.num_shared, overall.difference.value) == (OVERALL, 10, 0.5)
     assert (overall.mcnemar.gained, overall.mcnemar.lost) == (1, 0)
+
+
+def test_a_question_at_several_lengths_is_one_question(tmp_path):
+    """Three lengths of the same ten questions: the interval of all sets is that of one, and McNemar's test of 30 pairs
+    that are 10 is not made."""
+    for length in (50, 100, 200):
+        texts = {f"test_{length}-{i}": f"Who is {i}?" for i in range(10)}
+        for run, right in {"a": 3, "b": 7}.items():
+            rights = {f"test_{length}-{i}": i < right for i in range(10)}
+            results(tmp_path / run / f"ruler_hqa_{length}", rights, texts=texts)
+    *sets, overall = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert overall.difference.low == pytest.approx(sets[0].difference.low, abs=0.11)
+    assert overall.difference.high == pytest.approx(sets[0].difference.high, abs=0.11)
+    assert overall.mcnemar is None and overall.verdict == "–" and sets[0].mcnemar.gained == 4
+
+
+def test_rows_are_joined_by_id_whatever_their_order(tmp_path):
+    rights = {str(i): i % 3 == 0 for i in range(30)}
+    a = results(tmp_path / "a" / "nq", rights)
+    b = results(tmp_path / "b" / "nq", dict(reversed(rights.items())))
+    (nq,) = compare_runs(a, b)
+    assert (nq.difference.low, nq.difference.high) == (0.0, 0.0) and (nq.mcnemar.gained, nq.mcnemar.lost) == (0, 0)
 
 
 def test_mcnemar_has_no_meaning_for_several_attempts(tmp_path):

@@ -7,12 +7,23 @@ import pytest
 
 from mempipe.evaluation.statistics import (
     Interval,
+    Scores,
     bootstrap_average,
     bootstrap_interval,
+    clustered_mean,
+    difference_interval,
     mcnemar_test,
-    paired_bootstrap,
+    t_interval,
     wilson_interval,
 )
+
+
+def paired_bootstrap(before: list[float], after: list[float], **options: int) -> Interval:
+    return bootstrap_interval([b - a for a, b in zip(before, after, strict=True)], **options)
+
+
+def scores_of(values: list[float], *, prefix: str = "") -> Scores:
+    return [(f"{prefix}{i}", value) for i, value in enumerate(values)]
 
 
 def test_wilson_interval_of_81_in_263():
@@ -94,14 +105,81 @@ def test_one_question_has_an_estimate_and_no_bounds():
     unbounded = {"low": -math.inf, "high": math.inf}
     assert bootstrap_interval([0.5]) == Interval(value=0.5, **unbounded)
     assert paired_bootstrap([0.0], [1.0]) == Interval(value=1.0, **unbounded)
-    alone, several = {"a": 1.0}, {str(i): float(i % 2) for i in range(40)}
+    alone, several = [("a", 1.0)], scores_of([float(i % 2) for i in range(40)])
     assert bootstrap_average([alone, several]) == Interval(value=0.75, **unbounded)
+    assert bootstrap_average([[("a", 1.0), ("a", 0.0)]]) == Interval(value=0.5, **unbounded)
     assert bootstrap_average([several, several]).is_bounded
+    assert t_interval([0.5]) == Interval(value=0.5, **unbounded)
+    assert difference_interval(clustered_mean([alone]), confidence=0.95) == Interval(value=1.0, **unbounded)
+
+
+def test_a_question_asked_at_eight_lengths_is_one_question():
+    """All lengths answer alike, so the interval is that of 128 questions, and not of 1,024."""
+    one = np.random.default_rng(4).choice([0.0, 1.0], 128).tolist()
+    lengths = [scores_of(one) for _ in range(8)]
+    alone, together = (bootstrap_average(sets, seed=1) for sets in (lengths[:1], lengths))
+    apart = bootstrap_average([scores_of(one, prefix=f"{n}/") for n in range(8)], seed=1)
+    assert together.low == pytest.approx(alone.low, abs=0.01) and together.high == pytest.approx(alone.high, abs=0.01)
+    assert apart.high - apart.low < 0.5 * (together.high - together.low)
+
+
+def test_sets_of_other_questions_are_drawn_apart():
+    """Two sets whose means are far apart: their distance is no spread of the questions."""
+    sets = [scores_of([1.0] * 50, prefix="a"), scores_of([0.0] * 50, prefix="b")]
+    interval = bootstrap_average(sets, num_resamples=200)
+    assert interval.low == interval.value == interval.high == 0.5
+
+
+def test_a_few_shared_questions_join_two_sets_without_making_them_one():
+    generator = np.random.default_rng(8)
+    first, second = (generator.choice([0.0, 1.0], 400).tolist() for _ in range(2))
+    shared = [("shared", 1.0)]
+    alone = bootstrap_average([scores_of(first, prefix="a"), scores_of(second, prefix="b")], seed=2)
+    joined = bootstrap_average([[*scores_of(first, prefix="a"), *shared], [*scores_of(second), *shared]], seed=2)
+    assert joined.high - joined.low == pytest.approx(alone.high - alone.low, rel=0.1)
+
+
+def test_clustered_intervals_cover_as_often_as_they_say():
+    generator, covered = np.random.default_rng(5), 0
+    for repeat in range(200):
+        ability = generator.random(40)
+        sets = [scores_of((generator.random(40) < ability).astype(float).tolist()) for _ in range(4)]
+        interval = bootstrap_average(sets, seed=repeat, num_resamples=400)
+        covered += interval.low <= 0.5 <= interval.high
+    assert 178 <= covered <= 199
+
+
+def test_the_interval_over_trainings_is_students():
+    """Three trainings: two degrees of freedom, whose quantile is 4.3027."""
+    interval = t_interval([-0.011, -0.094, 0.021])
+    half = 4.302653 * np.std([-0.011, -0.094, 0.021], ddof=1) / math.sqrt(3)
+    assert (interval.low, interval.high) == pytest.approx((interval.value - half, interval.value + half))
+
+
+def test_the_interval_of_a_difference_without_any_change_is_wilsons():
+    interval = difference_interval(clustered_mean([scores_of([0.0] * 29)]), confidence=0.95)
+    wilson = wilson_interval(0, 29)
+    assert (interval.low, interval.high) == pytest.approx((-wilson.high, wilson.high))
+
+
+def test_the_interval_of_pure_losses_reaches_as_far_as_wilsons():
+    losses = [-1.0] * 3 + [0.0] * 97
+    interval, wilson = (
+        difference_interval(clustered_mean([scores_of(losses)]), confidence=0.95),
+        wilson_interval(3, 100),
+    )
+    assert interval.low == pytest.approx(-wilson.high)
+    assert interval.high > -wilson.low  # Student's reaches further there
+
+
+def test_the_interval_of_many_different_differences_is_students():
+    values = np.random.default_rng(6).uniform(-1, 1, 500)
+    interval = difference_interval(clustered_mean([scores_of(values.tolist())]), confidence=0.95)
+    half = 1.964729 * values.std(ddof=1) / math.sqrt(500)
+    assert (interval.low, interval.high) == pytest.approx((values.mean() - half, values.mean() + half), rel=1e-5)
 
 
 def test_pairs_must_be_of_the_same_questions():
-    with pytest.raises(ValueError, match="2 before and 1 after"):
-        paired_bootstrap([0.0, 1.0], [1.0])
     with pytest.raises(ValueError, match="2 before and 1 after"):
         mcnemar_test([False, True], [True])
 
