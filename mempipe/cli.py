@@ -191,6 +191,12 @@ def _add_measuring_commands(commands: Any) -> None:
     )
     budgets.add_argument("evaluation", help="its folder, e.g. sweeps/tiny-sweep")
     budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+    budgets.add_argument(
+        "--margin",
+        type=float,
+        metavar="POINTS",
+        help="what a budget may lose and still be enough (default: that of the sweep, or 2)",
+    )
 
     trace = _add(
         commands, "trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand"
@@ -463,7 +469,7 @@ def _budgets(arguments: argparse.Namespace) -> None:
 
     folder = Path(arguments.evaluation)
     study_folder = study_sweep if (folder / SWEEP_FILE).exists() else study_evaluation
-    study = study_folder(folder, metric=arguments.metric)
+    study = study_folder(folder, metric=arguments.metric, margin=arguments.margin)
     paths = write_budget_report(folder, study, name=folder.resolve().name)
     print("\n".join([*budget_lines(study), f"Written: {', '.join(map(str, paths))}"]))
 

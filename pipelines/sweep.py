@@ -2,7 +2,7 @@
 
     plan        every trial's config, before anything starts
     trials      `mempipe train` and `mempipe evaluate` of each, as trials of Ray Tune
-    report      curves, the smallest sufficient budget, MLflow
+    report      curves, the smallest budget that is enough, MLflow
 
 The same command with --resume runs the missing trials: a trial whose questions all have their rows is left alone, any
 other one resumes from its newest checkpoint and its last row.
@@ -23,7 +23,7 @@ from mempipe.beacons import reached
 from mempipe.evaluation.suite import resolve_run
 from mempipe.planning.placement import Demand, bundle_gpus, plan
 from mempipe.progress import say
-from mempipe.reports.budgets import reference_verdicts, verdict, write_budget_report
+from mempipe.reports.budgets import verdicts, write_budget_report
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
 from mempipe.storage.files import lock, write_text
@@ -133,7 +133,7 @@ def _needed_gpus(trial: Trial, gpus_per_node: Sequence[int]) -> int:
 def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
     """Writes the answer of all trials: on disk, in MLflow and on the terminal."""
     study = study_sweep(sweep.folder)
-    for curve in study.curves:
+    for curve in study.whole.curves:
         for point in curve.points:
             numbers = {
                 study.metric: point.measured.score.value,
@@ -145,7 +145,7 @@ def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
                 numbers["kv_cache_bytes"] = point.measured.largest_context * curve.model.cache_bytes_per_token
             named = {f"{curve.agent}/{name}": value for name, value in numbers.items()}
             tracker.log_metrics(named, step=point.memory_tokens)
-    paths = write_budget_report(sweep.folder, study, name=sweep.name) if study.curves else []
+    paths = write_budget_report(sweep.folder, study, name=sweep.name) if study.whole.curves else []
     for path in paths:
         tracker.log_artifact(path.absolute())
     _print(study, paths)
@@ -164,7 +164,7 @@ def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
 
 
 def _print(study: BudgetStudy, paths: Sequence[Path]) -> None:
-    for text in [*map(verdict, study.curves), *reference_verdicts(study)]:
+    for text in verdicts(study):
         say(text)
     for path in paths:
         if path.suffix == ".html":

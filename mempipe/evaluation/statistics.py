@@ -18,6 +18,7 @@ from statistics import fmean, stdev
 import numpy as np
 import scipy
 
+_BEYOND = 0.5  # of a distance to the estimate: whole answers beyond the changes that were seen
 _RESAMPLES_AT_ONCE = 256  # many questions must not need num_resamples x questions of memory
 
 
@@ -143,21 +144,22 @@ def bootstrap_average(
 def difference_interval(mean: ClusteredMean, *, confidence: float) -> Interval:
     """Returns an interval of a mean of differences between scores from 0 to 1, for a test against a margin.
 
-    It is the t-interval over clusters, made as wide as Wilson's score interval where that reaches further: there the
-    variance is that of whole questions lost (or gained), as large as the end of the interval says. So a difference
-    that no question shows is still as uncertain as the number of questions makes it, where a bootstrap has no width.
+    A value is inside when the estimate lies within a quantile of the standard error that belongs to that value, as in a
+    score test: the distance between both is made of answers to whole questions, half of them beyond the changes that
+    were seen. It also reaches as far as Wilson's interval of whole questions lost (or gained). So a difference that no
+    question shows is as uncertain as the number of questions makes it, where a bootstrap has no width; and an end is
+    missed no more often than `confidence` says where few questions change (tests/unit/test_budgets.py draws them).
     """
     if not mean.is_bounded:
         return unbounded(mean.value)
-    reach = float(scipy.stats.t.ppf(0.5 + confidence / 2, mean.num_clusters - 1)) * math.sqrt(mean.variance)
-    by_loss, by_gain = (_whole_questions(sign * mean.value, mean, confidence=confidence) for sign in (-1, 1))
-    return Interval(value=mean.value, low=min(mean.value - reach, -by_loss), high=max(mean.value + reach, by_gain))
+    low, high = (mean.value + sign * _reach(mean, sign * mean.value, confidence) for sign in (-1, 1))
+    return Interval(value=mean.value, low=low, high=high)
 
 
 def error_at_margin(mean: ClusteredMean, margin: float) -> float:
-    """Returns the standard error of the mean where the true difference is `margin`: the estimated one, and no less than
-    that of whole questions lost."""
-    return math.sqrt(max(mean.variance, margin * (1 - margin) / mean.effective_questions))
+    """Returns the standard error that `difference_interval` gives to a loss of `margin` where none is seen."""
+    changed = mean.variance + margin * (_BEYOND - margin) / mean.effective_questions
+    return math.sqrt(max(changed, margin * (1 - margin) / mean.effective_questions))
 
 
 def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
@@ -171,6 +173,16 @@ def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval
         return unbounded(value)
     reach = float(scipy.stats.t.ppf(0.5 + confidence / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     return Interval(value=value, low=value - reach, high=value + reach)
+
+
+def trainings_needed(deviation: float, margin: float, *, confidence: float, power: float, at_most: int = 1000) -> int:
+    """Returns the trainings whose t-interval would lie above -margin with probability `power`, if there is no true
+    difference and the differences of trainings have this standard deviation; `at_most` where so many would not do."""
+    for number in range(2, at_most):
+        quantiles = [float(scipy.stats.t.ppf(share, number - 1)) for share in (0.5 + confidence / 2, power)]
+        if sum(quantiles) * deviation / math.sqrt(number) <= margin:
+            return number
+    return at_most
 
 
 def unbounded(value: float) -> Interval:
@@ -200,13 +212,21 @@ def _scores(scores: Sequence[float]) -> np.ndarray:
     return values
 
 
-def _whole_questions(share: float, mean: ClusteredMean, *, confidence: float) -> float:
-    """Returns how large the true share of whole questions may be whose estimate is `share`: the upper end of Wilson's
-    interval, and 0 where a negative estimate leaves none."""
-    factor = float(scipy.stats.norm.ppf(0.5 + confidence / 2)) ** 2 / mean.effective_questions
-    half = share + factor / 2
-    inside = half**2 - (1 + factor) * share**2
-    return max(0.0, (half + math.sqrt(inside)) / (1 + factor)) if inside >= 0 else 0.0
+def _reach(mean: ClusteredMean, value: float, confidence: float) -> float:
+    """Returns the distance from the estimate to the end of its interval in the direction in which `value` grows.
+
+    With n questions, a quantile t and k = t^2 / n, the end at the distance x solves x^2 = k (n variance + x/2 - 2 v x -
+    x^2), v being `value` where it is positive and else 0, and Wilson's solves x^2 = k (y - y^2) for y = value + x.
+    """
+    questions, tail = mean.effective_questions, 0.5 + confidence / 2
+    factor = float(scipy.stats.t.ppf(tail, mean.num_clusters - 1)) ** 2 / questions
+    half = factor * (_BEYOND - 2 * max(value, 0.0)) / 2
+    changed = (half + math.sqrt(half**2 + (1 + factor) * factor * questions * mean.variance)) / (1 + factor)
+    factor = float(scipy.stats.norm.ppf(tail)) ** 2 / questions
+    half = value + factor / 2
+    square = half**2 - (1 + factor) * value**2
+    whole = (half + math.sqrt(square)) / (1 + factor) - value if half > 0 and square >= 0 else 0.0
+    return max(changed, whole)
 
 
 def _bootstrap(sample: np.ndarray, *, seed: int, num_resamples: int, confidence: float) -> Interval:

@@ -1,21 +1,24 @@
 """Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, and two plots as SVG: the score and
 the first causes of wrong answers, against the budget.
+
+Every set and every number of hops has its own table, verdict and line. All of them together stand beside these, last.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
 
-from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.metrics import definitions
-from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.table import NO_INTERVAL
-from mempipe.reports.charts import Figure, Key, Series, line_chart, number, percent, with_legend
+from mempipe.reports.budget_figures import (
+    causes_by_budget,
+    figures_by_hops,
+    score_by_budget,
+    score_by_part,
+    score_by_tokens,
+)
+from mempipe.reports.charts import number, with_legend
 from mempipe.reports.evaluation import TableSection, markdown_table
 from mempipe.reports.pages import render
 from mempipe.storage.files import write_text
@@ -25,33 +28,37 @@ from mempipe.studies.budgets import (
     BudgetCurve,
     BudgetPoint,
     BudgetStudy,
-    Measured,
-    ModelSize,
+    MarginTest,
     Reference,
-    tokens_per_attempt,
+    StudyPart,
+    Verdict,
+    recommended,
 )
+from mempipe.studies.measured import Measured, ModelSize
 
 PLOT_FILE = "budgets.svg"
 CAUSES_FILE = "causes.svg"
-_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _COST_HEADS = ["tokens per question", "seconds per question", "largest context", "its KV cache"]
 _REFERENCE_TITLE = "Against agents without a memory budget"
 
 
 def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[Path]:
-    """Writes the report into the folder, each file atomically, and returns their paths."""
-    figures = [score_by_budget(study), score_by_tokens(study)]
-    causes = [figure for curve in study.curves for figure in causes_by_budget(curve)]
-    figures += [*(figure for curve in study.curves for figure in figures_by_hops(study, curve)), *causes]
+    """Writes the report into the folder, each file whole or not at all, and returns their paths."""
+    parts, curves = _in_order(study), study.whole.curves
+    plot = score_by_part(study) if len(parts) > 1 else score_by_budget(study, study.whole)
+    causes = [figure for curve in curves for figure in causes_by_budget(curve)]
+    figures = [score_by_part(study)] * (len(parts) > 1)
+    figures += [draw(study, part) for part in parts for draw in (score_by_budget, score_by_tokens)]
+    figures += [*(figure for curve in curves for figure in figures_by_hops(study, curve)), *causes]
     page = render(
         "evaluation.html",
         name=f"{name}: how much memory is enough?",
-        facts=[*map(verdict, study.curves), *reference_verdicts(study)],
+        facts=verdicts(study),
         sections=_sections(study),
         figures=figures,
         metrics={study.metric: definitions()[study.metric]},
     )
-    plots = {PLOT_FILE: score_by_budget(study)} | ({CAUSES_FILE: causes[0]} if causes else {})
+    plots = {PLOT_FILE: plot} | ({CAUSES_FILE: causes[0]} if causes else {})
     texts = {
         "budgets.md": "\n".join(
             [*budget_lines(study), *(f"![{plot.title}]({file})" for file, plot in plots.items()), ""]
@@ -67,44 +74,72 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
 def budget_lines(study: BudgetStudy) -> list[str]:
     """Returns the report in Markdown, without the plot."""
     lines = ["# How much memory is enough?", ""]
-    verdicts = {curve.agent: [verdict(curve)] for curve in study.curves}
-    verdicts[_REFERENCE_TITLE] = reference_verdicts(study)
+    lines += [line for text in verdicts(study) for line in (text, "")]
     for section in _sections(study):
-        lines += [f"## {section.title}", ""]
-        lines += [line for text in verdicts[section.title] for line in (text, "")]
-        lines += [markdown_table(section.lines), "", *([section.note, ""] if section.note else [])]
+        lines += [f"## {section.title}", "", markdown_table(section.lines), ""]
+        lines += [section.note, ""] if section.note else []
     return lines
 
 
-def verdict(curve: BudgetCurve) -> str:
-    """Says the smallest sufficient budget in a sentence."""
-    answer, largest = curve.smallest_sufficient, curve.points[-1]
-    if all(point.measured.score.value == 0 for point in curve.points):
-        return f"{curve.agent}: every score is 0 under every budget, which says nothing of the memory that is enough."
-    if answer is largest:
-        return (
-            f"{curve.agent}: no smaller budget is enough: {curve.points[-2].memory_tokens} tokens are significantly "
-            f"worse than {largest.memory_tokens}, so a larger one may be better still."
-        )
-    return (
-        f"{curve.agent}: {answer.memory_tokens} tokens are enough: no budget from there on is significantly worse than "
-        f"{largest.memory_tokens} tokens."
-    )
-
-
-def reference_verdicts(study: BudgetStudy) -> list[str]:
-    """Says in a sentence each what the smallest sufficient budget is worth against an agent without a budget."""
+def verdicts(study: BudgetStudy) -> list[str]:
+    """Says for each part and agent the smallest budget that is enough, and what it is worth against agents without a
+    budget."""
+    parts = _in_order(study)
     return [
-        _against(study, curve, reference)
-        for reference in study.references
-        for curve in study.curves
-        if curve.agent in reference.differences
+        *(verdict(study, part, curve) for part in parts for curve in part.curves),
+        *(
+            _against(study, part, curve, reference)
+            for part in parts
+            for reference in part.references
+            for curve in part.curves
+            if curve.agent in reference.differences
+        ),
     ]
 
 
-def _against(study: BudgetStudy, curve: BudgetCurve, reference: Reference) -> str:
+def verdict(study: BudgetStudy, part: StudyPart, curve: BudgetCurve) -> str:
+    """Says of one agent in one part which budgets are enough, and whether the next smaller one is not."""
+    where, margin = _where(study, part, curve.agent), _points(study.margin)
+    largest, answer = curve.points[-1].memory_tokens, curve.smallest_enough
+    if all(point.measured.score.value == 0 for point in curve.points):
+        return f"{where}: every score is 0 under every budget, which says nothing of the memory that is enough."
+    smaller = curve.points[: curve.points.index(recommended(curve))]
+    texts = []
+    if answer is not None:
+        texts.append(f"{answer.memory_tokens} tokens are enough: they lose less than {margin} against {largest} tokens")
+    if smaller and smaller[-1].test is not None:
+        texts.append(_on_next(smaller[-1].memory_tokens, smaller[-1].test, margin, largest))
+    if answer is None and curve.verdict(smaller[-1]) is Verdict.NOT_ENOUGH:
+        texts[-1] += ", so a larger budget than that may be better still"
+    if len(curve.points[0].test.by_training if curve.points[0].test else []) == 1:
+        texts.append("each budget was trained once, and another training of it may answer otherwise")
+    return f"{where}: {'; '.join(texts)}."
+
+
+def _on_next(tokens: int, test: MarginTest, margin: str, largest: int) -> str:
+    """Says why a budget is not called enough."""
+    if test.verdict is Verdict.NOT_ENOUGH:
+        return f"{tokens} tokens are not enough: they lose more than {margin} against {largest} tokens"
+    if test.power is None:
+        return f"whether {tokens} tokens are enough cannot be told with one question"
+    over = test.over_trainings
+    if over is not None and test.difference.low > -test.margin:
+        return (
+            f"whether {tokens} tokens are enough cannot be told with {len(test.by_training)} trainings; "
+            f"{test.trainings_needed:,} would do if they lose nothing and trainings differ as these do"
+        )
+    unsure = f"whether {tokens} tokens are enough cannot be told with {test.num_questions:,} questions"
+    if test.questions_needed is None:
+        return f"{unsure}, since the loss seen is {_points(-test.difference.value)} and the margin {margin}"
+    loss = (
+        f"the loss of {_points(-test.assumed)} that was seen is the true one" if test.assumed else "they lose nothing"
+    )
+    return f"{unsure}; {test.questions_needed:,} would do if {loss}"
+
+
+def _against(study: BudgetStudy, part: StudyPart, curve: BudgetCurve, reference: Reference) -> str:
     difference = reference.differences[curve.agent].difference
-    outcome = "is not significantly different from"
+    outcome = "cannot be told from"
     if difference.low > 0:
         outcome = "is significantly better than"
     elif difference.high < 0:
@@ -113,163 +148,96 @@ def _against(study: BudgetStudy, curve: BudgetCurve, reference: Reference) -> st
     if curve.model is not None and reference.model is not None:
         size = f" and {reference.model.num_parameters / curve.model.num_parameters:.1f} times the parameters"
     return (
-        f"{curve.agent} with {curve.smallest_sufficient.memory_tokens} memory tokens {outcome} {reference.agent}, "
-        f"which has no memory budget{size}: {_percent(difference)} points of {study.metric}."
+        f"{_where(study, part, curve.agent)}: {recommended(curve).memory_tokens} memory tokens, the agent {outcome} "
+        f"{reference.agent}, which has no memory budget{size}: {_percent(difference)} points of {study.metric}."
     )
 
 
-def score_by_budget(study: BudgetStudy) -> Figure:
-    """Draws the score against the memory budget, a line per agent; an agent without a budget is a dashed line."""
-    budgets = [point.memory_tokens for curve in study.curves for point in curve.points]
-    lines, keys = [], []
-    for index, curve in enumerate(study.curves):
-        places = [(float(point.memory_tokens), point.measured.score) for point in curve.points]
-        lines.append(_series(places, _style(index)))
-        keys.append(Key(style=_style(index), label=curve.agent))
-    for index, reference in enumerate(study.references, start=len(study.curves)):
-        ends = [(float(tokens), reference.measured.score.value) for tokens in (min(budgets), max(budgets))]
-        lines.append(Series(label="", style=f"{_style(index)} dashed", points=ends))
-        keys.append(Key(style=_style(index), label=reference.agent, value="no budget"))
-    title = f"{study.metric} by memory budget"
-    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="Whiskers are 95 % intervals over questions.")
+def _in_order(study: BudgetStudy) -> list[StudyPart]:
+    """Returns the parts, the one of all questions last."""
+    return [*study.parts[1:], study.whole]
 
 
-def score_by_tokens(study: BudgetStudy) -> Figure:
-    """Draws the score against all tokens of an attempt, a point per budget."""
-    lines, keys = [], []
-    for index, curve in enumerate(study.curves):
-        places = [(point.measured.tokens_per_question, point.measured.score) for point in curve.points]
-        lines.append(_series(sorted(places, key=lambda place: place[0]), _style(index)))
-        keys.append(Key(style=_style(index), label=curve.agent))
-    for index, reference in enumerate(study.references, start=len(study.curves)):
-        place = (reference.measured.tokens_per_question, reference.measured.score)
-        lines.append(_series([place], _style(index)))
-        keys.append(Key(style=_style(index), label=reference.agent, value="no budget"))
-    title = f"{study.metric} by tokens per question"
-    chart = line_chart(lines, title=title, x_label="tokens read and written", y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="A point is a memory budget.")
-
-
-def figures_by_hops(study: BudgetStudy, curve: BudgetCurve) -> list[Figure]:
-    """Draws one agent's score against the budget and against the tokens of an attempt, a line per number of hops; none
-    where the hops are not known."""
-    by_hops: dict[int, dict[int, list[ResultRow]]] = {}  # hops to memory tokens to rows
-    for point in curve.points:
-        for row in (row for rows in point.measured.sets.values() for row in rows if row.num_hops):
-            by_hops.setdefault(row.num_hops, {}).setdefault(point.memory_tokens, []).append(row)
-    if len(by_hops) < 2:
-        return []
-    budgets, costs = {}, {}
-    for hops, asked in sorted(by_hops.items()):
-        scores = [fmean(row.score(study.metric) for row in rows) for rows in asked.values()]
-        budgets[hops] = list(zip(map(float, asked), scores, strict=True))
-        costs[hops] = sorted(zip(map(tokens_per_attempt, asked.values()), scores, strict=True))
-    return [
-        _hops_figure(f"{curve.agent}: {study.metric} by memory budget and hops", budgets, "tokens of the memory"),
-        _hops_figure(f"{curve.agent}: {study.metric} by tokens and hops", costs, "tokens read and written"),
-    ]
-
-
-def causes_by_budget(curve: BudgetCurve) -> list[Figure]:
-    """Draws the shares of attempts that each first cause made wrong against the budget, a line per cause: over all
-    questions, then for every number of hops. None where the needed facts are not known."""
-    asked = {point.memory_tokens: [*chain.from_iterable(point.measured.sets.values())] for point in curve.points}
-    hops = sorted({row.num_hops for rows in asked.values() for row in rows if row.num_hops})
-    parts = {"of wrong answers": asked}
-    for count in hops if len(hops) > 1 else []:
-        own = {tokens: [row for row in rows if row.num_hops == count] for tokens, rows in asked.items()}
-        parts[f"at {_hops_label(count)}"] = own
-    figures = [_causes_figure(f"{curve.agent}: first causes {part}", rows) for part, rows in parts.items()]
-    return [figure for figure in figures if figure is not None]
-
-
-def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figure | None:
-    """Draws the causes in the rows of every budget; None where there are none."""
-    series, keys = [], []
-    for index, cause in enumerate(Cause):
-        shares = {
-            tokens: fmean([each == cause for row in rows for each in row.first_causes] or [0.0])
-            for tokens, rows in asked.items()
-        }
-        if any(shares.values()):
-            points = [(float(tokens), share) for tokens, share in shares.items()]
-            series.append(Series(label="", style=_style(index), points=points, markers=True))
-            keys.append(Key(style=_style(index), label=cause.replace("_", " ")))
-    if not series:
-        return None
-    chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="Shares of all attempts; right ones have no cause.")
-
-
-def _hops_label(count: int) -> str:
-    return "1 hop" if count == 1 else f"{count} hops"
-
-
-def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:
-    styles = {hops: _style(index) for index, hops in enumerate(lines)}
-    series = [Series(label="", style=styles[hops], points=points, markers=True) for hops, points in lines.items()]
-    keys = [Key(style=style, label=_hops_label(hops)) for hops, style in styles.items()]
-    chart = line_chart(series, title=title, x_label=x_label, y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="Questions of all sets whose hops are known.")
+def _where(study: BudgetStudy, part: StudyPart, agent: str) -> str:
+    return agent if len(study.parts) == 1 else f"{agent}, {part.label}"
 
 
 def _sections(study: BudgetStudy) -> list[TableSection]:
-    seeds = max(len(point.measured.by_seed) for curve in study.curves for point in curve.points) > 1
-    head = ["memory tokens", f"{study.metric}, percent", *["by seed"] * seeds]
-    head += [*_COST_HEADS, "minus the largest budget", "McNemar on em", "would have been found", "verdict"]
     sections = [
-        TableSection(
-            title=curve.agent,
-            lines=[head, *(_line(point, curve.model, seeds=seeds) for point in curve.points)],
-            note=_note(curve),
-        )
-        for curve in study.curves
+        TableSection(title=_where(study, part, curve.agent), lines=_lines(study, curve), note=_note(study, curve))
+        for part in _in_order(study)
+        for curve in part.curves
     ]
-    if study.references:
-        sections.append(_references(study, seeds=seeds))
+    if study.whole.references:
+        sections.append(_references(study))
     return sections
 
 
-def _line(point: BudgetPoint, model: ModelSize | None, *, seeds: bool) -> list[str]:
-    cells = [str(point.memory_tokens), *_measured_cells(point.measured, model, seeds=seeds)]
-    if point.against_largest is None or point.detectable is None:
-        return [*cells, "–", "–", "–", "largest"]
-    judgement = "worse" if point.is_worse else "not significantly worse"
-    difference = _percent(point.against_largest.difference)
-    return [*cells, difference, point.against_largest.verdict, _detectable(point.detectable), judgement]
+def _lines(study: BudgetStudy, curve: BudgetCurve) -> list[list[str]]:
+    trained = any(point.measured.over_trainings for point in curve.points)
+    seeds = any(len(point.measured.by_seed) > 1 for point in curve.points)
+    head = ["memory tokens", f"{study.metric}, percent", *_seed_heads(seeds=seeds, trained=trained), *_COST_HEADS]
+    head += ["minus the largest budget", *["over trainings"] * trained, "McNemar on em"]
+    head += [f"power at {_points(study.margin)}", f"questions for {POWER:.0%}", "verdict"]
+    return [head, *(_line(curve, point, seeds=seeds, trained=trained) for point in curve.points)]
 
 
-def _detectable(difference: float) -> str:
-    return f"{100 * difference:.1f}" if math.isfinite(difference) else "none"
+def _line(curve: BudgetCurve, point: BudgetPoint, *, seeds: bool, trained: bool) -> list[str]:
+    cells = [str(point.memory_tokens), *_measured_cells(point.measured, curve.model, seeds=seeds, trained=trained)]
+    test = point.test
+    if test is None:
+        return [*cells, "–", *["–"] * trained, "–", "–", "–", "largest"]
+    over = [_percent(test.over_trainings) if test.over_trainings else "–"] * trained
+    power = "–" if test.power is None else f"{test.power:.0%}"
+    needed = "–" if test.questions_needed is None else f"{test.questions_needed:,}"
+    return [*cells, _percent(test.difference), *over, test.comparison.verdict, power, needed, curve.verdict(point)]
 
 
-def _references(study: BudgetStudy, *, seeds: bool) -> TableSection:
-    compared = [
-        f"{curve.agent} with {curve.smallest_sufficient.memory_tokens} tokens minus it" for curve in study.curves
-    ]
-    head = ["agent", "parameters", f"{study.metric}, percent", *["by seed"] * seeds, *_COST_HEADS]
+def _references(study: BudgetStudy) -> TableSection:
+    parts = [part for part in _in_order(study) if part.references]
+    measured = [reference.measured for part in parts for reference in part.references]
+    seeds = any(len(each.by_seed) > 1 for each in measured)
+    trained = any(each.over_trainings for each in measured)
+    names = [curve.agent for curve in study.whole.curves]
+    head = ["agent", *["questions of"] * (len(study.parts) > 1), "parameters", f"{study.metric}, percent"]
+    head += [*_seed_heads(seeds=seeds, trained=trained), *_COST_HEADS, *(f"{name} minus it" for name in names)]
     lines = [
         [
             reference.agent,
+            *[part.label] * (len(study.parts) > 1),
             "–" if reference.model is None else f"{reference.model.num_parameters / 1e6:,.2f} M",
-            *_measured_cells(reference.measured, reference.model, seeds=seeds),
-            *(
-                _percent(reference.differences[curve.agent].difference) if curve.agent in reference.differences else "–"
-                for curve in study.curves
-            ),
+            *_measured_cells(reference.measured, reference.model, seeds=seeds, trained=trained),
+            *(_minus(part, reference, name) for name in names),
         ]
-        for reference in study.references
+        for part in parts
+        for reference in part.references
     ]
-    note = "Differences are of the smallest sufficient budget on the same questions, each with its own 95 % interval."
-    return TableSection(title=_REFERENCE_TITLE, lines=[[*head, *compared], *lines], note=note)
+    note = (
+        "Differences are of the smallest budget that is enough (or the largest, where none is known to be) on the same "
+        f"questions. Their intervals hold together with a probability of {1 - ALPHA:.0%} over all budgets that it was "
+        "chosen from."
+    )
+    return TableSection(title=_REFERENCE_TITLE, lines=[head, *lines], note=note)
 
 
-def _measured_cells(measured: Measured, model: ModelSize | None, *, seeds: bool) -> list[str]:
+def _minus(part: StudyPart, reference: Reference, agent: str) -> str:
+    if agent not in reference.differences:
+        return "–"
+    (curve,) = (each for each in part.curves if each.agent == agent)
+    return f"{recommended(curve).memory_tokens} tokens: {_percent(reference.differences[agent].difference)}"
+
+
+def _seed_heads(*, seeds: bool, trained: bool) -> list[str]:
+    return [*["by training" if trained else "by seed"] * seeds, *["over trainings"] * trained]
+
+
+def _measured_cells(measured: Measured, model: ModelSize | None, *, seeds: bool, trained: bool) -> list[str]:
     by_seed = ", ".join(f"{100 * score:.1f}" for score in measured.by_seed)
+    over = _percent(measured.over_trainings) if measured.over_trainings else "–"
     cache = "–" if model is None else _size(measured.largest_context * model.cache_bytes_per_token)
     cost = [f"{measured.tokens_per_question:,.0f}", f"{measured.seconds_per_question:.2f}"]
-    return [_percent(measured.score), *[by_seed] * seeds, *cost, f"{measured.largest_context:,.0f}", cache]
+    scores = [_percent(measured.score), *[by_seed] * seeds, *[over] * trained]
+    return [*scores, *cost, f"{measured.largest_context:,.0f}", cache]
 
 
 def _size(num_bytes: float) -> str:
@@ -277,28 +245,21 @@ def _size(num_bytes: float) -> str:
     return f"{number(num_bytes / 1e6)} MB" if num_bytes >= 1e6 else f"{number(num_bytes / 1e3)} kB"
 
 
-def _note(curve: BudgetCurve) -> str:
-    compared = len(curve.points) - 1
+def _note(study: BudgetStudy, curve: BudgetCurve) -> str:
+    compared, margin = (len(curve.points) - 1) * len(study.parts), _points(study.margin)
     return (
         "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
-        f"question; their intervals together have an error rate of {ALPHA:.0%} (Bonferroni over {compared} budgets). "
-        f'"Would have been found" is the difference that this test finds with a probability of {POWER:.0%}. '
-        "The largest context is in tokens, a mean over attempts."
+        f"question; their intervals hold together with a probability of {1 - ALPHA:.0%} (Bonferroni over {compared} "
+        f"differences). A budget is enough when the interval, of it and of every larger budget, lies above -{margin}, "
+        f"and not enough when it lies below. The power is the probability that a budget which loses nothing is called "
+        f"enough. The largest context is in tokens, a mean over attempts."
     )
 
 
-def _series(places: Sequence[tuple[float, Interval]], style: str) -> Series:
-    return Series(
-        label="",
-        style=style,
-        points=[(x, score.value) for x, score in places],
-        intervals=[(x, score.low, score.high) for x, score in places if score.is_bounded],
-        markers=True,
-    )
-
-
-def _style(number: int) -> str:
-    return f"part-{number % _NUM_STYLES}"
+def _points(share: float) -> str:
+    """Writes a share as percent points: "2 points", "1.5 points"."""
+    value = f"{100 * share:.3g}"
+    return f"{value} point{'s' * (value != '1')}"
 
 
 def _percent(interval: Interval) -> str:

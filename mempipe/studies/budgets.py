@@ -1,150 +1,175 @@
 """Says how much memory is enough: runs that differ in their memory budget are compared with the largest budget on the
-same questions.
+same questions, for each set, for each number of hops within a set, and for all sets together.
 
-A budget is sufficient when it and every budget above it is not significantly worse than the largest one. "Worse" is
-tested for all budgets at once: each paired-bootstrap interval of (budget - largest) has the confidence 1 - alpha / k
-for k budgets (Bonferroni), and one that ends below 0 is worse. A test overlooks differences that are too small for its
-number of questions, so every budget says which difference would have been found in 8 of 10 evaluations.
+A budget is *enough* when it, and every budget above it, loses less than a margin against the largest one. That is a
+test of non-inferiority: the interval of (budget - largest) lies above -margin. It is *not enough* when the interval
+lies below -margin, and else it *cannot be told* with these questions. "Not significantly worse" is no such test: the
+fewer questions there are, the less is significant.
 
-Runs of the same agent and budget under several seeds are put together: a question's score is its mean over them.
-
-Costs are tokens, seconds, and the KV cache of an attempt's largest context: 2 * layers * KV heads * head dimension *
-bytes of a number, for each token that the context holds.
+All intervals of an agent hold together with a probability of 1 - ALPHA (Bonferroni over budgets and parts of the
+study), so that the smallest budget may be looked for in all of them. Where budgets were trained several times, the
+t-interval over trainings has to say the same. One training for each budget gives a verdict on these trainings alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import stdev
 
 import scipy
 
-from mempipe.engines.config import ModelConfig
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
-from mempipe.evaluation.statistics import Interval, bootstrap_average
-from mempipe.planning.capacity import model_shape, weight_width
+from mempipe.evaluation.statistics import (
+    ClusteredMean,
+    Interval,
+    Scores,
+    clustered_mean,
+    difference_interval,
+    error_at_margin,
+    t_interval,
+    trainings_needed,
+)
 from mempipe.settings import ConfigError
-from mempipe.studies.compare import SetComparison, compare_rows
+from mempipe.studies.compare import OVERALL, SetComparison, compare_rows, paired_differences, shared_pairs
+from mempipe.studies.measured import Measured, MeasuredRun, ModelSize, Sets, measured, measured_runs
 
 ALPHA = 0.05
 POWER = 0.8
-NUM_RESAMPLES = 2000
-_PER_ATTEMPT = (
-    "answers",
-    "end_reasons",
-    "context_tokens_by_turn",
-    "sampled_tokens",
-    "total_tokens",
-    "full_history_tokens_by_turn",
-    "first_causes",
-    "recalls",
-)
+MARGIN = 2.0
+"""Points (percent) that a budget which is enough may lose against the largest one."""
 
-Sets = Mapping[str, Sequence[ResultRow]]
-"""The rows of a run, by set."""
+
+class Verdict(StrEnum):
+    """What the questions say of a budget."""
+
+    ENOUGH = "enough"
+    NOT_ENOUGH = "not enough"
+    UNKNOWN = "cannot be told"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Says how large a policy is, and the cache of its contexts."""
+class MarginTest:
+    """A budget against the largest one: the difference is this budget's score minus the largest one's."""
 
-    num_parameters: int
-    cache_bytes_per_token: int
+    comparison: SetComparison
+    num_questions: int
+    """Questions that both were asked; those that are the same question count once."""
+    by_training: list[float]
+    """The difference of each training; empty where all runs measure the same weights."""
+    over_trainings: Interval | None
+    """The t-interval of several trainings."""
+    trainings_needed: int | None
+    """Trainings with which a budget that loses nothing would be shown to be enough with a probability of POWER, if
+    trainings differ as these do; None without `over_trainings`."""
+    margin: float
+    power: float | None
+    """The probability that the questions say "enough" of a budget that loses nothing; None for a single question."""
+    assumed: float
+    """The true difference for which `questions_needed` is: 0, or the estimate where the questions were many enough for
+    0."""
+    questions_needed: int | None
+    """Questions with which that would be shown to be enough with a probability of POWER; None where no number would
+    do."""
 
+    @property
+    def difference(self) -> Interval:
+        return self.comparison.difference
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRun:
-    """A run of an evaluation or of a sweep. `memory_tokens` is None where the agent has no such budget, `model` where
-    the model's shape is not known."""
-
-    name: str
-    agent: str
-    memory_tokens: int | None
-    sets: Sets
-    model: ModelSize | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Holds what an agent reached under one budget, over all its seeds."""
-
-    sets: Sets
-    score: Interval
-    """The unweighted mean over sets, with its own 95 % interval over questions."""
-    by_seed: list[float]
-    """The same mean of every run."""
-    tokens_per_question: float
-    """Tokens read and written in all contexts of an attempt."""
-    seconds_per_question: float
-    """From the first call to the last, while other questions were at work too."""
-    largest_context: float
-    """Tokens of an attempt's largest context, as a mean over attempts."""
+    @property
+    def verdict(self) -> Verdict:
+        """Says what both intervals say; the one over trainings where there is one."""
+        intervals = [self.difference, *([self.over_trainings] if self.over_trainings else [])]
+        if all(interval.low > -self.margin for interval in intervals):
+            return Verdict.ENOUGH
+        if all(interval.high < -self.margin for interval in intervals):
+            return Verdict.NOT_ENOUGH
+        return Verdict.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
-    """One memory budget, and its distance to the largest one."""
+    """One memory budget, and its test against the largest one, which has none."""
 
     memory_tokens: int
     measured: Measured
-    against_largest: SetComparison | None
-    """None for the largest budget itself. The difference is this budget's score minus the largest one's."""
-    detectable: float | None
-    """The smallest difference that the test would find with a probability of POWER."""
-
-    @property
-    def is_worse(self) -> bool:
-        return self.against_largest is not None and self.against_largest.difference.high < 0
+    test: MarginTest | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetCurve:
-    """The budgets of one agent, the smallest first."""
+    """The budgets of one agent, the smallest first. There are at least two."""
 
     agent: str
     points: list[BudgetPoint]
     model: ModelSize | None = None
 
     @property
-    def smallest_sufficient(self) -> BudgetPoint:
-        """Returns the smallest budget that, like every larger one, is not significantly worse than the largest."""
-        sufficient = self.points[-1]
-        for point in reversed(self.points):
-            if point.is_worse:
+    def smallest_enough(self) -> BudgetPoint | None:
+        """Returns the smallest budget that, like every larger one, is enough; None where only the largest is left."""
+        found = None
+        for point in reversed(self.points[:-1]):
+            if self.verdict(point) is not Verdict.ENOUGH:
                 break
-            sufficient = point
-        return sufficient
+            found = point
+        return found
+
+    def verdict(self, point: BudgetPoint) -> Verdict:
+        """Returns the verdict on a budget other than the largest. It cannot be told that one is enough while a larger
+        one is not."""
+        smaller = self.points[self.points.index(point) : -1]
+        verdicts = [each.test.verdict for each in smaller if each.test is not None]
+        if verdicts[0] is Verdict.ENOUGH and set(verdicts) != {Verdict.ENOUGH}:
+            return Verdict.UNKNOWN
+        return verdicts[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """An agent without a memory budget, and per curve (agent) the smallest sufficient budget minus this agent."""
+    """An agent without a memory budget, and for each curve (agent) the budget that is recommended minus this agent."""
 
     agent: str
     measured: Measured
     differences: dict[str, SetComparison]
+    """Each interval is wide enough for the choice of the budget by the same questions."""
     model: ModelSize | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetStudy:
-    """All agents that were measured together."""
+class StudyPart:
+    """The study of some of the questions."""
 
-    metric: str
+    label: str
+    """"nq", "musique, 2 hops", or "all sets"."""
+    num_hops: int
+    """Hops of its questions; 0 where it has those of all."""
     curves: list[BudgetCurve]
     references: list[Reference]
 
 
-def study_evaluation(folder: Path, *, metric: str = "em", seed: int = 1) -> BudgetStudy:
-    """Returns the study of an evaluation that has an agent with runs under two memory budgets or more.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetStudy:
+    """All agents that were measured together, part by part."""
+
+    metric: str
+    margin: float
+    """A share from 0 to 1."""
+    parts: list[StudyPart]
+    """All questions first, then each set where there are several, then each number of hops within a set."""
+
+    @property
+    def whole(self) -> StudyPart:
+        return self.parts[0]
+
+
+def study_evaluation(folder: Path, *, metric: str = "em", margin: float | None = None, seed: int = 1) -> BudgetStudy:
+    """Returns the study of an evaluation that has an agent with runs under two memory budgets or more. `margin` is in
+    points; None: MARGIN.
 
     Raises ConfigError when there is none, when a run is unfinished, and when two of an agent have the same budget.
     """
@@ -161,177 +186,208 @@ def study_evaluation(folder: Path, *, metric: str = "em", seed: int = 1) -> Budg
             )
     # Without a budget, runs are distinguished by their names: the same agent at two model sizes is two references.
     named = [replace(run, agent=run.name) if run.memory_tokens is None else run for run in runs]
-    study = study_runs(named, metric=metric, seed=seed)
-    if not study.curves:
+    study = study_runs(named, metric=metric, margin=MARGIN if margin is None else margin, seed=seed)
+    if not study.whole.curves:
         raise ConfigError(f"{folder} has no agent that was evaluated under two values of budget.memory_tokens")
     return study
 
 
-def study_runs(runs: Sequence[MeasuredRun], *, metric: str = "em", seed: int = 1) -> BudgetStudy:
-    """Returns a curve for every agent with two memory budgets or more, and the agents without one as references.
+def study_runs(
+    runs: Sequence[MeasuredRun], *, metric: str = "em", margin: float = MARGIN, seed: int = 1
+) -> BudgetStudy:
+    """Returns for every part a curve for each agent with two memory budgets or more, and the agents without one as
+    references. `margin` is in points (percent).
 
-    Raises ConfigError for an unknown metric and for runs that share no question.
+    Raises ConfigError for an unknown metric, for a margin that is none, and for runs that share no question.
     """
     if metric not in METRICS:
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
-    by_agent: dict[str, dict[int, list[Sets]]] = defaultdict(lambda: defaultdict(list))
-    unbounded: dict[str, list[Sets]] = defaultdict(list)
-    for run in runs:
-        own = unbounded[run.agent] if run.memory_tokens is None else by_agent[run.agent][run.memory_tokens]
-        own.append(run.sets)
-    models = {run.agent: run.model for run in runs}
-    curves = [
-        budget_curve(agent, budgets, metric=metric, seed=seed, model=models[agent])
-        for agent, budgets in by_agent.items()
-        if len(budgets) > 1
+    if not 0 < margin < 100:
+        raise ConfigError(f"--margin is {margin:g}; it is above 0 and below 100 points")
+    selections = _selections(runs)
+    parts = [
+        _part(label, runs, chosen, metric=metric, margin=margin / 100, seed=seed, num_parts=len(selections))
+        for label, chosen in selections.items()
     ]
-    references = []
-    for agent, repeats in unbounded.items():
-        measured = _measured(repeats, metric=metric, seed=seed)
-        options = {"seed": seed, "num_resamples": NUM_RESAMPLES, "confidence": 1 - ALPHA}
-        compared = {
-            curve.agent: compare_rows(
-                measured.sets, curve.smallest_sufficient.measured.sets, metric=metric, options=options
-            )
-            for curve in curves
-        }
-        differences = {name: each[-1] for name, each in compared.items() if each}
-        references.append(Reference(agent=agent, measured=measured, differences=differences, model=models[agent]))
-    return BudgetStudy(metric=metric, curves=curves, references=references)
+    return BudgetStudy(metric=metric, margin=margin / 100, parts=parts)
+
+
+_Selection = tuple[str, int]  # a set's label and a number of hops; "" and 0 are all of them
+
+
+def _selections(runs: Sequence[MeasuredRun]) -> dict[str, _Selection]:
+    """Returns the parts of the study: all questions, the sets, and the numbers of hops of those that have several."""
+    hops: dict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        for label, rows in run.sets.items():
+            hops[label] |= {row.num_hops for row in rows if row.num_hops}
+    labels = [*hops]
+    parts: dict[str, _Selection] = {labels[0] if len(labels) == 1 else OVERALL: ("", 0)}
+    for label in labels:
+        if len(labels) > 1:
+            parts[label] = (label, 0)
+        if len(hops[label]) > 1:
+            parts |= {f"{label}, {hops_label(count)}": (label, count) for count in sorted(hops[label])}
+    return parts
+
+
+def hops_label(count: int) -> str:
+    return "1 hop" if count == 1 else f"{count} hops"
+
+
+def _selected(sets: Sets, selection: _Selection) -> Sets:
+    label, hops = selection
+    chosen = {
+        name: [row for row in rows if hops in (0, row.num_hops)] for name, rows in sets.items() if label in ("", name)
+    }
+    return {name: rows for name, rows in chosen.items() if rows}
+
+
+def _part(
+    label: str,
+    runs: Sequence[MeasuredRun],
+    selection: _Selection,
+    *,
+    metric: str,
+    margin: float,
+    seed: int,
+    num_parts: int,
+) -> StudyPart:
+    budgets: dict[str, dict[int, list[MeasuredRun]]] = defaultdict(lambda: defaultdict(list))
+    unbounded: dict[str, list[MeasuredRun]] = defaultdict(list)
+    for run in runs:
+        chosen = replace(run, sets=_selected(run.sets, selection))
+        if chosen.sets:
+            own = unbounded[run.agent] if run.memory_tokens is None else budgets[run.agent][run.memory_tokens]
+            own.append(chosen)
+    curves = [
+        budget_curve(agent, own, metric=metric, margin=margin, seed=seed, num_parts=num_parts)
+        for agent, own in budgets.items()
+        if len(own) > 1
+    ]
+    references = [
+        _reference(agent, repeats, curves, metric=metric, seed=seed, num_parts=num_parts)
+        for agent, repeats in unbounded.items()
+    ]
+    return StudyPart(label=label, num_hops=selection[1], curves=curves, references=references)
 
 
 def budget_curve(
     agent: str,
-    budgets: Mapping[int, Sequence[Sets]],
+    budgets: Mapping[int, Sequence[MeasuredRun]],
     *,
     metric: str = "em",
+    margin: float = MARGIN / 100,
     seed: int = 1,
-    model: ModelSize | None = None,
+    num_parts: int = 1,
 ) -> BudgetCurve:
-    """Returns the curve of `budgets`: memory tokens to the rows of every run under them. There are at least two.
+    """Returns the curve of `budgets`: memory tokens to every run under them. There are at least two. The intervals hold
+    together with those of the other parts.
 
     Raises ConfigError when a budget shares no question with the largest one.
     """
-    measured = {tokens: _measured(budgets[tokens], metric=metric, seed=seed) for tokens in sorted(budgets)}
-    largest = max(measured)
-    confidence = 1 - ALPHA / (len(measured) - 1)
-    options = {"seed": seed, "num_resamples": NUM_RESAMPLES, "confidence": confidence}
-    points = []
-    for tokens, own in measured.items():
-        comparison = detectable = None
-        if tokens != largest:
-            compared = compare_rows(measured[largest].sets, own.sets, metric=metric, options=options)
-            if not compared:
-                raise ConfigError(f"{agent}: the runs with {tokens} and {largest} memory tokens share no question")
-            comparison = compared[-1]
-            detectable = _detectable(comparison.difference, confidence)
-        points.append(
-            BudgetPoint(memory_tokens=tokens, measured=own, against_largest=comparison, detectable=detectable)
+    largest = max(budgets)
+    confidence = 1 - ALPHA / (num_parts * (len(budgets) - 1))
+    points = [
+        BudgetPoint(memory_tokens=tokens, measured=measured(budgets[tokens], metric=metric, seed=seed), test=None)
+        for tokens in sorted(budgets)
+    ]
+    tested = []
+    for point in points[:-1]:
+        test = _margin_test(
+            points[-1].measured.sets, point.measured.sets, metric=metric, margin=margin, confidence=confidence
         )
-    return BudgetCurve(agent=agent, points=points, model=model)
-
-
-def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
-    """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished."""
-    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
-        states = {file.parent: read_result_state(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
-        for path, state in states.items():
-            if not state["finished"]:
-                raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
-        if states:
-            settings = next(iter(states.values()))["settings"]
-            config, is_control = settings["run"], settings.get("control") is not None
-            yield MeasuredRun(
-                name=run.name,
-                agent=config["agent"]["name"],
-                memory_tokens=None if is_control else config["budget"].get("memory_tokens"),
-                sets=read_sets(run),
-                model=_model_size(config.get("model", {})),
+        if test is None:
+            raise ConfigError(
+                f"{agent}: the runs with {point.memory_tokens} and {largest} memory tokens share no question"
             )
+        by_training = _by_training(budgets[largest], budgets[point.memory_tokens], metric=metric)
+        over = t_interval(by_training, confidence=confidence) if len(by_training) > 1 else None
+        needed = trainings_needed(stdev(by_training), margin, confidence=confidence, power=POWER) if over else None
+        test = replace(test, by_training=by_training, over_trainings=over, trainings_needed=needed)
+        tested.append(replace(point, test=test))
+    return BudgetCurve(agent=agent, points=[*tested, points[-1]], model=budgets[largest][0].model)
 
 
-def pooled(repeats: Sequence[Sets]) -> Sets:
-    """Returns the rows of several runs as those of one: attempts at the same question are in one row.
-
-    The same question has the same id, text and golden answers. Synthetic worlds of two seeds share ids only.
-    """
-    if len(repeats) == 1:
-        return repeats[0]
-    sets: dict[str, list[ResultRow]] = {}
-    for label in dict.fromkeys(chain.from_iterable(repeats)):
-        asked: dict[str, list[ResultRow]] = defaultdict(list)
-        for rows in repeats:
-            for row in rows.get(label, ()):
-                asked[_identity(row)].append(row)
-        sets[label] = [_merged(identity, rows) for identity, rows in asked.items()]
-    return sets
-
-
-def read_sets(run: Path) -> Sets:
-    """Reads the rows of an evaluated run's folder, by set."""
-    return {file.parent.name: read_results(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
-
-
-def mean_score(sets: Sets, metric: str) -> float:
-    """Returns the unweighted mean over sets of their mean scores."""
-    return fmean(fmean(row.score(metric) for row in rows) for rows in sets.values())
-
-
-def tokens_per_attempt(rows: Sequence[ResultRow]) -> float:
-    """Returns the tokens of all contexts of an attempt, as a mean over the questions that were attempted."""
-    return fmean([fmean(row.total_tokens) for row in rows if row.answers] or [0.0])
-
-
-def _measured(repeats: Sequence[Sets], *, metric: str, seed: int) -> Measured:
-    sets = pooled(repeats)
-    rows = [row for rows in sets.values() for row in rows if row.answers]
-    scores = [{row.question_id: row.score(metric) for row in rows} for rows in sets.values()]
-    return Measured(
-        sets=sets,
-        score=bootstrap_average(scores, seed=seed, num_resamples=NUM_RESAMPLES),
-        by_seed=[mean_score(own, metric) for own in repeats],
-        tokens_per_question=tokens_per_attempt(rows),
-        seconds_per_question=fmean([row.seconds for row in rows] or [0.0]),
-        largest_context=fmean([max(turns, default=0) for row in rows for turns in row.context_tokens_by_turn] or [0.0]),
-    )
-
-
-def _model_size(settings: Mapping[str, Any]) -> ModelSize | None:
-    """Returns the size of the model that a run was measured with; None where its folder is not there any more."""
-    model = ModelConfig.model_validate(settings)
-    shape = model_shape(model) if model.path else None
-    if shape is None:
+def _margin_test(largest: Sets, budget: Sets, *, metric: str, margin: float, confidence: float) -> MarginTest | None:
+    """Returns the test over questions; None where none is shared."""
+    compared = compare_rows(largest, budget, metric=metric, interval=_interval(confidence))
+    if not compared:
         return None
-    cache_bytes = shape.kv_bytes_per_token(weight_width(model))
-    return ModelSize(num_parameters=shape.num_parameters, cache_bytes_per_token=cache_bytes)
-
-
-def _identity(row: ResultRow) -> str:
-    asked = json.dumps([row.question, row.golden_answers])
-    return f"{row.question_id}/{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
-
-
-def _merged(identity: str, rows: Sequence[ResultRow]) -> ResultRow:
-    """Returns one row with the attempts of all; its scores are means over the rows."""
-    together: dict[str, Any] = {name: [*chain.from_iterable(getattr(r, name) for r in rows)] for name in _PER_ATTEMPT}
-    means: dict[str, Any] = {name: fmean(row.score(name) for row in rows) for name in METRICS}
-    objectives = [fmean(ems) for ems in zip(*(row.em_by_objective for row in rows), strict=True)]
-    return replace(
-        rows[0],
-        question_id=identity,
-        failed="; ".join(dict.fromkeys(row.failed for row in rows if row.failed)),
-        seconds=fmean(row.seconds for row in rows),
-        num_retries=sum(row.num_retries for row in rows),
-        em_by_objective=objectives,
-        snapshots=sorted({*chain.from_iterable(row.snapshots for row in rows)}),
-        **means,
-        **together,
+    mean = clustered_mean(_differences(largest, budget, metric=metric))
+    power, assumed, needed = None, 0.0, None
+    if mean.is_bounded:
+        quantile, error = _quantile(confidence), error_at_margin(mean, margin)
+        power = float(scipy.stats.norm.cdf(margin / error - quantile))
+        needed = _questions_needed(mean, error, margin=margin, quantile=quantile)
+        if needed <= mean.num_clusters and mean.value < 0:
+            assumed = mean.value
+            rest = margin + mean.value
+            needed = _questions_needed(mean, error, margin=rest, quantile=quantile) if rest > 0 else None
+    return MarginTest(
+        comparison=compared[-1],
+        num_questions=mean.num_clusters,
+        by_training=[],
+        over_trainings=None,
+        trainings_needed=None,
+        margin=margin,
+        power=power,
+        assumed=assumed,
+        questions_needed=needed,
     )
 
 
-def _detectable(difference: Interval, confidence: float) -> float:
-    """Returns the difference that a test of this confidence finds with a probability of POWER: two normal quantiles
-    times the standard error, which follows from the interval's width."""
-    quantile = float(scipy.stats.norm.ppf(0.5 + confidence / 2))
-    error = (difference.high - difference.low) / (2 * quantile)
-    return (quantile + float(scipy.stats.norm.ppf(POWER))) * error
+def _questions_needed(mean: ClusteredMean, error: float, *, margin: float, quantile: float) -> int:
+    """Returns the questions with which the distance to the margin is two quantiles of the error, which falls with their
+    root."""
+    return math.ceil(mean.num_clusters * (error * (quantile + _quantile(2 * POWER - 1)) / margin) ** 2)
+
+
+def _by_training(largest: Sequence[MeasuredRun], budget: Sequence[MeasuredRun], *, metric: str) -> list[float]:
+    """Returns the difference of each training, joined by their seeds; none where all runs measure the same weights."""
+    first, second = ({run.training: run.sets for run in runs} for runs in (largest, budget))
+    seeds = [seed for seed in first if seed is not None and seed in second]
+    differences = [_differences(first[seed], second[seed], metric=metric) for seed in seeds]
+    return [clustered_mean(sets).value for sets in differences if sets]
+
+
+def _reference(
+    agent: str,
+    repeats: Sequence[MeasuredRun],
+    curves: Sequence[BudgetCurve],
+    *,
+    metric: str,
+    seed: int,
+    num_parts: int,
+) -> Reference:
+    own = measured(repeats, metric=metric, seed=seed)
+    differences = {}
+    for curve in curves:
+        # The budget was chosen by the same questions, so the interval is that of all budgets that it was chosen from.
+        interval = _interval(1 - ALPHA / (num_parts * len(curve.points)))
+        chosen = recommended(curve).measured.sets
+        if compared := compare_rows(own.sets, chosen, metric=metric, interval=interval):
+            differences[curve.agent] = compared[-1]
+    return Reference(agent=agent, measured=own, differences=differences, model=repeats[0].model)
+
+
+def recommended(curve: BudgetCurve) -> BudgetPoint:
+    """Returns the smallest budget that is enough, or the largest one where none is known to be."""
+    return curve.smallest_enough or curve.points[-1]
+
+
+def _differences(first: Sets, second: Sets, *, metric: str) -> list[Scores]:
+    pairs = {label: shared_pairs(first[label], second[label]) for label in first if label in second}
+    return [*paired_differences({label: own for label, own in pairs.items() if own}, metric=metric).values()]
+
+
+def _interval(confidence: float) -> partial[Interval]:
+    return partial(_difference, confidence=confidence)
+
+
+def _difference(sets: Sequence[Scores], *, confidence: float) -> Interval:
+    return difference_interval(clustered_mean(sets), confidence=confidence)
+
+
+def _quantile(confidence: float) -> float:
+    return float(scipy.stats.norm.ppf(0.5 + confidence / 2))

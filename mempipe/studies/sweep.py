@@ -23,7 +23,8 @@ from mempipe.loader import load_values, parse_section, section_values
 from mempipe.provenance import differences, model_sha256
 from mempipe.settings import ConfigError
 from mempipe.storage.files import write_text
-from mempipe.studies.budgets import BudgetStudy, measured_runs, study_runs
+from mempipe.studies.budgets import MARGIN, BudgetStudy, study_runs
+from mempipe.studies.measured import measured_runs
 from mempipe.tracking.config import TrackingConfig
 
 RUN = "{run}"
@@ -44,6 +45,8 @@ class SweepConfig(EvaluationSuite):
     seed."""
     seeds: list[int] = Field([1], min_length=1)
     """Each budget is tried once under each of them."""
+    margin: float = Field(MARGIN, gt=0, lt=100)
+    """Points (percent) that a budget may lose against the largest one and still be called enough."""
     train: bool = False
     """Every trial trains its agent (runs.config is a run's YAML file) under its budget, then measures it; one with
     budget.memory_choices is trained once for each seed, and measured under every budget. In the file of a benchmark
@@ -130,14 +133,21 @@ def trial_name(run: EvaluatedRun, memory_tokens: int | None, seed: int) -> str:
     return f"{run.name}{budget}-seed-{seed}"
 
 
-def study_sweep(folder: Path, *, metric: str = "em") -> BudgetStudy:
-    """Returns the study of a sweep's folder, wherever it lies. Raises ConfigError while trials are missing."""
+def study_sweep(folder: Path, *, metric: str = "em", margin: float | None = None) -> BudgetStudy:
+    """Returns the study of a sweep's folder, wherever it lies. `margin` is in points; None: the sweep's.
+
+    Raises ConfigError while trials are missing.
+    """
     sweep = load_sweep(folder / SWEEP_FILE)
     planned = sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
     if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
         raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume continues")
-    runs = [run for name in planned for run in measured_runs(folder / "trials" / name)]
-    return study_runs([replace(run, agent=run.name) for run in runs], metric=metric, seed=sweep.seed)
+    runs = []
+    for name in planned:
+        training = load_values(folder / "configs" / f"{name}{_SUFFIX}").get("seed") if sweep.train else None
+        for run in measured_runs(folder / "trials" / name):
+            runs.append(replace(run, agent=run.name, training=training))
+    return study_runs(runs, metric=metric, margin=sweep.margin if margin is None else margin, seed=sweep.seed)
 
 
 def write_configs(folder: Path, trial: Trial) -> list[tuple[str, Path]]:

@@ -98,6 +98,7 @@ def saved(tmp_path_factory) -> Path:
         name="tiny-sweep",
         output=str(root / "sweeps"),
         budgets=[4, 8, 16],
+        margin=25.0,  # there are thirty questions
         runs=[{"name": "mem", "settings": {"model": {"path": "m"}}}],
         benchmarks=[{"name": "world", "file": "q.parquet"}],
     )
@@ -142,7 +143,7 @@ def test_a_notebook_runs_from_saved_runs(path, saved, monkeypatch, capsys):
             last = namespace["by_turn"].row(-1, named=True)
             assert last["full history"] > last["memory"] == 30.0
         case "03_memory_budget":
-            assert namespace["study"].curves[0].smallest_sufficient.memory_tokens == 8
+            assert namespace["study"].whole.curves[0].smallest_enough.memory_tokens == 8
             assert tables[-1].width == 5  # agent, budget, one to three hops
         case "04_memory_quality":
             assert namespace["rates"]["lost_rate"].to_list() == [1.0, 0.25]

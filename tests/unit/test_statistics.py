@@ -169,14 +169,25 @@ def test_the_interval_of_pure_losses_reaches_as_far_as_wilsons():
         wilson_interval(3, 100),
     )
     assert interval.low == pytest.approx(-wilson.high)
-    assert interval.high > -wilson.low  # Student's reaches further there
+    assert interval.high > -wilson.low  # the other end reaches further
 
 
-def test_the_interval_of_many_different_differences_is_students():
+def test_the_interval_of_many_different_differences_solves_its_equation():
     values = np.random.default_rng(6).uniform(-1, 1, 500)
     interval = difference_interval(clustered_mean([scores_of(values.tolist())]), confidence=0.95)
+    factor, variance = 1.964729**2 / 500, values.var(ddof=1)
+    for end, mean in ((interval.low, values.mean()), (-interval.high, -values.mean())):
+        distance = mean - end
+        seen = distance / 2 + 2 * min(mean, 0) * distance - distance**2
+        assert distance**2 == pytest.approx(factor * (variance + seen), 1e-5)
     half = 1.964729 * values.std(ddof=1) / math.sqrt(500)
-    assert (interval.low, interval.high) == pytest.approx((values.mean() - half, values.mean() + half), rel=1e-5)
+    assert interval.high - interval.low == pytest.approx(2 * half, rel=0.05)  # Student's, and a little more
+
+
+def test_eight_lengths_of_a_question_make_no_interval_narrower():
+    one = np.random.default_rng(7).choice([-1.0, 0.0, 0.0, 1.0], 128).tolist()
+    alone, lengths = (difference_interval(clustered_mean([scores_of(one)] * n), confidence=0.95) for n in (1, 8))
+    assert (lengths.low, lengths.high) == pytest.approx((alone.low, alone.high))
 
 
 def test_pairs_must_be_of_the_same_questions():

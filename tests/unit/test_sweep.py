@@ -92,7 +92,8 @@ def test_a_control_is_a_reference_whatever_its_budget(tmp_path):
     write_record(settings, record)
     write_text(tmp_path / "small" / SWEEP_FILE, yaml.safe_dump(sweep.model_dump(mode="json")))
     study = study_sweep(tmp_path / "small")
-    assert [curve.agent for curve in study.curves] == ["mem"] and [each.agent for each in study.references] == ["blind"]
+    assert [curve.agent for curve in study.whole.curves] == ["mem"]
+    assert [each.agent for each in study.whole.references] == ["blind"]
 
 
 def test_what_a_control_takes_away_must_be_there(tmp_path):
@@ -295,9 +296,13 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     paths = sweep_main(sweep, resume="always")
     text = (sweep.folder / "budgets.md").read_text()
     assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
-    assert "no smaller budget is enough" in text and "27.5, 30.0" in text and "| react | – | 53.8" in text
-    assert (sweep.folder / "budgets.html").read_text().count("<figure>") == 4
-    assert "no smaller budget is enough" in capsys.readouterr().out
+    assert (
+        "mem, world: 4 tokens are not enough: they lose more than 2 points" in text
+        and "27.5, 30.0" in text
+        and "| react | world | – | 53.8" in text
+    )
+    assert (sweep.folder / "budgets.html").read_text().count("<figure>") == 9  # 3 parts
+    assert "mem, world: 4 tokens are not enough" in capsys.readouterr().out
     assert command(["budgets", str(sweep.folder), "--metric", "f1"]) == 0
     assert "| memory tokens | f1, percent | by seed |" in capsys.readouterr().out
     shutil.rmtree(trials(sweep)[0].suite.folder)
