@@ -21,9 +21,10 @@ from mempipe.config import RunConfig
 from mempipe.data.config import Columns
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
+from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow, result_row
-from mempipe.evaluation.statistics import Interval
+from mempipe.evaluation.statistics import Interval, bootstrap_average
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import score_interval
 from mempipe.faults import ServiceFault
@@ -82,7 +83,8 @@ class Evaluation:
         """Returns the mean of a metric with its 95 % interval over the questions. Raises ConfigError."""
         if metric not in METRICS:
             raise ConfigError(f"metric is {metric!r}; the metrics are {', '.join(METRICS)}")
-        scores = {row.question_id: row.score(metric) for row in self.rows}
+        clusters = question_clusters({_SET: self.rows})[_SET]
+        scores = [(cluster, row.score(metric)) for cluster, row in zip(clusters, self.rows, strict=True)]
         interval = score_interval(scores, bootstrap=Bootstrap(), seed=SEED)
         assert interval is not None, "an evaluation has a question"
         return interval
@@ -98,14 +100,11 @@ class Evaluation:
         bootstrap interval, the number of shared questions, and for exact match McNemar's test: questions gained, lost,
         and the p value. Raises ConfigError when no question is shared.
         """
-        options = {
-            "seed": SEED,
-            "num_resamples": Bootstrap().num_resamples,
-            "confidence": Bootstrap().confidence,
-        }
+        drawn = Bootstrap()
+        interval = partial(bootstrap_average, seed=SEED, num_resamples=drawn.num_resamples, confidence=drawn.confidence)
         rows = []
         for metric in _SHOWN:
-            compared = compare_rows({_SET: self.rows}, {_SET: other.rows}, metric=metric, options=options)
+            compared = compare_rows({_SET: self.rows}, {_SET: other.rows}, metric=metric, interval=interval)
             if not compared:
                 raise ConfigError(f"{self.name} and {other.name} share no question")
             (each,) = compared

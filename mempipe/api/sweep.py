@@ -13,24 +13,32 @@ from mempipe.api.agent import Agent, Source, load
 from mempipe.api.evaluation import SEED, Evaluation, Questions, check_sampling, played, questions_of
 from mempipe.config import RunConfig
 from mempipe.loader import parse_section
-from mempipe.reports.budgets import verdict
+from mempipe.reports.budgets import verdicts
 from mempipe.settings import ConfigError
-from mempipe.studies.budgets import BudgetCurve, MeasuredRun, study_runs
+from mempipe.studies.budgets import MARGIN, BudgetCurve, BudgetStudy, study_runs
+from mempipe.studies.measured import MeasuredRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """An agent under several memory budgets, all on the same questions."""
 
-    curve: BudgetCurve
-    """The budgets with their scores, costs and tests (`mempipe.studies.budgets`)."""
+    study: BudgetStudy
+    """The budgets with their scores, costs and tests, for all questions and for each number of hops
+    (`mempipe.studies.budgets`)."""
     evaluations: dict[int, Evaluation]
     """The evaluation under each budget, by memory_tokens."""
 
     @property
+    def curve(self) -> BudgetCurve:
+        """Returns the budgets over all questions."""
+        (curve,) = self.study.whole.curves
+        return curve
+
+    @property
     def table(self) -> pl.DataFrame:
-        """Returns a row for each budget: exact match with its 95 % interval, whether the budget is significantly worse
-        than the largest one, and what a question costs."""
+        """Returns a row for each budget: exact match with its 95 % interval, the verdict ("enough", "not enough",
+        "cannot be told"; the largest one has none), and what a question costs."""
         return pl.DataFrame(
             [
                 {
@@ -38,7 +46,7 @@ class Sweep:
                     "em": point.measured.score.value,
                     "low": point.measured.score.low,
                     "high": point.measured.score.high,
-                    "is_worse": point.is_worse,
+                    "verdict": str(self.curve.verdict(point)) if point.test else None,
                     "tokens_per_question": point.measured.tokens_per_question,
                     "seconds_per_question": point.measured.seconds_per_question,
                     "largest_context": point.measured.largest_context,
@@ -49,8 +57,9 @@ class Sweep:
 
     @property
     def verdict(self) -> str:
-        """Says in a sentence which budget is enough."""
-        return verdict(self.curve)
+        """Says which budget is enough: in a sentence for each number of hops where they are known, and in one for all
+        questions."""
+        return "\n".join(verdicts(self.study))
 
     def __repr__(self) -> str:
         budgets = ", ".join(map(str, self.evaluations))
@@ -65,11 +74,13 @@ def sweep(
     num_questions: int = 0,
     num_samples: int = 1,
     temperature: float = 0.0,
+    margin: float = MARGIN,
     columns: Mapping[str, str] | None = None,
 ) -> Sweep:
     """Evaluates an agent under several values of budget.memory_tokens, all with the same weights.
 
-    The arguments are those of `evaluate`. `mempipe sweep` also trains an agent for each budget, and repeats seeds.
+    The arguments are those of `evaluate`, and `margin`: the percent points that a budget may lose against the largest
+    one and still be enough. `mempipe sweep` also trains an agent for each budget, and repeats seeds.
     Raises ConfigError for an agent without a memory budget, for fewer than two budgets, and for a budget that the
     agent's context does not hold.
     """
@@ -97,8 +108,7 @@ def sweep(
         )
         for tokens, evaluation in evaluations.items()
     ]
-    (curve,) = study_runs(runs, seed=SEED).curves
-    return Sweep(curve=curve, evaluations=evaluations)
+    return Sweep(study=study_runs(runs, margin=margin, seed=SEED), evaluations=evaluations)
 
 
 def with_memory(config: RunConfig, memory_tokens: int) -> RunConfig:

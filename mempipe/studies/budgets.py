@@ -203,7 +203,7 @@ def study_runs(
     if metric not in METRICS:
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     if not 0 < margin < 100:
-        raise ConfigError(f"--margin is {margin:g}; it is above 0 and below 100 points")
+        raise ConfigError(f"margin is {margin:g}; expected more than 0 and less than 100 percent points")
     selections = _selections(runs)
     parts = [
         _part(label, runs, chosen, metric=metric, margin=margin / 100, seed=seed, num_parts=len(selections))

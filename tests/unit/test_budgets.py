@@ -184,7 +184,7 @@ def test_the_margin_is_the_users():
     assert told(study(sets)) == {"nq": ["cannot be told"]} and told(study(sets, margin=6.0)) == {"nq": ["enough"]}
     assert "they lose less than 6 points" in only(study(sets, margin=6.0))
     for margin in (0.0, -1.0, 100.0, float("nan")):
-        with pytest.raises(ConfigError, match="it is above 0 and below 100 points"):
+        with pytest.raises(ConfigError, match="expected more than 0 and less than 100 percent points"):
             study(sets, margin=margin)
 
 
@@ -304,7 +304,7 @@ def test_the_command_writes_and_prints_the_answer(tmp_path, capsys):
     assert main(["budgets", str(tmp_path), "--margin", "0.01"]) == 0
     assert "memsearcher: whether 16 tokens are enough cannot be told with 400 questions" in capsys.readouterr().out
     assert main(["budgets", str(tmp_path), "--margin", "0"]) == 2
-    assert "--margin is 0; it is above 0 and below 100 points" in capsys.readouterr().err
+    assert "margin is 0; expected more than 0 and less than 100 percent points" in capsys.readouterr().err
 
 
 def test_an_agent_without_a_budget_is_compared_with_the_budget_that_is_recommended():
