@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
             raise
         error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace
-        if getattr(error, "was_said", False):
-            return EXIT_RUN
+        if getattr(error, "was_said", False):  # the cluster is gone, and threads that wait for it would never end
+            sys.stdout.flush()
+            os._exit(EXIT_RUN)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
