@@ -757,7 +757,7 @@ def _data_evidence(arguments: argparse.Namespace) -> None:
 
     output = Path(arguments.output)
     if output.suffix != ".parquet" or output.exists():
-        raise ConfigError(f"{output} is no new .parquet file; questions with evidence are written into one")
+        raise ConfigError(f"{output} is not a new .parquet file; questions with evidence are written into one")
     print("\n".join(add_evidence(arguments.file, arguments.corpus, output).describe()))
     print(f"Written: {output}")
 

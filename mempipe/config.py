@@ -85,7 +85,7 @@ class WarmStartConfig(Section):
     teacher: EndpointConfig | None = None
     """A model that plays the agent on data.train; what scores at least `min_score` is imitated."""
     metric: Literal["em", "f1", "reward"] = "em"
-    """What recorded and taught trajectories are filtered by."""
+    """Metric that filters recorded and taught trajectories."""
     min_score: float = 1.0
     """The least score of a trajectory that is imitated (rejection sampling)."""
     num_clean_trajectories: int = Field(4500, ge=0)
@@ -121,7 +121,7 @@ class RunConfig(Section):
     name: FolderName = "run"
     """The run's folder is output/name."""
     output: str = "runs"
-    """Where runs have their folders."""
+    """Parent of the runs' folders."""
     seed: int = 1
     """Seed of data order, sampling and adapters."""
     num_steps: int = Field(100, ge=1)

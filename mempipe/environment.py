@@ -44,7 +44,7 @@ EVERY_PROCESS = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a call that nobody waits for any more failed with the role that was lost
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it prints a trace of machine addresses at every SIGTERM
 }
-"""What the command and all workers run with; a variable that the user has set stays as it is."""
+"""Variables of the command and all workers; a variable that the user has set is unchanged."""
 
 
 def prepare_process() -> None:

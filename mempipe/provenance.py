@@ -1,5 +1,5 @@
-"""Of which settings and inputs a thing was made: the record that is kept with it, and the comparison with what would be
-used now. Runs, validations, evaluations, chains and sweeps decide by it whether existing results may be used again.
+"""The record of the settings and inputs of a result, kept with it, and its comparison with the present ones. Runs,
+validations, evaluations, chains and sweeps decide by it whether existing results may be used again.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from mempipe.user_code import load_user_object, user_code
 T = TypeVar("T")
 
 Control = Literal["no_memory", "no_search"]
-"""What an evaluation takes from an agent to see what the model knows anyway."""
+"""The component that a control run removes, to measure the model without it."""
 _PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 
 

@@ -85,7 +85,7 @@ _WORK = (
     "metrics.jsonl",
     "trajectories.parquet",
 )
-"""What only a run writes into its folder; `kept` adds what a run with the same settings would make."""
+"""Files that only a run writes into its folder; `kept` adds those that a run with the same settings would create."""
 
 
 class Run:

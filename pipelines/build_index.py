@@ -38,7 +38,7 @@ def main(config: IndexConfig) -> Manifest:
 
 
 def _files(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
-    """Returns the files to read. Passages are made of texts into a folder beside the index, which is returned too and
+    """Returns the files to read. Passages are made of texts into a folder next to the index, which is returned too and
     is removed when the index is there; an interrupted build makes the same ones again.
     """
     output = Path(config.output)

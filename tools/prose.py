@@ -49,6 +49,7 @@ WORDS = {
     r"\b[Mm]akes? of\b|\bmade of it\b": "write: creates from",
     r"\bso many\b": "name the number",
 }
+CLAUSE = r"(?:What(?! to\b)|Of|Where|With which|For which) [^?]*\.(?:\s|$)"  # "What a run needs.": begin with the noun
 OPENING = r"(?:It|They|Those|These|Without it|Without them|That one|The same)\b(?! (?:is|was) (?:a|an|the)\b)"
 _RULES = [(re.compile(pattern), advice) for pattern, advice in WORDS.items()]
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])[*_)]*(?:\s+|$)(?=[\w`*\[(]|$)")
@@ -149,6 +150,8 @@ def check_file(path: Path) -> Iterator[str]:
     else:
         texts = ((line, text, False) for line, text in yaml_comments(source))
     for line, text, prose in texts:
+        if path.suffix == ".py" and (clause := re.match(CLAUSE, " ".join(text.split()))):
+            yield f"{path}:{line}: {clause.group()[:50]!r}: begin with a noun or a verb"
         for found, advice in check_text(" ".join(text.split()), prose=prose):
             yield f"{path}:{line}: {found!r}: {advice}"
 

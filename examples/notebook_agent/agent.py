@@ -29,7 +29,7 @@ class NotebookConfig(AgentConfig):
     """The `agent` section of this agent."""
 
     tools: list[str] = ["notebook_agent.calculator:Calculator"]
-    """What the agent may call, MODULE:NAME each."""
+    """Tools that the agent may call, MODULE:NAME each."""
 
 
 class NotebookBudget(Budget):

@@ -162,7 +162,7 @@ class ClusterWatch:
                 os.close(descriptor)
 
     def _end(self, reason: str) -> None:
-        again = "What was saved is kept; the same command continues (train: with --resume)"
+        again = "Saved work is kept; run the same command again to resume (train: with --resume)"
         self.lost = f"the Ray cluster was lost: {reason}. {again}"
         print(f"error: {self.lost}", file=sys.stderr, flush=True)
         if self._before is not None:

@@ -1,4 +1,4 @@
-"""What one context may hold, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine
+"""Limits of one context, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine
 and metrics.
 
 Each agent has the limits that mean something to it, made of the parts here, and says what shares its largest context

@@ -1,4 +1,4 @@
-"""What a model's chat template puts around the messages of a context, taken from renderings of the template itself.
+"""The text and tokens that a model's chat template puts around the messages of a context, taken from renderings of it.
 
 The template is rendered with marks in place of the messages. The text between the marks is trusted. It says where a
 message ends and who speaks next: by special tokens, or by plain text (`[/INST]`, `<|assistant|>`, `### Response:`).

@@ -31,7 +31,7 @@ SLOTS = (
 MEMORY_TOKENS = "{memory_tokens}"
 """Stands in any text for the limit of the memory."""
 ANSWER_OPEN = BOX + "{"
-"""What the policy writes before its answer (key `answer_open`), where a prompt set says nothing else; the information
+"""Default of the key `answer_open`, the text before the policy's answer; the information
 gain of a memory puts the golden answer after it."""
 REPEATABLE = "passage"
 """The key whose slots may occur in it more than once."""

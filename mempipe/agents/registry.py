@@ -39,10 +39,10 @@ class AgentSpec:
     """Makes the renderer: (config, budget, *, limits, tokenizer)."""
     agent: type[Agent[Any]]
     prompts: type[PromptSet] | None = None
-    """What `agent.prompts` holds, empty for the built-in set of the agent's name: read before anything starts. None:
-    only the renderer reads it."""
+    """Class of the texts in `agent.prompts` (empty: the built-in set of the agent's name), read before anything starts.
+    None: only the renderer reads it."""
     paper: str = ""
-    """Where it was published."""
+    """Paper in which the agent was published."""
     searches: bool = False
     """Needs an index or a retrieval service."""
     reads: bool = False

@@ -1,5 +1,5 @@
-"""What MEM1 and ReAct share: one assistant message that continues after every observation, with queries and answers
-between tags.
+"""Common parts of MEM1 and ReAct: one assistant message that continues after every observation, with queries and
+answers between tags.
 
 The policy writes `<search>query</search>` or `<answer>answer</answer>`. What it samples after the first of these
 closing tags is dropped: it is in no context and in no loss. The observation follows inside the same message.

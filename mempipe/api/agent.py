@@ -63,7 +63,7 @@ class HasFolder(Protocol):
 
 
 Source = str | Path | HasFolder | Mapping[str, Any]
-"""What an agent is loaded from: a folder, a YAML file, a name on the Hugging Face hub, a `Run`, or an endpoint."""
+"""Source of an agent: a folder, a YAML file, a name on the Hugging Face hub, a `Run`, or an endpoint."""
 
 
 def load(

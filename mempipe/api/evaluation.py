@@ -45,7 +45,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an agent answered to questions, and how right that was.
+    """An agent's answers to questions, with their scores.
 
     A score is between 0 and 1; that of a question is the mean over its attempts. A question that the agent could not
     take counts with 0 and has its reason in the column `failed`.

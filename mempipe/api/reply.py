@@ -28,7 +28,7 @@ class Reply:
     """One context of the agent each: thought, action, searches with their passages, the memory before and after it,
     and its tokens (docs/serving.md)."""
     memory: str
-    """What the agent would carry into the next question: `agent.ask(..., memory=reply.memory)` resumes from here."""
+    """The memory for the next question: `agent.ask(..., memory=reply.memory)` resumes from here."""
     answers: list[str]
     """The answers of all attempts (`num_samples`); "" for an attempt without one. The first is `answer`."""
     confidence: float | None

@@ -1,4 +1,4 @@
-"""What a check found, and how a command that cannot work is refused."""
+"""Findings of checks, and the refusal of a command that cannot work."""
 
 from __future__ import annotations
 

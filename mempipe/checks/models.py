@@ -1,4 +1,4 @@
-"""Where a model lies: in a folder, in the cache of this machine, or on the Hugging Face hub, which is asked last."""
+"""Locates a model: in a folder, in the cache of this machine, or on the Hugging Face hub, which is asked last."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class Columns(Section):
     one: reward_model.ground_truth, prompt.-1.content."""
 
     question: str = ""
-    """What is asked: a text, or chat messages with one of the user's."""
+    """The question: a text, or chat messages with one of the user's."""
     answer: str = ""
     """The golden answers: a text, a number, a list of them."""
     id: str = ""

@@ -39,8 +39,8 @@ PASSAGE_COLUMNS = pa.schema(
 IDS = ("id", "_id", "docid", "doc_id", "passage_id", "pid")
 """Fields that hold a passage's id; the first one that has a value counts."""
 TEXTS = ("text", "content", "passage", "body", "paragraph_text")
-"""Fields that hold a passage's text where it has no `contents`. `text` goes before the others, of which a row has
-one."""
+"""Fields that hold a passage's text where it has no `contents`. `text` precedes the others; a row has one
+of them."""
 _SOURCE_TEXTS = ("contents", "title", "text", "partition")
 _OTHER_NAMES = (*IDS[1:], *TEXTS[1:])
 _ROWS_AT_ONCE = 8192  # of parquet

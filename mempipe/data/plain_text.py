@@ -185,7 +185,7 @@ _CUTS = (
     lambda text, words: [match.start() for match in _WORD.finditer(text)],
     lambda text, words: range(0, len(text), words * _LETTERS_A_WORD),
 )
-"""Where a text may be cut: sentences, clauses, words, and runs of letters that no word would be."""
+"""Places where a text may be cut, in order of preference: sentences, clauses, words, and letters of overlong words."""
 
 
 def _num_words(text: str) -> int:

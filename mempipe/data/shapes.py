@@ -48,7 +48,7 @@ ALIASES = ("answer_aliases", "aliases")
 IDS = ("id", "_id", "question_id", "questionid", "qid", "uuid")
 CONTEXT = "context"
 _NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
-"""Where golden answers lie inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
+"""Keys of gold answers inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
 _TEXTS = ("text", "paragraph_text", "contents", "content", "passage", "sentences")
 _NO_VALUE: tuple[Any, ...] = (None, "", [], {})
 _OWN_FIELDS = tuple(field.name for field in fields(Question))
@@ -73,7 +73,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What was understood of a row: its question, the name of its shape, and the field of each part ("" for none)."""
+    """The reading of a row: its question, the name of its shape, and the field of each part ("" for none)."""
 
     question: Question
     shape: str

@@ -109,7 +109,7 @@ def _pdf_text(file: Path) -> str:
             pages = [page.extract_text() for page in PdfReader(opened).pages]
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except Exception as error:  # pypdf has errors of its own, and a damaged file raises many others
+    except Exception as error:  # pypdf defines its own errors, and a damaged file raises many others
         raise ConfigError(f"{file} cannot be read as a PDF: {' '.join(str(error).split())[:200]}") from error
     if not any(page.strip() for page in pages):
         raise ConfigError(f"{file} holds pictures of pages and no text; make text of it first (OCR)")

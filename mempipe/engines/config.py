@@ -87,10 +87,10 @@ class GenerationConfig(Section):
     num_threads: int = Field(1, ge=1)
     """CPU threads of one engine without a GPU."""
     engine_process: Literal["auto", "own", "shared"] = "auto"
-    """Where an engine computes: in a separate process (own), or in that of the actor that calls it (shared). The latter
-    starts in half the CPU time, takes less memory and answers short calls with less work. auto: shared without a GPU
-    and with tensor_parallel 1, else own. On a GPU shared has not been measured yet; there a process of its own prepares
-    and reads requests while the engine's computes."""
+    """Process in which an engine computes: a separate process (own), or that of the actor that calls it (shared). The
+    latter starts in half the CPU time, takes less memory and answers short calls with less work. auto: shared without a
+    GPU and with tensor_parallel 1, else own. On a GPU shared has not been measured yet; there a separate process
+    prepares and reads requests while the engine computes."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     updates_in_flight: bool = False
@@ -144,11 +144,11 @@ class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What the learning rate does after the warm-up, step by step, until the last one."""
+    """Schedule of the learning rate after the warm-up, until the last step."""
     warmup_steps: int = Field(0, ge=0)
     """Learner steps of linear warm-up, however many updates a step has."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Where cosine and linear end, as a share of lr."""
+    """Last value of cosine and linear, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     weight_decay: float = Field(0.01, ge=0)
@@ -170,7 +170,7 @@ class LearnerConfig(Section):
     num_threads: int = Field(1, ge=1)
     """CPU threads of one rank without a GPU."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
-    """Where the ratio's denominator comes from."""
+    """Source of the ratio's denominator."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one optimiser update, and of every collective in it."""
 
@@ -193,5 +193,4 @@ class CheckpointConfig(Section):
     """Learner steps between two models that the run exports to exports/ in its folder; all are kept; 0: only
     the last one, to huggingface/."""
     best_on: Literal["", "em", "f1", "reward"] = ""
-    """What validation has to improve for the model to be exported to best/, in the place of the one before; empty:
-    there is none."""
+    """Validation metric whose best model is exported to best/, replacing the one before; empty: no export."""

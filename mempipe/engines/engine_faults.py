@@ -1,4 +1,4 @@
-"""What can go wrong with an engine."""
+"""Errors of an engine."""
 
 from __future__ import annotations
 

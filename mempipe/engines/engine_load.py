@@ -1,4 +1,4 @@
-"""What engines had to do between two syncs, and how long they took for the last one."""
+"""Work of the engines between two syncs, and the duration of the last sync."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineLoad:
     """Share of the KV cache's blocks that were in use at the same time."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens those that the prefix cache held."""
+    """Prompt tokens from the prefix cache."""
     drain_seconds: float = 0.0
     """Seconds that the last weight update waited for running completions."""
     load_seconds: float = 0.0

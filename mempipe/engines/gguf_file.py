@@ -1,4 +1,4 @@
-"""Where the GGUF file is that a model is imported from."""
+"""Locates the GGUF file of a model import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner is made from. A separate module, so that a driver need not load the learner's libraries."""
+"""Settings of a learner. A separate module, so that a driver need not load the learner's libraries."""
 
 from __future__ import annotations
 

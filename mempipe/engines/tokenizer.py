@@ -25,7 +25,7 @@ from mempipe.storage.json_files import read_object
 from mempipe.text import replace_surrogates
 
 MEND = "copy the model again, or export it again"
-"""What a user does about a model folder with a damaged file."""
+"""Advice for a model folder with a damaged file."""
 CACHED_TEXTS = 16384
 CACHED_CHARS = 4096  # longer texts hardly ever come twice
 

@@ -1,4 +1,4 @@
-"""What a vLLM engine is started with: its arguments, the environment of its process, and who listens to its steps."""
+"""Start of a vLLM engine: its arguments, the environment of its process, and its step listeners."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What mempipe adds to a vLLM worker process: a weight-transfer backend, checksums of the weights it holds, CPU weights
-that can be written, an adapter that is quick on a CPU, and an end together with its owner.
+"""Additions of mempipe to a vLLM worker process: a weight-transfer backend, checksums of the weights it holds, CPU
+weights that can be written, an adapter that is quick on a CPU, and an end together with its owner.
 
 vLLM imports this module (`worker_extension_cls`) before it loads the model, and importing it installs all of them. It
 is imported nowhere else.

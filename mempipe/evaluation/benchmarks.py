@@ -16,7 +16,7 @@ from mempipe.types import Question
 SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """In the order of the published tables."""
 IN_DISTRIBUTION = ("nq", "hotpotqa")
-"""What MemSearcher, MEM1 and Search-R1 train on; the other five are out of distribution."""
+"""The training sets of MemSearcher, MEM1 and Search-R1; the other five are out of distribution."""
 RULER = "ruler_hqa"
 _FLASHRAG_FILES = ("test.jsonl", "dev.jsonl")
 

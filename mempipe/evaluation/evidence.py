@@ -1,5 +1,5 @@
-"""What the published files of MuSiQue, 2WikiMultihopQA and HotpotQA say a question needs, matched to the passages of a
-corpus: the `Question.evidence` that memory quality, first causes and recall probes are measured by.
+"""Matches the needed facts in the published files of MuSiQue, 2WikiMultihopQA and HotpotQA to the passages of a corpus.
+The result is the `Question.evidence` by which memory quality, first causes and recall probes are measured.
 
 A file names the title of every needed text; what a middle one contributes is recorded or follows:
 
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A needed text by its title, what it contributes, and its words as far as the data set shows them."""
+    """A needed text by its title, its value, and its words if the data set has them."""
 
     title: str
     value: str
@@ -160,7 +160,7 @@ def _passage_batches(corpus: str | Path) -> Iterator[pa.RecordBatch]:
 
 
 def _step_fact(step: Any, row: dict[str, Any]) -> Fact | None:
-    """A step of MuSiQue: its paragraph lies in the row, by number, or in the step (FlashRAG)."""
+    """A step of MuSiQue: its paragraph is in the row, by number, or in the step (FlashRAG)."""
     if not isinstance(step, dict):
         return None
     paragraph, number = step.get("support_paragraph"), step.get("paragraph_support_idx")
@@ -213,7 +213,7 @@ def _bridge_facts(texts: Mapping[str, str], question: Question) -> list[Fact | N
 
 
 def _supporting_texts(row: dict[str, Any]) -> dict[str, str]:
-    """Returns the supporting titles in order, each with its whole text as far as the row has it."""
+    """Returns the supporting titles in order, each with its whole text if the row has it."""
     documents = dict(documents_of(find(row, ("context", "metadata.context"))))
     return {title: documents.get(title, "") for title in supporting_titles(row)}
 

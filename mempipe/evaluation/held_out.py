@@ -1,4 +1,4 @@
-"""What a training run reached on its held-out questions, evaluation by evaluation."""
+"""Results of a training run on its held-out questions, by evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 from mempipe.data.trajectories import read_made_of, read_trajectories
 
 _ORDER = {"untrained": -2, "before": -1, "after": 1}
-"""Of evaluations of the same step."""
+"""Order of evaluations of the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ _FREE = (
     *(f"run.{name}" for name in ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")),
     "weights_sha256",  # by which earlier versions knew the weights: it changed with the files' times
 )
-"""What may differ between an evaluation and its continuation."""
+"""Settings that may change when an evaluation is resumed."""
 _GROUP = "group"  # the column of the whole trajectories
 
 
@@ -68,9 +68,9 @@ class ResultRow:
     full_history_tokens_by_turn: list[list[int]] = field(default_factory=list)
     """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
     first_causes: list[str] = field(default_factory=list)
-    """Of wrong attempts, a `Cause`; "" for the others, and where the needed facts are not known."""
+    """The `Cause` of a wrong attempt; "" for others, and if the needed facts are not known."""
     recalls: list[RecallCounts] = field(default_factory=list)
-    """What a reader filled in from the last memory; empty where none was asked."""
+    """The reader's answers from the last memory; empty if no reader was asked."""
 
     def score(self, metric: str) -> float:
         """Returns the score in one of `METRICS`."""

@@ -1,6 +1,4 @@
-"""What an evaluation is:
-which agents under which weights, on which question sets, sampled how. One YAML file, `mempipe evaluate`.
-"""
+"""Config of an evaluation: agents with their weights, question sets and sampling. One YAML file, `mempipe evaluate`."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from mempipe.tracking.config import TrackingConfig
 
 _RUN_FOLDER = ("state.json", "huggingface")
 AGENT_FILE, PROMPTS_FILE = "mempipe.yaml", "prompts.yaml"
-"""What an exported agent has in addition to its weights (`mempipe.reports.agent_folder`)."""
+"""Files of an exported agent in addition to its weights (`mempipe.reports.agent_folder`)."""
 _NOT_EVALUATED = ("world", "cloze", "warm_start")
 
 
@@ -99,13 +97,13 @@ class EvaluationSuite(Section):
     name: FolderName = "evaluation"
     """The folder of the evaluation is output/name."""
     output: str = "evaluations"
-    """Where evaluations have their folders."""
+    """Parent of the evaluations' folders."""
     seed: int = 1
-    """Of the engines and of the bootstrap."""
+    """Seed of the engines and of the bootstrap."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""
     data_dir: str = ""
-    """Where the sets lie that are named without a file."""
+    """Folder of the sets that are named without a file."""
     runs: list[EvaluatedRun] = Field(min_length=1)
     benchmarks: list[Benchmark] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

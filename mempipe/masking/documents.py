@@ -54,7 +54,7 @@ class MemtrainConfig(Section):
     mask: str = "[MASK]"
     """The text that replaces the entity."""
     question: str = "What does {mask} stand for?"
-    """What is asked of every document; {mask} is the mask. The published words are not known."""
+    """The question about every document; {mask} is the mask. The published words are not known."""
     num_documents: int = Field(30_000, ge=1)
     """Documents to train on; each has another pivot."""
     num_held_out: int = Field(128, ge=0)

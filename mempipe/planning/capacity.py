@@ -1,4 +1,4 @@
-"""What a run needs of its machines, by arithmetic from the config and the model's shape (docs/scale.md explains it).
+"""Memory that a run needs, calculated from the config and the model's shape (docs/scale.md explains it).
 
 All sizes are in bytes, and all are of one GPU.
 """

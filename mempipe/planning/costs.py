@@ -1,4 +1,4 @@
-"""What a step costs in seconds, by arithmetic from the config, the model's shape and a GPU's data sheet.
+"""Seconds of a step, calculated from the config, the model's shape and a GPU's data sheet.
 
 docs/scale.md explains every formula and what it assumes. Nothing here is measured: a step that takes twice as long as
 this says is worth a look, one that takes a fifth longer is not.
@@ -36,13 +36,13 @@ class Workload:
     contexts: float
     """With those that no turn waits for (recall samples)."""
     context_tokens: float
-    """Of one context."""
+    """Tokens of one context."""
     sampled_tokens: float
     """Of them."""
     message_tokens: float
-    """Of the longest message in it."""
+    """Tokens of its longest message."""
     most_sampled_tokens: float
-    """Of the longest trajectory."""
+    """Sampled tokens of the longest trajectory."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Workload:

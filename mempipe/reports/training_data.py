@@ -53,7 +53,7 @@ class ReportData:
     notices: Sequence[str] = ()
     """A sentence for each thing that the run's record lacks."""
     note: str = ""
-    """What a reader has to know of the comparison; "" for nothing."""
+    """A note on the comparison for the reader; "" for none."""
 
     @property
     def name(self) -> str:

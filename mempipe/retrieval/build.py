@@ -86,7 +86,7 @@ class Segment:
     count: int
     partitions: list[tuple[str, int]]
     position: CorpusPosition
-    """Where reading continues after it."""
+    """Position at which reading continues after it."""
     file: FileRecord
 
 

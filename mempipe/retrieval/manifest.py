@@ -42,7 +42,7 @@ class PassageFiles(_Part):
 
 class VectorFiles(_Part):
     encoder: dict[str, Any]
-    """What `mempipe.retrieval.encoders.make_encoder` makes the encoder of."""
+    """Arguments of `mempipe.retrieval.encoders.make_encoder`."""
     dimension: int
     factory: str
     """faiss' name of the index's kind."""
@@ -51,7 +51,7 @@ class VectorFiles(_Part):
     files: list[str]
     """Shards in row order."""
     recall_at_10: float | None = None
-    """Of an index that is not exact: the share of the 10 nearest passages that it finds, measured when it was built."""
+    """For an index that is not exact: the share of the 10 nearest passages that it finds, measured at build time."""
     num_recall_queries: int = 0
 
 

@@ -20,7 +20,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """(R - mean) / std, or R - mean."""
     aggregation: Literal["token", "context", "trajectory"] = "token"
-    """What the mean of the loss is over: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
+    """Unit of the mean of the loss: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
     group_size: int = Field(5, ge=2)
     """Attempts at one question. An advantage says how much better one attempt is than the others, so one alone has
     none."""
@@ -50,7 +50,7 @@ class AlgorithmConfig(Section):
     max_off_policy_steps: int = Field(0, ge=0)
     """The most versions by which the sampler may lag the learner; 0 is strictly on-policy."""
     correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "token"
-    """What is done about tokens to which learner and sampler give different probabilities, at any lag. token, sequence:
+    """Correction of tokens to which learner and sampler give different probabilities, at any lag. token, sequence:
     the importance weight of a token, or the product of those of its context, is cut at max_importance_ratio. Masks omit
     tokens, or contexts, whose weight is not between min_importance_ratio and max_importance_ratio. With
     learner.old_logprobs: sampler the clipped ratio is the importance weight itself, and only masks add to it."""
@@ -75,7 +75,7 @@ class RewardConfig(Section):
     """Says what a trajectory earns."""
 
     answer: Literal["f1", "em", "math", "objectives_em"] = "f1"
-    """What a right answer earns: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or
+    """Reward of a right answer: token F1, exact match, exact match of MATH-style stripped strings (MemAgent), or
     the number of objectives that match exactly (MEM1). All but the last are means over the objectives of a question."""
     wrong_answer: float = Field(0.1, ge=0, le=1)
     """Reward of a well-formed answer that scores 0 (MemSearcher: 0.1)."""
@@ -104,9 +104,9 @@ class RewardConfig(Section):
     overlong_buffer: int = Field(512, ge=1)
     """The tokens before overlong_tokens over which the penalty grows from 0."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """What is lost at overlong_tokens and beyond."""
+    """Penalty at overlong_tokens and beyond."""
     memory_token_cost: float = Field(0.0, ge=0)
-    """What every token of the memories that an attempt left costs, as a mean over its memories; 0: nothing. Where
+    """Cost of every token of an attempt's memories, as a mean over its memories; 0: none. Where
     all of a group's answers are right, the shortest memories win."""
     information_weight: float = Field(0.0, ge=0)
     """Adds this much times the information gain of an attempt's last memory: the log-probability that the policy gives

@@ -42,7 +42,7 @@ class AgentServiceConfig(Section):
     endpoint: EndpointConfig | None = None
     """An OpenAI-compatible server that samples in place of our own engine."""
     name: str = Field("", pattern=r"^[\w.:/@-]{0,100}$")
-    """What clients call the model; empty: the run's name."""
+    """Name of the model for clients; empty: the run's name."""
     agents: dict[str, str] = {}
     """Further agents that a request may name, and the YAML file or the run's folder that describes each; weights and
     index are the service's own."""
@@ -67,9 +67,9 @@ class AgentServiceConfig(Section):
     max_document_bytes: int = Field(16 * 2**20, ge=1)
     """The longest uploaded document."""
     max_key_bytes: int = Field(2**28, ge=1)
-    """What one key may keep: documents, responses, and replies to requests with an Idempotency-Key."""
+    """Bytes that one key may store: documents, responses, and replies to requests with an Idempotency-Key."""
     max_stored_bytes: int = Field(2**33, ge=1)
-    """What all keys may keep together."""
+    """Bytes that all keys together may store."""
     max_turns: int = Field(64, ge=1)
     """The most turns that a request may ask for."""
     timeout_s: float = Field(300.0, gt=0)

@@ -1,4 +1,4 @@
-"""What a service serves: the agents, weights and index that its settings name, checked before anything starts."""
+"""The agents, weights and index that a service's settings name, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from mempipe.settings import ConfigError
 RAY = "ray"
 """The part of the folder for Ray, which lets everybody write there; nobody else can enter the folder itself."""
 KEPT_BYTES = 64 * 1024
-"""What is kept of the end of each log of a run that failed."""
+"""Bytes kept of the end of each log of a failed run."""
 _OWNER = ".owner"  # locked for as long as the owner lives
 _LONGEST_SOCKET = 107  # bytes of a path, which the kernel sets
 _SOCKET_OF_RAY = f"/{RAY}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"

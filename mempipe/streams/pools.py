@@ -1,6 +1,6 @@
 """One way through Ray Data: rows are made as they are asked for, and pools of actors turn them into other rows.
 
-A row is a block, so that what is lost with a worker is made again row by row. Errors that an actor or the source raised
+A row is a block, so rows lost with a worker are created again singly. Errors that an actor or the source raised
 reach the caller under their own name, since Ray Data leaves only their text.
 """
 
@@ -39,7 +39,7 @@ class Pool:
     waits for another one's end would wait for ever if that one stood behind it in the actor's queue, where a restart
     may put it."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What an actor takes of a node: `num_cpus`, `num_gpus`, ..."""
+    """Resources that an actor takes of a node: `num_cpus`, `num_gpus`, ..."""
 
 
 def stream_tables(

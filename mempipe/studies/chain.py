@@ -39,7 +39,7 @@ class ChainConfig(Section):
     name: FolderName = "chain"
     """The folder of the chain is output/name."""
     output: str = "runs"
-    """Where chains have their folders."""
+    """Parent of the chains' folders."""
     stages: dict[FolderName, Stage] = Field(min_length=2)
     """The runs by name, in order. The first one begins with its own model, every other with the one before."""
     compare: bool = True
@@ -47,7 +47,7 @@ class ChainConfig(Section):
     benchmarks: list[Benchmark] = Field(default_factory=list)
     """Question sets of the table; empty: the held-out questions of the last stage."""
     data_dir: str = ""
-    """Where the sets lie that are named without a file."""
+    """Folder of the sets that are named without a file."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     """How the table's answers are sampled."""
     bootstrap: Bootstrap = Bootstrap()

@@ -1,4 +1,4 @@
-"""What a sweep is: the agents of an evaluation under several memory budgets and seeds, each trained or only measured.
+"""Config of a sweep: the agents of an evaluation under several memory budgets and seeds, each trained or only measured.
 
 A trial is one agent, one budget and one seed. It is a config file (two, where it is trained first) for the commands
 that there are anyway, so that it can be repeated by hand, and its results are those of an evaluation. Where an agent is
@@ -39,7 +39,7 @@ class SweepConfig(EvaluationSuite):
     """All of a sweep: an evaluation whose runs are repeated. The folder of the sweep is output/name."""
 
     output: str = "sweeps"
-    """Where sweeps have their folders."""
+    """Parent of the sweeps' folders."""
     budgets: list[PositiveInt] = Field(min_length=1)
     """Values of budget.memory_tokens. An agent without that setting, and a control, is a reference: one trial for each
     seed."""

@@ -1,4 +1,4 @@
-"""What of a run's record was lost, as sentences in the run's folder, for the report and for whoever looks later."""
+"""Lost records of a run, as sentences in the run's folder, for the report and for later readers."""
 
 from __future__ import annotations
 

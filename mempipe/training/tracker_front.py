@@ -1,4 +1,4 @@
-"""What a training run records through: a tracker with the settings, the words and the terminal of the run."""
+"""The recorder of a training run: a tracker with the settings, the words and the terminal of the run."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_question_of_which_one_passage_is_missing_has_no_evidence_and_the_shar
     assert "not matched: 'Steventon' in 'Jane Austen'" in out
     assert [question.evidence for question in read_questions(tmp_path / "out.parquet")] == [[], []]
     assert main(["data", "evidence", str(file), str(corpus), str(tmp_path / "out.parquet")]) == 2
-    assert "is no new .parquet file" in capsys.readouterr().err
+    assert "is not a new .parquet file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

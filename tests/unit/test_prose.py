@@ -100,6 +100,12 @@ def test_help_texts_messages_settings_and_docstrings_of_a_module_are_read(tmp_pa
     assert sorted(int(line.split(":")[1]) for line in prose.check_file(module)) == [1, 4, 6, 7, 8, 9]
 
 
+def test_a_docstring_begins_with_a_noun_or_a_verb(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text('"""What a run needs of its machines. It has two parts."""\nASKED = "What does it need?"\n')
+    assert [line.split(":")[1] for line in prose.check_file(module)] == ["1"]
+
+
 def test_comments_of_a_config_are_read_across_lines(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("# The run goes\n# on here.\nname: goes on  # a good comment\nsize: 1  # what is needed\n")

@@ -1,4 +1,4 @@
-"""What the agent service takes and gives, as its OpenAPI schema says it. Unknown fields are refused."""
+"""Requests and replies of the agent service, as in its OpenAPI schema. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ class TurnReply(BaseModel):
     memory_dropped: list[str]
     """Words of memory_before that memory_after no longer has, in runs; none where no memory was written."""
     memory_tokens: int
-    """Of the memory that the turn started from."""
+    """Tokens of the memory that the turn started from."""
     memory_limit: int | None
     prompt_tokens: int
-    """What the model read before its first token in this turn."""
+    """Tokens that the model read before its first token in this turn."""
     full_history_tokens: int
-    """What it would have read with every earlier action and passage kept instead of a memory."""
+    """Tokens that it would have read with every earlier action and passage instead of a memory."""
     sampled_tokens: int
     context_tokens: int
     generate_seconds: float
@@ -183,7 +183,7 @@ class AttemptReply(BaseModel):
     answer: str | None
     end_reason: str
     logprobs: list[TokenLogprob] | None = None
-    """Of the answer's tokens, where a chat asks for them."""
+    """Log-probs of the answer's tokens, if a chat asks for them."""
 
 
 class AnswerReply(BaseModel):
@@ -211,7 +211,7 @@ class AnswerReply(BaseModel):
     turns: list[TurnReply]
     usage: Usage
     full_history_tokens: int
-    """What the turns would have read with their full history in place of a memory."""
+    """Tokens that the turns would have read with their full history instead of a memory."""
     seconds: float
     session: str | None
     memory: str

@@ -1,4 +1,4 @@
-"""What clients see of the attempts at a question: their turns, what they cost, and which answer is given."""
+"""The part of attempts that clients see: turns, cost, and the chosen answer."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from mempipe.serve.http.gate import retry_header
 
 FAILED = "the service failed; its log says why"
-"""What a client reads of a defect of ours."""
+"""Message to a client about a defect of the service."""
 
 
 class ErrorBody(BaseModel):

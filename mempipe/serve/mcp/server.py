@@ -31,7 +31,7 @@ class Answer(BaseModel):
     """null: the agent ended without one; end_reason says how."""
     end_reason: str
     memory: str
-    """What the agent knows at the end."""
+    """The agent's memory at the end."""
     num_turns: int
     model_version: str
     session: str | None
@@ -46,7 +46,7 @@ class DocumentPiece(BaseModel):
 
     text: str
     next_start: int | None
-    """Where the next piece begins; null: this is the last one."""
+    """Start of the next piece; null: this is the last one."""
     num_chars: int
     """Characters of the whole document."""
 

@@ -1,4 +1,4 @@
-"""What `/v1/chat/completions` takes and gives: every field of the OpenAI API, as its OpenAPI schema says it."""
+"""Requests and replies of `/v1/chat/completions`: every field of the OpenAI API, as its OpenAPI schema says it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ChatRequest(RequestBody):
     include_reasoning: Annotated[bool, Field(strict=True)] | None = None
     """Give the thought and the memory of each turn as `reasoning_content`; null: as the service is set."""
     mempipe: Options | None = None
-    """What the OpenAI API has no field for."""
+    """Options for which the OpenAI API has no field."""
 
     # Taken and not looked at: they change nothing of an answer.
     parallel_tool_calls: Any = None

@@ -40,7 +40,7 @@ class Chat:
 
     asked: AnswerRequest
     history: str | None
-    """What was said before, as a memory; None where nothing was."""
+    """Earlier messages as a memory; None without any."""
     num_choices: int
     ignored: list[str]
     """Names of fields that were sent and have no meaning here, for a response header."""

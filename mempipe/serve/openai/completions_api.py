@@ -1,4 +1,4 @@
-"""What `/v1/completions` takes and gives: every field of the OpenAI API, as its OpenAPI schema says it."""
+"""Requests and replies of `/v1/completions`: every field of the OpenAI API, as its OpenAPI schema says it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CompletionRequest(RequestBody):
     stream: Annotated[bool, Field(strict=True)] | None = None
     stream_options: StreamOptions | None = None
     mempipe: Options | None = None
-    """What the OpenAI API has no field for."""
+    """Options for which the OpenAI API has no field."""
 
     # Taken and not looked at: it changes nothing of an answer.
     user: Any = None

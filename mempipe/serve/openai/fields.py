@@ -1,4 +1,4 @@
-"""What becomes of fields of the OpenAI API that have no meaning here: they are refused by name, or listed."""
+"""Fields of the OpenAI API that have no meaning here: they are refused by name, or listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes and gives: every field of the OpenAI API, as its OpenAPI schema says it."""
+"""Requests and replies of `/v1/responses`: every field of the OpenAI API, as its OpenAPI schema says it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ResponseRequest(RequestBody):
     stream: Annotated[bool, Field(strict=True)] | None = None
     stream_options: StreamOptions | None = None
     mempipe: Options | None = None
-    """What the OpenAI API has no field for."""
+    """Options for which the OpenAI API has no field."""
 
     # Taken and not looked at: they change nothing of an answer.
     access_programs: Any = None
@@ -215,7 +215,7 @@ class DeletedResponseReply(BaseModel):
 
 
 class ConversationRequest(RequestBody):
-    """What a conversation begins with."""
+    """The first items of a conversation."""
 
     items: Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
     metadata: Any = None
