@@ -18,8 +18,8 @@ _Asked = tuple[str, str]  # the words of a question and its first golden answer
 def question_clusters(sets: Mapping[str, Sequence[ResultRow]]) -> dict[str, list[int]]:
     """Returns for each row of each set the number of its cluster.
 
-    Rows of the same text and first golden answer are one cluster, whatever their ids are. A joined question stands in
-    one cluster with each of its parts.
+    Rows of the same text and first golden answer are one cluster, whatever their ids are. A joined question is in one
+    cluster with each of its parts.
     """
     rows = [*chain.from_iterable(sets.values())]
     numbers: dict[_Asked, int] = {}

@@ -62,7 +62,7 @@ class ClusteredMean:
 
     value: float
     spread: np.ndarray
-    """What each cluster adds to the mean: its scores, minus the means of their sets, by their weights."""
+    """Contribution of each cluster to the mean: its scores, minus the means of their sets, by their weights."""
     weights: np.ndarray
     """The share of each cluster in the mean."""
     is_bounded: bool
@@ -84,7 +84,7 @@ class ClusteredMean:
 
 
 def clustered_mean(sets: Sequence[Scores]) -> ClusteredMean:
-    """Returns the mean of the sets, none of which is empty."""
+    """Returns the mean of the sets; no set may be empty."""
     means = [float(_scores([score for _, score in scores]).mean()) for scores in sets]
     spread: dict[Hashable, float] = defaultdict(float)
     weights: dict[Hashable, float] = defaultdict(float)
@@ -165,8 +165,8 @@ def error_at_margin(mean: ClusteredMean, margin: float) -> float:
 def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
     """Returns the t-interval of the mean of a few trainings' values; it is unbounded for one training.
 
-    It is no bootstrap over trainings: of two trainings that has three different resamples, of three ten, and its
-    interval is too narrow.
+    It is not a bootstrap over trainings, whose interval is too narrow: two trainings have three different resamples,
+    three trainings ten.
     """
     value = fmean(values)
     if len(values) == 1:
@@ -177,7 +177,8 @@ def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval
 
 def trainings_needed(deviation: float, margin: float, *, confidence: float, power: float, at_most: int = 1000) -> int:
     """Returns the trainings whose t-interval would lie above -margin with probability `power`, if there is no true
-    difference and the differences of trainings have this standard deviation; `at_most` where so many would not do."""
+    difference and the differences of trainings have this standard deviation; `at_most` if even that number is too
+    small."""
     for number in range(2, at_most):
         quantiles = [float(scipy.stats.t.ppf(share, number - 1)) for share in (0.5 + confidence / 2, power)]
         if sum(quantiles) * deviation / math.sqrt(number) <= margin:
@@ -186,7 +187,7 @@ def trainings_needed(deviation: float, margin: float, *, confidence: float, powe
 
 
 def unbounded(value: float) -> Interval:
-    """Returns an estimate of which nothing is known but the value."""
+    """Returns an estimate with a value and no other information."""
     return Interval(value=value, low=-math.inf, high=math.inf)
 
 
@@ -230,8 +231,8 @@ def _reach(mean: ClusteredMean, value: float, confidence: float) -> float:
 
 
 def _bootstrap(sample: np.ndarray, *, seed: int, num_resamples: int, confidence: float) -> Interval:
-    """Returns the percentile interval of the sample's mean. It is unbounded for a single question, of which every
-    resample is the same.
+    """Returns the percentile interval of the sample's mean. It is unbounded for a single question, since all its
+    resamples are equal.
     """
     value = float(sample.mean())
     if sample.size == 1:

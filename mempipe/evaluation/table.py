@@ -46,8 +46,8 @@ class Cell:
         return any(row.judge is not None for row in self.rows)
 
     def scores(self, metric: str) -> dict[str, float]:
-        """Returns each question's score by its id; failed ones have 0, those without a verdict of the judge are left
-        out."""
+        """Returns each question's score by its id; failed ones have 0, those without a verdict of the judge are
+        skipped."""
         if metric != JUDGE:
             return {row.question_id: row.score(metric) for row in self.rows}
         verdicts = {row.question_id: 0.0 if row.failed else row.judge for row in self.rows}

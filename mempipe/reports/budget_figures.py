@@ -19,7 +19,7 @@ _WHISKERS = "Whiskers are 95 % intervals over questions."
 
 def score_by_part(study: BudgetStudy) -> Figure:
     """Draws the score against the memory budget, a line for each agent and set, or for each number of hops of a single
-    set. All questions together are a dashed line beside them."""
+    set. All questions together are a dashed line."""
     parts = [part for part in study.parts[1:] if not part.num_hops] or study.parts[1:]
     lines, keys = [], []
     for part, dashed in [*((part, "") for part in parts), (study.whole, " dashed")]:

@@ -1,7 +1,7 @@
 """Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, and two plots as SVG: the score and
 the first causes of wrong answers, against the budget.
 
-Every set and every number of hops has its own table, verdict and line. All of them together stand beside these, last.
+Every set and every number of hops has its own table, verdict and line. All of them together come last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REFERENCE_TITLE = "Against agents without a memory budget"
 
 
 def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[Path]:
-    """Writes the report into the folder, each file whole or not at all, and returns their paths."""
+    """Writes the report into the folder, each file atomically, and returns their paths."""
     parts, curves = _in_order(study), study.whole.curves
     plot = score_by_part(study) if len(parts) > 1 else score_by_budget(study, study.whole)
     causes = [figure for curve in curves for figure in causes_by_budget(curve)]
@@ -251,7 +251,7 @@ def _note(study: BudgetStudy, curve: BudgetCurve) -> str:
         "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
         f"question; their intervals hold together with a probability of {1 - ALPHA:.0%} (Bonferroni over {compared} "
         f"differences). A budget is enough when the interval, of it and of every larger budget, lies above -{margin}, "
-        f"and not enough when it lies below. The power is the probability that a budget which loses nothing is called "
+        f"and not enough when it is below. The power is the probability that a budget which loses nothing is called "
         f"enough. The largest context is in tokens, a mean over attempts."
     )
 

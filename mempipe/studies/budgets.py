@@ -2,8 +2,8 @@
 same questions, for each set, for each number of hops within a set, and for all sets together.
 
 A budget is *enough* when it, and every budget above it, loses less than a margin against the largest one. That is a
-test of non-inferiority: the interval of (budget - largest) lies above -margin. It is *not enough* when the interval
-lies below -margin, and else it *cannot be told* with these questions. "Not significantly worse" is no such test: the
+test of non-inferiority: the interval of (budget - largest) lies above -margin. It is *not enough* when the interval is
+below -margin, and else it *cannot be told* with these questions. "Not significantly worse" is not such a test: the
 fewer questions there are, the less is significant.
 
 All intervals of an agent hold together with a probability of 1 - ALPHA (Bonferroni over budgets and parts of the
@@ -46,7 +46,7 @@ MARGIN = 2.0
 
 
 class Verdict(StrEnum):
-    """What the questions say of a budget."""
+    """The verdict of the questions on a budget."""
 
     ENOUGH = "enough"
     NOT_ENOUGH = "not enough"

@@ -72,7 +72,7 @@ class Measured:
     by_seed: list[float]
     """The same mean of every run."""
     over_trainings: Interval | None
-    """The 95 % t-interval of `by_seed` where each run measures a training of its own."""
+    """The 95 % t-interval of `by_seed` if each run measures another training."""
     tokens_per_question: float
     """Tokens read and written in all contexts of an attempt."""
     seconds_per_question: float
@@ -101,7 +101,7 @@ def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
 
 
 def pooled(repeats: Sequence[Sets]) -> Sets:
-    """Returns the rows of several runs as those of one: attempts at the same question stand in one row.
+    """Returns the rows of several runs as those of one: attempts at the same question are in one row.
 
     The same question has the same id, text and golden answers. Synthetic worlds of two seeds share ids only.
     """
