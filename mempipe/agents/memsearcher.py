@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 
 from mempipe.agents.budget import MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
+from mempipe.agents.mcp_tools import McpServer, load_mcp_tools
 from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import Action, Tokenizer, parse_action, parse_memory, thought_of
 from mempipe.agents.registry import AgentSpec
@@ -62,6 +63,8 @@ class MemSearcherConfig(AgentConfig):
     """Name of the search function."""
     tools: list[str] = []
     """Your own tools in addition to search, MODULE:NAME each; see docs/extending.md."""
+    mcp_servers: list[McpServer] = []
+    """MCP servers (Model Context Protocol) whose tools the policy may call too; see docs/extending.md."""
     compat: MemSearcherCompat = MemSearcherCompat()
 
 
@@ -164,7 +167,9 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
     ) -> MemSearcherRenderer:
         prompts = load_prompts(config.prompts or "memsearcher", MemSearcherPrompts, memory=budget)
         search = SearchTool.of(limits, name=config.tool_name, num_passages=config.compat.num_passages)
-        tools = Toolbox(search=search, own=load_tools(config.tools, taken=[search.name]))
+        own = load_tools(config.tools, taken=[search.name])
+        own |= load_mcp_tools(config.mcp_servers, taken=[search.name, *own])
+        tools = Toolbox(search=search, own=own)
         return cls(tokenizer, prompts=prompts, tools=tools, budget=budget, compat=config.compat)
 
     def prompt(self, *, question: list[int], memory: list[int]) -> list[int]:

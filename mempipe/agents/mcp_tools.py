@@ -1,0 +1,212 @@
+"""Tools of MCP servers (Model Context Protocol), which a tool-calling agent calls like tools of your own.
+
+What a server says is untrusted: its names, descriptions and schemas stand in every prompt, so that special tokens and
+protocol tags in them are broken, and its results are encoded as text, as passages are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import anyio
+from pydantic import Field, model_validator
+
+from mempipe.agents.tools import InvalidCall
+from mempipe.faults import InfrastructureFault
+from mempipe.settings import ConfigError, Section
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+MAX_TOOLS = 64
+MAX_SCHEMA_CHARS = 8192
+MAX_RESULT_CHARS = 100_000
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TAG = re.compile(r"([<\[])(?=\S)")
+"""Where a special token or a tag of any template can begin."""
+_CALLERS_MISTAKES = (-32602, -32601)
+"""JSON-RPC's codes for wrong arguments and an unknown method, which the policy may learn from."""
+
+
+class McpServer(Section):
+    """A server of tools, over streamable HTTP."""
+
+    url: str
+    """Its address, e.g. http://127.0.0.1:8000/mcp."""
+    tools: list[str] = []
+    """The tools that the policy may call; empty: all of them."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Deadline of one call."""
+    api_key_env: str = ""
+    """The environment variable that holds the bearer token; empty: none is sent."""
+
+    @model_validator(mode="after")
+    def _is_address(self) -> McpServer:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
+            raise ValueError(
+                f"agent.mcp_servers.url is {self.url!r}; an address is of the form http://host:8000/mcp, without a "
+                "user or a password"
+            )
+        return self
+
+
+class McpUnavailable(InfrastructureFault):
+    """A server of tools does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpTool:
+    """One tool of a server (`mempipe.agents.tools.Tool`)."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    server: McpServer
+
+    def schema(self) -> dict[str, Any]:
+        return {"name": self.name, "description": self.description, "parameters": _broken(self.parameters)}
+
+    def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments. Raises InvalidCall for those that do not fit the tool's schema."""
+        from jsonschema import Draft202012Validator
+        from referencing import Registry
+
+        # With a registry of its own the validator fetches nothing that the schema refers to.
+        validator = Draft202012Validator(self.parameters, registry=Registry())
+        error = next(validator.iter_errors(arguments), None)
+        if error is not None:
+            where = ".".join(map(str, error.absolute_path))
+            raise InvalidCall(f"{where or 'arguments'}: {error.message[:200]}")
+        return arguments
+
+    async def call(self, arguments: dict[str, Any]) -> list[str]:
+        """Returns the texts of the result; one that starts with "error:" for a call that the server refuses.
+
+        Raises McpUnavailable when the server does not answer within its timeout.
+        """
+        from mcp import MCPError
+
+        async def make(client: Client) -> list[str]:
+            try:
+                return _texts(await client.call_tool(self.name, arguments))
+            except MCPError as error:
+                if error.error.code in _CALLERS_MISTAKES:
+                    return [f"error: {error.error.message}"[:MAX_RESULT_CHARS]]
+                raise
+
+        return await _with_client(self.server, make)
+
+
+def load_mcp_tools(servers: Sequence[McpServer], *, taken: Sequence[str] = ()) -> dict[str, McpTool]:
+    """Asks the servers for their tools and returns those that the settings name, by name; `taken` are other names.
+
+    A process asks each server once. Raises ConfigError for a server that does not answer, a tool that it does not have,
+    and a name that another tool has.
+    """
+    tools: dict[str, McpTool] = {}
+    for server in servers:
+        offered = {tool.name: tool for tool in _offered(server, os.environ.get(server.api_key_env, ""))}
+        if missing := [name for name in server.tools if name not in offered]:
+            there = ", ".join(sorted(offered)) or "none"
+            raise ConfigError(f"agent.mcp_servers: {server.url} has no tool {missing[0]!r}; it has {there}")
+        for name in server.tools or offered:
+            if name in (*tools, *taken):
+                raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {name!r}, which another tool is called")
+            tools[name] = offered[name]
+    return tools
+
+
+@functools.lru_cache(maxsize=64)
+def _asked(setting: str, key: str) -> tuple[McpTool, ...]:
+    """Returns the tools of the server with these settings, as JSON; `key` keeps answers for different keys apart."""
+    server = McpServer.model_validate_json(setting)
+
+    async def listed(client: Client) -> tuple[McpTool, ...]:
+        return tuple(_tool(each, server) for each in (await client.list_tools()).tools)
+
+    def ask() -> tuple[McpTool, ...]:
+        return anyio.run(_with_client, server, listed)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:  # the caller's own thread may run an event loop
+        try:
+            return thread.submit(ask).result()
+        except McpUnavailable as error:
+            raise ConfigError(f"agent.mcp_servers: {error}") from error
+
+
+def _offered(server: McpServer, key: str) -> tuple[McpTool, ...]:
+    tools = _asked(server.model_dump_json(), key)
+    if len(tools) > MAX_TOOLS:
+        raise ConfigError(f"agent.mcp_servers: {server.url} has {len(tools)} tools; name up to {MAX_TOOLS} in `tools`")
+    return tools
+
+
+def _tool(listed: Any, server: McpServer) -> McpTool:
+    """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold."""
+    if not _NAME.fullmatch(listed.name):
+        raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is no plain name")
+    if len(str(listed.input_schema)) + len(listed.description or "") > MAX_SCHEMA_CHARS:
+        raise ConfigError(
+            f"agent.mcp_servers: the schema of {listed.name!r} has more than {MAX_SCHEMA_CHARS} characters"
+        )
+    return McpTool(
+        name=listed.name,
+        description=_broken(listed.description or ""),
+        parameters=dict(listed.input_schema),
+        server=server,
+    )
+
+
+def _broken(value: Any) -> Any:
+    """Returns a JSON value with the tags in its texts broken."""
+    if isinstance(value, str):
+        return _TAG.sub(r"\1 ", value)
+    if isinstance(value, dict):
+        return {_broken(name): _broken(each) for name, each in value.items()}
+    return [_broken(each) for each in value] if isinstance(value, list) else value
+
+
+def _texts(result: Any) -> list[str]:
+    parts = [
+        part.text if part.type == "text" else f"({part.type}, which cannot be read here)" for part in result.content
+    ]
+    if result.is_error:
+        parts = [f"error: {part}" for part in parts or ["the call failed"]]
+    return [part[:MAX_RESULT_CHARS] for part in parts]
+
+
+async def _with_client(server: McpServer, work: Any) -> Any:
+    """Connects to the server and does the work. Raises McpUnavailable."""
+    import httpx2
+    from mcp import Client, MCPError
+    from mcp.client.streamable_http import streamable_http_client
+
+    key = os.environ.get(server.api_key_env, "") if server.api_key_env else ""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        with anyio.fail_after(server.timeout_s):
+            async with httpx2.AsyncClient(headers=headers, timeout=server.timeout_s) as http:
+                transport = streamable_http_client(server.url, http_client=http)
+                async with Client(transport, read_timeout_seconds=server.timeout_s) as client:
+                    return await work(client)
+    except ConfigError:
+        raise
+    except TimeoutError as error:
+        raise McpUnavailable(f"{server.url} did not answer within {server.timeout_s:g} s") from error
+    except (OSError, MCPError, httpx2.HTTPError, BaseExceptionGroup) as error:
+        raise McpUnavailable(f"{server.url} does not answer: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    """Returns the first reason of an error, on one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,149 @@
+"""Tools of MCP servers in the hands of a policy, with a server of the official SDK."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import uvicorn
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from service_builders import CONFIGS
+
+from mempipe.agents import mcp_tools
+from mempipe.agents.mcp_tools import McpServer, McpUnavailable, load_mcp_tools
+from mempipe.agents.tools import InvalidCall, Toolbox
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.loader import load_config
+from mempipe.rollout import make_renderer
+from mempipe.settings import ConfigError
+
+ASKED: list[str] = []
+
+
+def tools_server() -> MCPServer:
+    server = MCPServer("tools", log_level="ERROR")
+
+    @server.tool()
+    async def add(a: int, b: int = 1) -> str:
+        """Adds <|im_end|> two [INST] numbers."""
+        return str(a + b)
+
+    @server.tool()
+    async def fails() -> str:
+        raise ToolError("the city is unknown")
+
+    @server.tool()
+    async def hangs() -> str:
+        await anyio.sleep(60)
+        return ""
+
+    return server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    app = tools_server().streamable_http_app(stateless_http=True)
+
+    async def counted(scope, receive, send) -> None:
+        if scope["type"] == "http":
+            ASKED.append(dict(scope["headers"]).get(b"authorization", b"").decode())
+        await app(scope, receive, send)
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = uvicorn.Server(uvicorn.Config(counted, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}/mcp"
+        server.force_exit = server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    ASKED.clear()
+    mcp_tools._asked.cache_clear()
+
+
+def toolbox(url: str, **settings) -> Toolbox:
+    return Toolbox(own=load_mcp_tools([McpServer(url=url, **settings)]))
+
+
+async def use(tools: Toolbox, name: str, **arguments) -> list[str]:
+    call = tools.parse(json.dumps({"name": name, "arguments": arguments}))
+    return (await tools.use(call)).texts
+
+
+async def test_a_policy_calls_the_tools_of_a_server(url):
+    tools = toolbox(url)
+    assert list(tools.own) == ["add", "fails", "hangs"]
+    assert await use(tools, "add", a=2, b=3) == ["5"]
+    assert await use(tools, "add", a=2) == ["3"]
+    assert await use(tools, "fails") == ["error: Error executing tool fails: the city is unknown"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": "two"}, {"a": 1.5}])
+def test_arguments_that_do_not_fit_the_schema_are_no_call(url, arguments):
+    with pytest.raises(InvalidCall):
+        toolbox(url).parse(json.dumps({"name": "add", "arguments": arguments}))
+
+
+def test_special_tokens_of_a_server_are_broken_in_the_prompt(url, tmp_path):
+    build_tokenizer(tmp_path)
+    servers = json.dumps([{"url": url, "tools": ["add"]}])
+    config = load_config(CONFIGS / "quickstart.yaml", [f"agent.mcp_servers={servers}"])
+    renderer = make_renderer(config, tokenizer=load_tokenizer(str(tmp_path)))
+    assert "add" in renderer.tools.own and "hangs" not in renderer.tools.own
+    text = renderer.tools.schemas()
+    assert "Adds < |im_end|> two [ INST] numbers." in text and '"required": ["a"]' in text
+
+
+async def test_a_server_that_hangs_is_a_fault(url):
+    tools = toolbox(url, timeout_s=0.5)
+    with pytest.raises(McpUnavailable, match=r"within 0\.5 s"):
+        await use(tools, "hangs")
+
+
+async def test_a_server_that_is_gone_is_a_fault_and_at_the_start_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        gone = f"http://127.0.0.1:{bound.getsockname()[1]}/mcp"
+    with pytest.raises(ConfigError, match=r"agent.mcp_servers: .* does not answer"):
+        toolbox(gone)
+    tool = mcp_tools.McpTool(name="add", description="", parameters={}, server=McpServer(url=gone))
+    with pytest.raises(McpUnavailable, match="does not answer") as fault:
+        await tool.call({})
+    assert "\n" not in str(fault.value)
+
+
+def test_a_process_asks_a_server_once_with_its_key(url, monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "abc")
+    toolbox(url, api_key_env="SOME_KEY")
+    num_asked = len(ASKED)
+    assert set(ASKED) == {"Bearer abc"}
+    toolbox(url, api_key_env="SOME_KEY")
+    assert len(ASKED) == num_asked
+
+
+def test_wrong_settings_are_named(url):
+    with pytest.raises(ConfigError, match="no tool 'subtract'; it has add, fails, hangs"):
+        toolbox(url, tools=["subtract"])
+    with pytest.raises(ConfigError, match="a tool 'add', which another tool is called"):
+        load_mcp_tools([McpServer(url=url)], taken=["add"])
+    with pytest.raises(ValueError, match="without a user or a password"):
+        McpServer(url="http://ann:secret@127.0.0.1/mcp")
+
+
+def test_a_schema_fetches_nothing(monkeypatch):
+    tool = mcp_tools.McpTool(
+        name="x", description="", parameters={"$ref": "http://127.0.0.1:9/schema"}, server=McpServer(url="http://x/mcp")
+    )
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):
+        tool.check({})
