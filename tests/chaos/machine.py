@@ -58,7 +58,7 @@ class Patience:
             with suppress(psutil.NoSuchProcess):
                 used = process.cpu_times()
                 of_own += used.user + used.system
-        return times.user + times.system, of_own
+        return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice, of_own  # `user` has the guests
 
 
 def may_mount() -> bool:
