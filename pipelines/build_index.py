@@ -21,7 +21,7 @@ def main(config: IndexConfig) -> Manifest:
     """Builds the index, or continues with a build that was interrupted.
     Raises ConfigError, before anything starts where it can.
     """
-    files, made = _files(config)
+    files, made = corpus_of(config)
     encoder = make_encoder(config.encoder) if config.encoder else None
     if encoder:
         make_index(config.faiss, encoder.dimension)  # refuses a wrong factory now, not after hours of encoding
@@ -37,7 +37,7 @@ def main(config: IndexConfig) -> Manifest:
     return manifest
 
 
-def _files(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
+def corpus_of(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
     """Returns the files to read. Passages are made of texts into a folder next to the index, which is returned too and
     is removed when the index is there; an interrupted build makes the same ones again.
     """

@@ -68,7 +68,7 @@ class ClozeDemonstration(Demonstration):
 
     @staticmethod
     def can_play(question: Question) -> bool:
-        return bool(question.evidence)
+        return bool(question.evidence) and GAP in question.text  # other questions with evidence have no gap
 
     def reply(self, prompt: str) -> str:
         if "<tool_response>" not in prompt:

@@ -334,3 +334,10 @@ def test_questions_without_a_text_are_no_documents(reading, tmp_path):
     write_questions(tmp_path / "train.parquet", QUESTIONS)
     with pytest.raises(ConfigError, match="no trajectory is left to imitate"):
         demonstrations(reading)
+
+
+def test_a_question_of_a_published_set_has_evidence_and_no_gap_so_no_script_plays_it():
+    evidence = [Evidence(passage_id="a", value="Oslo"), Evidence(passage_id="b", value="Ann")]
+    question = Question(id="q", text="Who is mayor of the capital?", golden_answers=["Ann"], evidence=evidence)
+    assert not ClozeDemonstration.can_play(question)
+    assert ClozeDemonstration.can_play(dataclasses.replace(question, text="The mayor of Oslo is ____."))

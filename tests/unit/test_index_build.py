@@ -26,6 +26,7 @@ from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import STAMP
 from mempipe.types import Passage
+from pipelines.build_index import corpus_of
 
 ENCODER = {"kind": "hashing", "dimension": 32}
 WORDS = [f"word{i}" for i in range(80)]
@@ -371,3 +372,27 @@ def test_a_line_that_is_no_passage_is_named_when_it_is_found(tmp_path):
     adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
     with pytest.raises(ConfigError, match=r"wiki.jsonl, row 2: not a passage"):
         Retriever(tmp_path / "i").search([Query(text="word1", num_passages=3)])
+
+
+def test_texts_tables_and_rows_become_one_index_and_a_second_start_makes_the_same_passages(tmp_path, capsys):
+    (tmp_path / "docs" / "rivers").mkdir(parents=True)
+    (tmp_path / "docs" / "nile.md").write_text("# Nile\n\nThe Nile ends in Egypt. " + "Its water is brown. " * 9)
+    (tmp_path / "docs" / "rivers" / "oder.html").write_text("<h1>Oder</h1><p>The Oder ends in the Baltic Sea.")
+    (tmp_path / "facts.csv").write_text("title,body\nRhine,The Rhine ends in the North Sea.\n")
+    rows = [{"_id": "w", "title": "Po", "text": "The Po ends in the Adriatic Sea."}]
+    (tmp_path / "wiki.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / name) for name in ("docs", "facts.csv", "wiki.jsonl")]
+    config = IndexConfig(corpus=sources, output=str(tmp_path / "i"), encoder=None, lexical=True, passage_words=20)
+    files, made = corpus_of(config)
+    before = [Path(file.url).read_bytes() for file in files]
+    assert "the first passage is 'nile-0', titled 'nile': 'The Nile ends in Egypt." in capsys.readouterr().out
+    again, _ = corpus_of(config)
+    assert again == files and [Path(file.url).read_bytes() for file in again] == before
+    assert made == tmp_path / ".i.corpus" and sorted(path.name for path in made.iterdir()) == ["0.parquet", "1.parquet"]
+    build = IndexBuild(config, files)
+    assert sum(segment.count for segment in build.read()) == 6
+    build.finish(None)
+    retriever = Retriever(tmp_path / "i")
+    for words, identity in (("Oder ends", "rivers/oder-0"), ("Rhine ends", "facts-1"), ("Po Adriatic", "w")):
+        (found,) = retriever.search([Query(text=words, num_passages=1)])
+        assert [passage.id for passage in found.passages] == [identity]
