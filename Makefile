@@ -1,4 +1,4 @@
-# Two commands are all a new user needs: `make quickstart` and `make test`. Both set the environment up first.
+# A new user needs two commands: `make quickstart` and `make test`. Both set the environment up first.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -24,24 +24,24 @@ export RAY_USAGE_STATS_ENABLED := 0
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) --resume-if-exists
 
-real: setup  ## a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
+real: setup  ## train a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
 	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \
 		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
-test: setup lint  ## every promise and every real part, on whatever devices this machine has
+test: setup lint  ## test every promise and every real part on the devices of this machine
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
 
-test-fast: setup  ## the tests that need no cluster, no engine, no training, and no more than seconds each
+test-fast: setup  ## run the tests without cluster, engine and training, seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
 
-test-jobs: setup  ## rare and long tests: real text, sweeps, kills under load, every agent's training; then `make chaos`
+test-jobs: setup  ## run the long tests: real text, sweeps, kills under load, every agent's training; then `make chaos`
 	$(BIN)/python -m pytest -m jobs
 	$(MAKE) chaos
 
-test-gpu: setup  ## what needs a GPU, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
+test-gpu: setup  ## run the GPU tests, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu
 
-chaos: setup  ## kills every part of real runs, 15 minutes on two cores; HOURS=1 [SEED=7] [ONLY=23]: faults at random
+chaos: setup  ## kill every part of real runs, 15 minutes on two cores; HOURS=1 [SEED=7] [ONLY=23]: faults at random
 ifdef HOURS
 	PYTHONPATH=.:tests:tests/chaos $(BIN)/python tests/chaos/hour.py --hours $(HOURS) \
 		$(if $(filter command line environment,$(origin SEED)),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
