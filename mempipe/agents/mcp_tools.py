@@ -1,6 +1,6 @@
-"""Tools of MCP servers (Model Context Protocol), which a tool-calling agent calls like tools of your own.
+"""Tools of MCP servers (Model Context Protocol), which a tool-calling agent calls like user-defined tools.
 
-What a server says is untrusted: its names, descriptions and schemas stand in every prompt, so that special tokens and
+The texts of a server are untrusted. Its names, descriptions and schemas are in every prompt, so special tokens and
 protocol tags in them are broken, and its results are encoded as text, as passages are.
 """
 
@@ -30,7 +30,7 @@ MAX_SCHEMA_CHARS = 8192
 MAX_RESULT_CHARS = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TAG = re.compile(r"([<\[])(?=\S)")
-"""Where a special token or a tag of any template can begin."""
+"""Characters with which a special token or a tag of any template can begin."""
 _CALLERS_MISTAKES = (-32602, -32601)
 """JSON-RPC's codes for wrong arguments and an unknown method, which the policy may learn from."""
 
@@ -152,7 +152,7 @@ def _offered(server: McpServer, key: str) -> tuple[McpTool, ...]:
 def _tool(listed: Any, server: McpServer) -> McpTool:
     """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold."""
     if not _NAME.fullmatch(listed.name):
-        raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is no plain name")
+        raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is not a plain name")
     if len(str(listed.input_schema)) + len(listed.description or "") > MAX_SCHEMA_CHARS:
         raise ConfigError(
             f"agent.mcp_servers: the schema of {listed.name!r} has more than {MAX_SCHEMA_CHARS} characters"
