@@ -207,6 +207,7 @@ def test_segments_and_shards_do_not_change_an_answer(tmp_path):
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.slow
 def test_passages_in_memory_and_in_a_file_give_the_same_bytes(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl")
     config = config_of(corpus, tmp_path / "a")

@@ -33,6 +33,7 @@ def workplace(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_does_what_the_page_says(workplace, monkeypatch, capsys):
     trained: list[RunConfig] = []
 

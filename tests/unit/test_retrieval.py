@@ -627,6 +627,7 @@ def test_a_passage_about_an_entity_comes_before_those_that_mention_it(tmp_path):
     assert sum(place <= 2 for place in places) / len(places) > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real text is not here")
 def test_hashing_finds_two_thirds_of_the_passages_that_real_questions_need(tmp_path):
     build_index(read_corpus(SHARED / "wiki_mini.jsonl"), tmp_path / "i")

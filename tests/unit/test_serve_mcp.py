@@ -49,6 +49,7 @@ def text_of(result: Any) -> str:
     return result.content[0].text
 
 
+@pytest.mark.slow
 async def test_the_tools_are_those_that_the_service_has(service, tokenizer, tmp_path):
     async with Client(f"{service.url}/mcp") as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
@@ -143,6 +144,7 @@ def test_the_path_takes_posts_of_its_own_origin_only(service):
     assert httpx.post(f"{service.url}/mcp", json={}, headers={"origin": "https://evil.com"}).status_code == 403
 
 
+@pytest.mark.slow
 async def test_the_same_tools_over_standard_input_and_output(service):
     """`mempipe mcp URL`, which prints nothing but the protocol."""
     command = ["-m", "mempipe.cli", "mcp", service.url]
