@@ -35,7 +35,7 @@ from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
-from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
+from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
 from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.progress import Progress, say
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
@@ -215,6 +215,7 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
             benchmark=job.benchmark,
             rows=(rows := read_results(job.results.path)),
             memory=_memory_rates(each.config, job.results.path, rows),
+            trained_on=trained_on(each.run),
         )
         for each in planned
         for job in each.jobs

@@ -156,6 +156,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, s
     questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
     first = understood(config.data.train, columns=config.data.columns)
     say(f"{len(questions):,} training questions; the first: {first}")
+    run.update(trained_on=questions.sources())
     validation = held_out_questions(config)
     started = time.perf_counter()
     say("starting engines, retrievers and learner")

@@ -105,6 +105,11 @@ class QuestionTable:
         while rows := [to_row(question) for question in islice(remaining, _BATCH_ROWS)]:
             self._batches.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(Question)))
 
+    def sources(self) -> dict[str, int]:
+        """Returns the data sets that the questions name, with their numbers of questions."""
+        counts = Counter(source for batch in self._batches for source in batch.column("source").to_pylist())
+        return {source: number for source, number in sorted(counts.items()) if source}
+
     def __len__(self) -> int:
         return sum(batch.num_rows for batch in self._batches)
 

@@ -83,18 +83,20 @@ class ClusteredMean:
         return float(1 / (self.weights**2).sum())
 
 
-def clustered_mean(sets: Sequence[Scores]) -> ClusteredMean:
-    """Returns the mean of the sets; no set may be empty."""
+def clustered_mean(sets: Sequence[Scores], shares: Sequence[float] | None = None) -> ClusteredMean:
+    """Returns the mean of the sets; no set may be empty. `shares` are the weights of the sets (None: all the same); a
+    contrast between sets has positive and negative ones."""
+    shares = [1 / len(sets)] * len(sets) if shares is None else shares
     means = [float(_scores([score for _, score in scores]).mean()) for scores in sets]
     spread: dict[Hashable, float] = defaultdict(float)
     weights: dict[Hashable, float] = defaultdict(float)
-    for scores, mean in zip(sets, means, strict=True):
-        share = 1 / (len(scores) * len(sets))
+    for scores, mean, of_set in zip(sets, means, shares, strict=True):
+        share = of_set / len(scores)
         for cluster, score in scores:
             spread[cluster] += share * (score - mean)
             weights[cluster] += share
     return ClusteredMean(
-        value=fmean(means),
+        value=math.fsum(share * mean for share, mean in zip(shares, means, strict=True)),
         spread=np.asarray([*spread.values()]),
         weights=np.asarray([*weights.values()]),
         is_bounded=all(len({cluster for cluster, _ in scores}) > 1 for scores in sets),
@@ -139,6 +141,24 @@ def bootstrap_average(
     if not mean.is_bounded:
         return unbounded(mean.value)
     return _bootstrap(mean.value + mean.num_clusters * mean.spread, **options)
+
+
+def bootstrap_gap(
+    first: Sequence[Scores],
+    second: Sequence[Scores],
+    *,
+    seed: int = 0,
+    num_resamples: int = 2000,
+    confidence: float = 0.95,
+) -> Interval:
+    """Returns the percentile interval of the mean over the first sets minus the mean over the second ones, drawn as
+    `bootstrap_average` draws."""
+    shares = [1 / len(first)] * len(first) + [-1 / len(second)] * len(second)
+    mean = clustered_mean([*first, *second], shares)
+    if not mean.is_bounded:
+        return unbounded(mean.value)
+    sample = mean.value + mean.num_clusters * mean.spread
+    return _bootstrap(sample, seed=seed, num_resamples=num_resamples, confidence=confidence)
 
 
 def difference_interval(mean: ClusteredMean, *, confidence: float) -> Interval:

@@ -13,6 +13,7 @@ from mempipe.config import RunConfig
 from mempipe.data.config import Columns
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.loader import load_values, parse_section, section_values
+from mempipe.provenance import read_record
 from mempipe.rollout import Control
 from mempipe.runs import unfinished
 from mempipe.settings import ConfigError, FolderName, Section
@@ -208,6 +209,15 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
     if not run.checkpoint and _is_run(source):
         values["model"] = {**section_values(values, "model"), "path": _weights(source), "source": ""}
     return values
+
+
+def trained_on(run: EvaluatedRun) -> dict[str, int] | None:
+    """Returns the sets that the run's own training asked questions of, with their numbers; None where the weights are
+    not those of a run that says so. What a model was pretrained on nobody says."""
+    source = run.checkpoint or run.config
+    if run.endpoint is not None or not _is_run(source):
+        return None
+    return read_record(Path(source) / "state.json", mends="bring the run's folder back").get("trained_on")
 
 
 def _exported_values(folder: Path) -> dict[str, Any]:

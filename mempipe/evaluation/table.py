@@ -5,9 +5,9 @@ All values are shares in [0, 1]; they are written in percent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,11 +17,14 @@ from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow
-from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, wilson_interval
+from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_gap, wilson_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
 JUDGE = "judge"
 OTHER = "other sets"
+_AVERAGE = "average"
+_DISTRIBUTION = ("in distribution", "out of distribution", "gap")
+"""The means over the sets that the run was trained on, and over the others, and their difference."""
 _MAX_NAMED = 3  # sets that a title names
 METRICS_OF = {RULER: ("sub_em_two_way", "em", "f1"), "": ("em", "f1", "acc")}
 """The metrics that get a table, by family; the others are in report.json. Rows that a judge saw get one more."""
@@ -36,6 +39,8 @@ class Cell:
     rows: Sequence[ResultRow]
     memory: Mapping[str, float] = field(default_factory=dict)
     """Rates of `memory_quality` over its trajectories; empty for an agent without a memory."""
+    trained_on: Mapping[str, int] | None = None
+    """The sets that the run's model was trained on, with their numbers of questions; None where that is not known."""
 
     @property
     def num_failed(self) -> int:
@@ -159,31 +164,55 @@ def _table(
 ) -> ScoreTable:
     benchmarks = _ordered({cell.benchmark.label: cell.benchmark for cell in cells})
     labels = list(benchmarks)
-    groups = _averages(kind, benchmarks)
+    columns = _DISTRIBUTION if any(_by_training(benchmarks, cell.trained_on or {})[0] for cell in cells) else ()
     rows = []
     for run in dict.fromkeys(cell.run for cell in cells):
         scores = clustered_scores([cell for cell in cells if cell.run == run], metric=metric)
         values = [score_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
-        for members in groups.values():
-            sets = [scores[label] for label in members if scores.get(label)]
-            whole = len(sets) == len(members)
-            values.append(
-                bootstrap_average(
-                    sets, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence
-                )
-                if whole
-                else None
-            )
+        interval = partial(_average, scores, bootstrap=bootstrap, seed=seed)
+        if len(labels) > 1:
+            values.append(interval(labels))
+        if columns:
+            (trained_on, *_) = (cell.trained_on for cell in cells if cell.run == run)
+            inside, outside = _by_training(benchmarks, trained_on or {})
+            values += [interval(inside), interval(outside), interval(inside, minus=outside)] if inside else [None] * 3
         rows.append(Row(name=run, values=values))
     title = ", ".join(labels) if kind == OTHER and len(labels) <= _MAX_NAMED else kind
     title += f", {objectives} objectives" * (objectives > 1)
-    table = ScoreTable(title=title, metric=metric, columns=[*labels, *groups], rows=rows)
-    table.rows.extend(_published_rows(table, groups))
+    table = ScoreTable(
+        title=title, metric=metric, columns=[*labels, *[_AVERAGE] * (len(labels) > 1), *columns], rows=rows
+    )
+    table.rows.extend(_published_rows(table, labels))
     return table
 
 
-def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Returns what papers report in this metric on sets of this table. Averages are theirs, over all their columns."""
+def _average(
+    scores: Mapping[str, Scores], labels: Sequence[str], *, minus: Sequence[str] = (), bootstrap: Bootstrap, seed: int
+) -> Interval | None:
+    """Returns the mean over these sets of a run, minus that over others; None where it lacks one of them."""
+    if not labels or not all(scores.get(label) for label in (*labels, *minus)):
+        return None
+    options = {"seed": seed, "num_resamples": bootstrap.num_resamples, "confidence": bootstrap.confidence}
+    sets, others = ([scores[label] for label in chosen] for chosen in (labels, minus))
+    return bootstrap_gap(sets, others, **options) if others else bootstrap_average(sets, **options)
+
+
+def _by_training(benchmarks: Mapping[str, Benchmark], trained_on: Collection[str]) -> tuple[list[str], list[str]]:
+    """Returns the labels of the sets that a model was trained on, and of the others; none where it is one kind."""
+    names = {name.casefold() for name in trained_on}
+    inside = [label for label, benchmark in benchmarks.items() if benchmark.name.casefold() in names]
+    outside = [label for label in benchmarks if label not in inside]
+    return (inside, outside) if inside and outside else ([], [])
+
+
+def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
+    """Returns what papers report in this metric on sets of this table. Averages are theirs, over all their columns; all
+    of them trained on IN_DISTRIBUTION."""
+    groups = {
+        _AVERAGE: labels,
+        _DISTRIBUTION[0]: [label for label in labels if label in IN_DISTRIBUTION],
+        _DISTRIBUTION[1]: [label for label in labels if label not in IN_DISTRIBUTION],
+    }
     rows = []
     for published in published_tables():
         shared = set(published["columns"]) & set(table.columns)
@@ -192,8 +221,10 @@ def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> l
         for name, numbers in published.get("rows", {}).items():
             known = dict(zip(published["columns"], numbers, strict=True))
             for group, members in groups.items():
-                if set(members) <= known.keys() and (group != "average" or set(members) == known.keys()):
+                if members and set(members) <= known.keys() and (group != _AVERAGE or set(members) == known.keys()):
                     known[group] = sum(known[label] for label in members) / len(members)
+            if set(_DISTRIBUTION[:2]) <= known.keys():
+                known[_DISTRIBUTION[2]] = known[_DISTRIBUTION[0]] - known[_DISTRIBUTION[1]]
             rows.append(
                 Row(
                     name=name,
@@ -203,20 +234,9 @@ def _published_rows(table: ScoreTable, groups: Mapping[str, Sequence[str]]) -> l
             )
         for name, average in published.get("averages", {}).items():
             complete = set(published["columns"]) <= set(table.columns)
-            values = [_point(average if column == "average" and complete else None) for column in table.columns]
+            values = [_point(average if column == _AVERAGE and complete else None) for column in table.columns]
             rows.append(Row(name=name, values=values, published=published["title"]))
     return [row for row in rows if any(row.values)]
-
-
-def _averages(kind: str, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[str]]:
-    """Returns the columns after the sets: the unweighted mean of all, of those that models trained on, of the rest."""
-    groups = {"average": list(benchmarks)} if len(benchmarks) > 1 else {}
-    if kind == "search-QA":
-        inside = [label for label, benchmark in benchmarks.items() if benchmark.name in IN_DISTRIBUTION]
-        outside = [label for label in benchmarks if label not in inside]
-        if len(inside) == len(IN_DISTRIBUTION) and outside:
-            groups |= {"in distribution": inside, "out of distribution": outside}
-    return groups
 
 
 def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:

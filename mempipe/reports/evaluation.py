@@ -156,6 +156,8 @@ def _facts(
     return {
         "agent": config.agent.name,
         "model": served["weights"],
+        "trained on": ", ".join(f"{name} ({number:,})" for name, number in (own[0].trained_on or {}).items())
+        or "not known",
         "control": str(served.get("control") or "none").replace("_", " "),
         "prompt hash": ", ".join(sorted({row.prompt_hash for row in rows})),
         "index snapshots": ", ".join(sorted({snapshot for row in rows for snapshot in row.snapshots}))

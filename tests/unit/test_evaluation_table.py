@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,14 +13,22 @@ import pytest
 import yaml
 
 from mempipe.config import RunConfig
-from mempipe.data.qa import write_questions
+from mempipe.data.qa import QuestionTable, write_questions
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.statistics import bootstrap_average
-from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluationSuite, load_suite, resolve_run
+from mempipe.evaluation.suite import (
+    Benchmark,
+    Bootstrap,
+    EvaluatedRun,
+    EvaluationSuite,
+    load_suite,
+    resolve_run,
+    trained_on,
+)
 from mempipe.evaluation.table import Cell, evidence_lines, percent_text, published_tables, score_tables
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import files_sha256
@@ -336,8 +345,40 @@ def test_a_damaged_folder_is_refused(tmp_path):
 def test_columns_are_in_the_papers_order_with_averages_behind():
     sets = {"musique": [1, 0], "nq": [1, 1], "hotpotqa": [1, 0, 0, 0]}
     (table, *_) = score_tables([cell("a", name, scores) for name, scores in sets.items()], bootstrap=BOOTSTRAP, seed=1)
-    assert table.columns == ["nq", "hotpotqa", "musique", "average", "in distribution", "out of distribution"]
-    assert [value.value for value in table.rows[0].values] == pytest.approx([1, 0.25, 0.5, 1.75 / 3, 0.625, 0.5])
+    assert table.columns == ["nq", "hotpotqa", "musique", "average"]
+    assert [value.value for value in table.rows[0].values] == pytest.approx([1, 0.25, 0.5, 1.75 / 3])
+
+
+def test_what_is_out_of_distribution_is_what_the_run_was_not_trained_on():
+    """Trained on MuSiQue alone: NQ and HotpotQA are the others. A run whose training is not known has no gap."""
+    sets = {"musique": [1, 0] * 10, "nq": [1, 1, 0, 0] * 5, "hotpotqa": [1, 0, 0, 0] * 5}
+    cells = [replace(cell("a", name, scores), trained_on={"MuSiQue": 100}) for name, scores in sets.items()]
+    cells += [cell("base", name, scores) for name, scores in sets.items()]
+    (table, *_) = score_tables(cells, bootstrap=BOOTSTRAP, seed=1)
+    assert table.columns[-3:] == ["in distribution", "out of distribution", "gap"]
+    inside, outside, gap = table.rows[0].values[-3:]
+    assert (inside.value, outside.value, gap.value) == pytest.approx((0.5, 0.375, 0.125))
+    assert gap.low < gap.value < gap.high
+    assert table.rows[1].values[-3:] == [None, None, None]
+    everything = [replace(each, trained_on=dict.fromkeys(sets, 1)) for each in cells]
+    assert "gap" not in score_tables(everything, bootstrap=BOOTSTRAP, seed=1)[0].columns
+
+
+def test_the_sets_of_a_training_are_read_from_its_folder(tmp_path):
+    (tmp_path / "run" / "huggingface").mkdir(parents=True)
+    (tmp_path / "run" / "state.json").write_text(json.dumps({"finished": True, "trained_on": {"nq": 7}}))
+    assert trained_on(EvaluatedRun(name="a", config=str(tmp_path / "run"))) == {"nq": 7}
+    assert trained_on(EvaluatedRun(name="a", config="x.yaml", checkpoint=str(tmp_path / "run"))) == {"nq": 7}
+    assert trained_on(EvaluatedRun(name="a", config=str(tmp_path / "run"), checkpoint="other/model")) is None
+    (tmp_path / "run" / "state.json").write_text(json.dumps({"finished": True}))
+    assert trained_on(EvaluatedRun(name="a", config=str(tmp_path / "run"))) is None
+
+
+def test_the_sources_of_the_training_questions_are_counted():
+    questions = [
+        Question(id=str(i), text="?", golden_answers=["x"], source=name) for i, name in enumerate(["nq", "", "nq", "a"])
+    ]
+    assert QuestionTable(questions).sources() == {"a": 1, "nq": 2}
 
 
 def test_a_run_without_a_set_has_no_average():

@@ -9,6 +9,7 @@ from mempipe.evaluation.statistics import (
     Interval,
     Scores,
     bootstrap_average,
+    bootstrap_gap,
     bootstrap_interval,
     clustered_mean,
     difference_interval,
@@ -128,6 +129,17 @@ def test_sets_of_other_questions_are_drawn_apart():
     sets = [scores_of([1.0] * 50, prefix="a"), scores_of([0.0] * 50, prefix="b")]
     interval = bootstrap_average(sets, num_resamples=200)
     assert interval.low == interval.value == interval.high == 0.5
+
+
+def test_the_gap_between_sets_of_other_questions_has_the_variance_of_both():
+    first, second = (np.random.default_rng(seed).choice([0.0, 1.0], n).tolist() for seed, n in ((1, 200), (2, 100)))
+    gap = bootstrap_gap([scores_of(first, prefix="a")], [scores_of(second, prefix="b")], num_resamples=4000)
+    assert gap.value == pytest.approx(np.mean(first) - np.mean(second))
+    width = 2 * 1.96 * (np.var(first) / 200 + np.var(second) / 100) ** 0.5
+    assert gap.high - gap.low == pytest.approx(width, rel=0.08)
+    same = bootstrap_gap([scores_of(first)], [scores_of(first)])
+    assert same.low == pytest.approx(0) and same.high == pytest.approx(0)  # the same questions cancel
+    assert not bootstrap_gap([scores_of(first)], [[("alone", 1.0)]]).is_bounded
 
 
 def test_a_few_shared_questions_join_two_sets_without_making_them_one():
