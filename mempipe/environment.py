@@ -65,6 +65,9 @@ SHARED_TEMP = "MEMPIPE_SHARED_TEMP"
 """Holds the temporary folder of the machine, where its runs wait for each other, while TMPDIR is that of the run."""
 
 VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+QUIET_ENGINE = {VLLM_LOG_LEVEL: "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Log levels of a script or a notebook that holds an engine. While they load, vLLM and torch would write notes about
+Triton and memory nodes among its own output."""
 FRONTEND_PID = "MEMPIPE_FRONTEND_PID"
 """Holds the id of the process that an engine belongs to, and with which it ends."""
 ENGINE_FOLDER = "MEMPIPE_ENGINE_FOLDER"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Protocol
 from mempipe.agents.protocol import SearchFn, Tokenizer
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
+from mempipe.environment import QUIET_ENGINE
 from mempipe.rollout import find_nothing
 from mempipe.serve.answers.answering import Engine
 from mempipe.types import Completion
@@ -97,6 +100,8 @@ def _opened(config: RunConfig):
 
 @asynccontextmanager
 async def _engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[Engine]:
+    for name, value in QUIET_ENGINE.items():  # before torch and vLLM are imported
+        os.environ.setdefault(name, value)
     from mempipe.engines.generator import Generator
     from mempipe.serve.served_run import weights_version
 
@@ -107,7 +112,9 @@ async def _engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[Engi
         seed=config.seed,
         stop_texts=config.agent_spec.stop_texts,
     )
-    await generator.start()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM's own calls of torch
+        await generator.start()
     try:
         yield LocalEngine(
             generator=generator,
