@@ -34,6 +34,11 @@ CHECKS: list[Any] = [
 OPERATIONS = [
     ("POST", "/v1/answer"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response}"),
+    ("DELETE", "/v1/responses/{response}"),
+    ("POST", "/v1/conversations"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/v1/sessions"),
     ("GET", "/v1/sessions"),

@@ -251,6 +251,17 @@ def test_logprobs_are_those_of_the_answer(service):
     assert "".join(each.token for each in part.logprobs).strip() == GOLD
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_character_is_replaced_wherever_it_is_repeated(service, stream):
+    body = {"input": "where\ud800?", "instructions": "\ud800", "metadata": {"\ud800": "\ud800"}, "stream": stream}
+    service.engine.says[:] = [box("Lima")]
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{service.url}/v1/responses", content=json.dumps(body).encode(), headers=headers, timeout=30)
+    assert answer.status_code == 200 and "Lima" in answer.text
+    if not stream:
+        assert answer.json()["metadata"] == {"\ufffd": "\ufffd"} and answer.json()["instructions"] == "\ufffd"
+
+
 async def test_the_async_client_works(service):
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
         assert (await client.responses.create(input=TWO_HOPS.text)).output_text == GOLD

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mempipe.text import replace_surrogates
 
 MAX_OBJECTIVES = 16
 MAX_SAMPLES = 16
@@ -12,6 +14,21 @@ MAX_QUESTION_CHARS = 100_000
 Text = Annotated[str, Field(strict=True, min_length=1, pattern=r"\S")]
 QuestionText = Annotated[Text, Field(max_length=MAX_QUESTION_CHARS)]
 Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+
+
+def _encodable(value: Any) -> Any:
+    """Returns a text with half characters replaced, which no answer could repeat; what is no text stays as it is."""
+    return replace_surrogates(value) if isinstance(value, str) else value
+
+
+def _encodable_texts(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {_encodable(name): _encodable(each) for name, each in value.items()}
+
+
+EncodableText = Annotated[str, Field(strict=True, max_length=MAX_QUESTION_CHARS), BeforeValidator(_encodable)]
+Metadata = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_encodable_texts)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 
 
@@ -74,7 +91,7 @@ class AnswerRequest(Options):
     sampling: Sampling = Sampling()
     logprobs: Annotated[bool, Field(strict=True)] = False
     """Give the log-probs of each attempt's answer; refused where the engine has none."""
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}
+    metadata: Metadata = {}
     """Kept with the MLflow trace of the question, where there is one."""
     stream: Annotated[bool, Field(strict=True)] = False
     """Server-sent events while the agent works, the answer last."""

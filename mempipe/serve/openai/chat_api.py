@@ -12,6 +12,7 @@ from mempipe.serve.answers.api import (
     AnswerReply,
     Count,
     Id,
+    Metadata,
     Options,
     RequestBody,
     Sampling,
@@ -120,7 +121,7 @@ class ChatRequest(RequestBody):
     """Give the log-probs of the answer's tokens."""
     stream: Annotated[bool, Field(strict=True)] | None = None
     stream_options: StreamOptions | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     """Kept with the MLflow trace of the question, where there is one."""
     include_reasoning: Annotated[bool, Field(strict=True)] | None = None
     """Give the thought and the memory of each turn as `reasoning_content`; null: as the service is set."""

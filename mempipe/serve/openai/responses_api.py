@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from mempipe.serve.answers.api import (
-    MAX_QUESTION_CHARS,
     AnswerReply,
     Count,
+    EncodableText,
     Id,
+    Metadata,
     Options,
     RequestBody,
     Sampling,
@@ -99,7 +100,7 @@ class ResponseRequest(RequestBody):
     """The served model; null: there is one only."""
     input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_items)]
     """A text, or items whose last one is a message of role user."""
-    instructions: Annotated[str, Field(strict=True, max_length=MAX_QUESTION_CHARS)] | None = None
+    instructions: EncodableText | None = None
     previous_response_id: Id | None = None
     """A stored response, whose memory the agent starts from."""
     conversation: Annotated[Id, BeforeValidator(_id)] | None = None
@@ -110,7 +111,7 @@ class ResponseRequest(RequestBody):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` gives the log-probs of the answer's tokens; the others change nothing."""
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     """Kept with the response, and with the MLflow trace of the question where there is one."""
     store: Annotated[bool, Field(strict=True)] | None = None
     """false: the response is not kept, and no other one can resume from it."""
