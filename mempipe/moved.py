@@ -15,7 +15,8 @@ ROOMS = {
     "planning": ("placement", "capacity", "costs"),
     "studies": ("evaluation.budgets", "evaluation.compare", "evaluation.chain", "evaluation.sweep"),
     "serve.http": ("serve.errors", "serve.gate", "serve.front", "serve.keys"),
-    "serve.answers": ("serve.api", "serve.answering", "serve.chat_api", "serve.store"),
+    "serve.answers": ("serve.api", "serve.answering", "serve.store"),
+    "serve.openai": ("serve.chat_api",),
 }
 MOVED = {f"mempipe.{old}": f"mempipe.{room}.{old.split('.')[-1]}" for room, names in ROOMS.items() for old in names}
 MOVED["mempipe.stream"] = "mempipe.streams.groups"
