@@ -297,7 +297,7 @@ def _add_model_commands(commands: Any) -> None:
 def _add_data_commands(commands: Any) -> None:
     """Adds the commands that create and check questions and documents."""
     data = commands.add_parser("data", help="make or check question files").add_subparsers(
-        required=True, metavar="world|qa|evidence|cloze|memtrain|ruler"
+        required=True, metavar="world|qa|objectives|evidence|cloze|memtrain|ruler"
     )
     cloze = _add(
         data, "cloze", _data_cloze, "generate questions from any text without labels, as files of three splits"
@@ -325,6 +325,11 @@ def _add_data_commands(commands: Any) -> None:
         "--max-bad-rows", type=int, default=0, help="rows that may be passed over (default: the first is an error)"
     )
     qa.add_argument("--limit", type=int, default=5, help="number of questions to print")
+    objectives = _add(data, "objectives", _data_objectives, "join neighbouring questions into one, as MEM1 trains on")
+    objectives.add_argument("file", help="a question file")
+    objectives.add_argument("output", help="a new .parquet file")
+    objectives.add_argument("--n", type=int, default=2, help="questions in one (default: 2)")
+    objectives.add_argument("--seed", type=int, help="shuffles the questions first (default: the order of the file)")
     evidence = _add(data, "evidence", _data_evidence, "the passages that MuSiQue, 2Wiki or HotpotQA questions need")
     evidence.add_argument("file", help="a question file of one of these sets, the official one or FlashRAG's")
     evidence.add_argument("corpus", help="the index that will be searched, or the file of its passages")
@@ -765,6 +770,13 @@ def _data_evidence(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{output} is not a new .parquet file; questions with evidence are written into one")
     print("\n".join(add_evidence(arguments.file, arguments.corpus, output).describe()))
     print(f"Written: {output}")
+
+
+def _data_objectives(arguments: argparse.Namespace) -> None:
+    from mempipe.evaluation.benchmarks import write_joined
+
+    number = write_joined(arguments.file, arguments.output, objectives=arguments.n, seed=arguments.seed)
+    print(f"{number:,} questions of {arguments.n} objectives: {arguments.output}")
 
 
 def _data_ruler(arguments: argparse.Namespace) -> None:

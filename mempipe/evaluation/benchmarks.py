@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from mempipe.data.qa import iter_questions
+from mempipe.data.qa import iter_questions, write_questions
 from mempipe.evaluation.suite import Benchmark
 from mempipe.settings import ConfigError
 from mempipe.types import Question
@@ -18,6 +18,7 @@ SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique"
 IN_DISTRIBUTION = ("nq", "hotpotqa")
 """The training sets of MemSearcher, MEM1 and Search-R1; the other five are out of distribution."""
 RULER = "ruler_hqa"
+_MAX_OBJECTIVES = 16
 _FLASHRAG_FILES = ("test.jsonl", "dev.jsonl")
 
 
@@ -81,6 +82,27 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
             num_hops=0,
             evidence=[],
         )
+
+
+def write_joined(source: str, output: str, *, objectives: int, seed: int | None = None) -> int:
+    """Writes the questions of a file, joined by `join_objectives`, and returns how many there are.
+
+    Raises ConfigError, before anything is written, for fewer than two objectives, for an output that is no new .parquet
+    file, for questions that have several objectives already, and for too few questions.
+    """
+    if not 2 <= objectives <= _MAX_OBJECTIVES:
+        raise ConfigError(f"--n is {objectives}; expected 2 to {_MAX_OBJECTIVES} questions to join into one")
+    if not output.endswith(".parquet") or Path(output).exists():
+        problem = "exists" if Path(output).exists() else "is no .parquet file"
+        raise ConfigError(f"{output} {problem}; name a new .parquet file")
+    questions = list(iter_questions(source))
+    if joined := next((question.id for question in questions if len(question.objectives) > 1), ""):
+        raise ConfigError(f"{source}: question {joined} has several objectives already; give a file of single ones")
+    if len(questions) < objectives:
+        raise ConfigError(f"{source} has {len(questions)} questions; {objectives} are needed to join them into one")
+    together = list(join_objectives(questions, objectives=objectives, seed=seed))
+    write_questions(output, together)
+    return len(together)
 
 
 def joined_texts(questions: Iterable[str]) -> str:

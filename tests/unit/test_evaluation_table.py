@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from mempipe.cli import main
 from mempipe.config import RunConfig
-from mempipe.data.qa import QuestionTable, write_questions
+from mempipe.data.qa import QuestionTable, read_questions, write_questions
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
@@ -372,6 +373,26 @@ def test_the_sets_of_a_training_are_read_from_its_folder(tmp_path):
     assert trained_on(EvaluatedRun(name="a", config=str(tmp_path / "run"), checkpoint="other/model")) is None
     (tmp_path / "run" / "state.json").write_text(json.dumps({"finished": True}))
     assert trained_on(EvaluatedRun(name="a", config=str(tmp_path / "run"))) is None
+
+
+def test_the_command_joins_questions_into_a_file_that_can_be_trained_on(tmp_path, capsys):
+    source, output = tmp_path / "q.parquet", tmp_path / "two.parquet"
+    write_questions(source, [Question(id=str(i), text=f"Who is {i}?", golden_answers=[f"N{i}", "x"]) for i in range(5)])
+    assert main(["data", "objectives", str(source), str(output)]) == 0
+    assert "2 questions of 2 objectives" in capsys.readouterr().out
+    first, second = read_questions(output)
+    assert first.text == "Who is 0?; Who is 1?" and first.objectives == [["N0", "x"], ["N1", "x"]]
+    assert second.golden_answers == ["N2; N3"]
+    for words, message in (
+        ([source, output], "exists; name a new .parquet file"),
+        ([source, tmp_path / "two.csv"], "is no .parquet file; name a new .parquet file"),
+        ([source, tmp_path / "n.parquet", "--n", "1"], "--n is 1; expected 2 to 16"),
+        ([source, tmp_path / "n.parquet", "--n", "6"], "has 5 questions; 6 are needed"),
+        ([output, tmp_path / "n.parquet"], "question 0+1 has several objectives already"),
+    ):
+        assert main(["data", "objectives", *map(str, words)]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "n.parquet").exists()
 
 
 def test_the_sources_of_the_training_questions_are_counted():
