@@ -14,6 +14,7 @@ from mempipe.data.trajectories import read_trajectories
 from mempipe.tracking.tracker import read_metrics
 from tools.processes import ROOT, Marked, run
 
+pytestmark = pytest.mark.jobs  # `make test` has each agent on an engine and a learner (tests/engines/test_agents.py)
 NUM_STEPS = 2
 # The reference scores MemTrain's recall samples too, and no group may be dropped. Its answers quote facts as its
 # memories do, and it takes longer until a box ends them.
@@ -31,8 +32,8 @@ MEMTRAIN = [
     "agent, config, overrides",
     [
         ("react", "quickstart_react", []),
-        pytest.param("memagent", "quickstart_memagent", [], marks=pytest.mark.jobs),
-        pytest.param("memtrain", "tiny_memtrain", MEMTRAIN, marks=pytest.mark.jobs),
+        ("memagent", "quickstart_memagent", []),
+        ("memtrain", "tiny_memtrain", MEMTRAIN),
     ],
 )
 def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, config, overrides, tmp_path):
