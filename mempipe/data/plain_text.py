@@ -55,7 +55,10 @@ def is_plain_text(source: str | Path) -> bool:
 def check_source(source: str | Path) -> None:
     """Raises ConfigError for a corpus that is not there or that no installed package reads. It opens nothing."""
     if not is_plain_text(source):
-        corpus_files(source)
+        try:
+            corpus_files(source)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; texts and tables end in {', '.join((*SUFFIXES, *_TABLES))}") from error
     elif str(source) != PYTHON_REFERENCE:
         for file in _files(Path(source)):
             check_reader(file)

@@ -124,7 +124,7 @@ def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Colu
     `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
     or can be read in two ways, and LeftOut for one that has no answer by design of its data set.
     """
-    name, parts = _unfolded(row)
+    name, parts = _unfolded(_lowered(row))
     for part in parts:
         if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
             raise LeftOut("without an answer, as their data set says")
@@ -197,7 +197,8 @@ def golden_answers(value: Any, name: str) -> list[str]:
     if isinstance(value, str) and value.strip():
         return _answers_in(value.strip(), name)
     if isinstance(value, dict):
-        inner = [(f"{name}.{key}", _at(value, key)) for key in _NESTED if _has(value, key)]
+        held = _lowered(value)
+        inner = [(f"{name}.{key}", held[key]) for key in _NESTED if not _is_empty(held.get(key))]
         found = [answer for path, item in inner for answer in golden_answers(_without_blanks(item), path)]
     elif isinstance(value, list) and any(isinstance(item, list) for item in value):
         raise BadRow(
@@ -226,7 +227,7 @@ def _at(value: Any, path: str) -> Any:
         return value[path]
     for name in path.split("."):
         if isinstance(value, dict):
-            value = value[name] if name in value else _spelled(value, name)
+            value = value.get(name)
         elif isinstance(value, list) and re.fullmatch(r"-?\d{1,6}", name):
             value = value[int(name)] if -len(value) <= int(name) < len(value) else None
         else:
@@ -238,9 +239,9 @@ def _is_empty(value: Any) -> bool:
     return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
 
 
-def _spelled(row: dict[str, Any], name: str) -> Any:
-    """Returns the value of a field whose name is written in another case or has spaces around it."""
-    return next((value for key, value in row.items() if str(key).strip().casefold() == name.casefold()), None)
+def _lowered(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the object with its names in lower case and without spaces around them, beside those it has."""
+    return {str(name).strip().casefold(): item for name, item in value.items()} | value
 
 
 def _has(row: dict[str, Any], path: str) -> bool:
@@ -264,7 +265,7 @@ def _unfolded(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     paragraphs, asked = row.get("paragraphs"), row.get("qa")
     if isinstance(paragraphs, list) and paragraphs and all(_has_items(paragraph, "qas") for paragraph in paragraphs):
         items = [(paragraph, item) for paragraph in paragraphs for item in paragraph["qas"]]
-        return "SQuAD", [{**_object(item), CONTEXT: paragraph.get(CONTEXT)} for paragraph, item in items]
+        return "SQuAD", [{**_lowered(_object(item)), CONTEXT: paragraph.get(CONTEXT)} for paragraph, item in items]
     if isinstance(row.get("conversation"), dict) and isinstance(asked, list):
         shared = {CONTEXT: _conversation(row["conversation"]), "data_source": "locomo"}
         name = row.get("sample_id") or "conversation"
