@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -14,11 +14,9 @@ import ray
 import yaml
 from miniature import locked_elsewhere
 
-from mempipe.actors.launch import launch
 from mempipe.actors.lost import LaunchError
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
 from mempipe.config import RunConfig
-from mempipe.settings import ConfigError
 from mempipe.storage.checksums import CHECKSUMS
 
 
@@ -200,25 +198,6 @@ def test_a_cluster_that_cannot_be_reached(train, refused):
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     refused(train(f"ray_address={address}"), address, "no cluster can be reached")
-
-
-@pytest.fixture
-def cluster_with_one_gpu() -> Iterator[None]:
-    ray.init(
-        num_cpus=2, num_gpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20
-    )
-    yield
-    ray.shutdown()
-
-
-def test_more_gpus_than_the_cluster_has(world, cluster_with_one_gpu, monkeypatch):
-    monkeypatch.setattr("mempipe.actors.launch.smallest_gpu", lambda nodes: 80 * 2**30)  # it is only declared
-    world = world.model_copy(update={"placement": "separate"})
-    with (
-        pytest.raises(ConfigError, match=r"need 4 GPUs .* but the cluster has 1; lower learner.num_ranks"),
-        launch(world, "none"),
-    ):
-        pass
 
 
 def begun_run(train: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:

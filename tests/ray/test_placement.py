@@ -204,6 +204,22 @@ def test_nothing_is_left_behind(gpu_cluster):
     assert ray.available_resources()["GPU"] == NUM_GPUS
 
 
+def test_more_gpus_than_the_cluster_has_are_refused_with_the_setting(gpu_cluster):
+    with (
+        pytest.raises(ConfigError, match=r"need 4 GPUs .* but the cluster has 1; lower learner.num_ranks"),
+        launched(1, settings("quickstart", "placement=separate")),
+    ):
+        pass
+
+
+def test_an_actor_sees_the_gpus_it_was_given_and_one_without_gpus_none(gpu_cluster):
+    actors = [start_actor(Stub, {"num_cpus": 0, "num_gpus": count}) for count in (0, 1, 1, 0)]
+    first, *given, last = gpus_of(actors)
+    for actor in actors:
+        ray.kill(actor)
+    assert first == last == [] and len(set(map(tuple, given))) == 2 and [len(gpus) for gpus in given] == [1, 1]
+
+
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(gpu_cluster):
     """These ones do not exist, so torch finds none."""
     with (
