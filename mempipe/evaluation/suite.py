@@ -23,6 +23,8 @@ _RUN_FOLDER = ("state.json", "huggingface")
 AGENT_FILE, PROMPTS_FILE = "mempipe.yaml", "prompts.yaml"
 """Files of an exported agent in addition to its weights (`mempipe.reports.agent_folder`)."""
 _NOT_EVALUATED = ("world", "cloze", "warm_start")
+_HELD_OUT = {"world": "world/validation.parquet", "cloze": "questions/test.parquet"}
+"""The held-out questions in the folder of a run that made them itself, by the section that asked for them."""
 
 
 class EvaluatedRun(Section):
@@ -194,7 +196,8 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
 
 
 def run_values(run: EvaluatedRun) -> dict[str, Any]:
-    """Returns the settings of the config file; of a trained run, with the index and the weights that it made itself."""
+    """Returns the settings of the config file; of a trained run, with the index, the held-out questions and the weights
+    that it made itself."""
     source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
     if not source:
         return _exported_values(Path(run.checkpoint)) if run.checkpoint else {}
@@ -204,8 +207,9 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
     if not run.checkpoint and not _is_run(source) and (problem := unfinished(folder)):
         raise ConfigError(f"{source} is {problem}")
     values = load_values(folder / "config.yaml", kind="run")
-    if values.get("world") is not None or values.get("cloze") is not None:
+    if made := next((name for name in _HELD_OUT if values.get(name) is not None), None):
         values["retrieval"] = {**section_values(values, "retrieval"), "index": str(folder / "index")}
+        values["data"] = {**section_values(values, "data"), "validation": str(folder / _HELD_OUT[made])}
     if not run.checkpoint and _is_run(source):
         values["model"] = {**section_values(values, "model"), "path": _weights(source), "source": ""}
     return values

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
+from mempipe.data.partitions import main_partition
 from mempipe.evaluation.memory_quality import finds
 from mempipe.reports.pages import cut
 from mempipe.types import Context, Group, Question, Trajectory
@@ -72,8 +73,7 @@ def examples(
     return [
         Example(
             question=last.question.text,
-            facts=f"right answer: {' or '.join(last.question.golden_answers)}"
-            + (f" · {last.question.num_hops} hops" if last.question.num_hops > 1 else ""),
+            facts=_facts(last.question),
             sides=[_side("Before", first, "before", thought), _side("After", last, "after", thought)],
         )
         for first, last in choose_examples(before, after)
@@ -90,12 +90,20 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
         for g in after
         if g.question.id in first and g.trajectories and first[g.question.id].trajectories
     ]
-    pairs.sort(key=lambda pair: (-pair[1].question.num_hops, pair[1].question.id))
+    # A service of the run answers questions about this part of its corpus when it is told of none.
+    served = main_partition([after.question for _, after in pairs])
+    pairs.sort(key=lambda pair: (pair[1].question.partition != served, -pair[1].question.num_hops, pair[1].question.id))
     repaired = [pair for pair in pairs if not _is_right(pair[0]) and _is_right(pair[1])]
     wrong = [pair for pair in pairs if not _is_right(pair[1])]
     chosen = _spread(repaired)[: _NUM_EXAMPLES - bool(wrong)] + wrong[:1]
     others = [pair for pair in pairs if pair not in chosen]
     return chosen + others[: _NUM_EXAMPLES - len(chosen)]
+
+
+def _facts(question: Question) -> str:
+    facts = [f"right answer: {' or '.join(question.golden_answers)}"]
+    facts += [f"{question.num_hops} hops"] * (question.num_hops > 1)
+    return " · ".join([*facts, *([f"searched in {question.partition}"] if question.partition else [])])
 
 
 def memory_diff(before: str, after: str) -> Words:

@@ -7,7 +7,9 @@ requests in flight end on the weights that they began with.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -31,7 +33,7 @@ from mempipe.serve.local import local_serve
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
 from mempipe.serve.replicas.retriever_replica import RetrieverReplica
-from mempipe.serve.served_run import ServedRun, check_agent_service, resolve, weights_version
+from mempipe.serve.served_run import ServedRun, check_agent_service, resolve, searched_by, weights_version
 from mempipe.settings import ConfigError
 
 NAME = "agent"
@@ -163,6 +165,26 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
         yield url, service
 
 
+def welcome_lines(source: str, url: str, settings: dict[str, Any]) -> list[str]:
+    """Says where the service is, what it searches, and how a question is asked of which the answer is known."""
+    config = parse_section(settings, AgentServiceConfig)
+    searched = searched_by(resolve(config), config)
+    lines = [f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1"]
+    if searched.partition:
+        lines.append(
+            f"it searches the part {searched.partition!r} of its corpus; a request may name another `partition`"
+        )
+    asked: dict[str, str] = {"question": "..."}
+    if searched.examples:
+        (example, *_), asked = searched.examples, {}
+        asked = {"question": example.question} | ({"text": example.text} if example.text else {})
+        if example.partition != searched.partition:
+            asked["partition"] = example.partition
+        lines.append(f"try a held-out question, whose right answer is {' or '.join(example.golden_answers)}:")
+    body = shlex.quote(json.dumps(asked, ensure_ascii=False))
+    return [*lines, f"  curl {url}/v1/answer -H 'content-type: application/json' -d {body}"]
+
+
 def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
     """Serves until Ctrl-C or SIGTERM (`mempipe serve`); SIGHUP loads new weights of the same run."""
     stop, wake = threading.Event(), threading.Event()
@@ -172,14 +194,7 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
-        print(
-            f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1; try"
-        )
-        print(
-            f"  curl {url}/v1/answer -H 'content-type: application/json' "
-            """-d '{"question": "What is the capital of Peru?"}'""",
-            flush=True,
-        )
+        print("\n".join(welcome_lines(source, url, settings)), flush=True)
         while not stop.is_set():
             wake.wait()
             wake.clear()

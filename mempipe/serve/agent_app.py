@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from mempipe.serve.answers.answer_jobs import AnswerJobs
 from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.api import CorpusReply
 from mempipe.serve.answers.idempotency import Idempotency
 from mempipe.serve.answers.journal import Journal, Metrics, NoMetrics
 from mempipe.serve.answers.store import Store
@@ -24,11 +25,13 @@ from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
 from mempipe.serve.http.keys import API, Access, KeyRing
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
+from mempipe.serve.routes import corpus as corpora
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.mcp import add_mcp
 from mempipe.serve.routes.parts import Health, Parts
 
-ROUTERS = [each.router for each in (answers, chat, completions, responses, sessions, documents, operations, page)]
+AGENT = (answers, chat, completions, responses, sessions, documents, corpora)
+ROUTERS = [each.router for each in (*AGENT, operations, page)]
 SLACK_S = 30.0
 """Seconds beyond `timeout_s` that the gate waits: an answer has its own limit, whose refusal says more."""
 
@@ -46,16 +49,22 @@ def make_app(
     keys: KeyRing,
     metrics: Metrics | None = None,
     health: Health = always_ready,
+    searched: CorpusReply | None = None,
 ) -> FastAPI:
-    """Returns the application that answers with `answering`. A request passes Heads, Journal, Access, Gate,
-    Idempotency, then its route.
+    """Returns the application that answers with `answering`; `searched` describes its corpus. A request passes Heads,
+    Journal, Access, Gate, Idempotency, then its route.
     """
     metrics = metrics or NoMetrics()
     jobs = AnswerJobs(answering, store, metrics, claim_s=config.timeout_s + SLACK_S)
     # FastAPI's own documentation page would be fetched from elsewhere; `mempipe.serve.routes.page` has another one.
     app = FastAPI(title="mempipe agent", docs_url=None, redoc_url=None)
     app.state.parts = Parts(
-        answering=answering, jobs=jobs, store=store, health=health, include_reasoning=config.include_reasoning
+        answering=answering,
+        jobs=jobs,
+        store=store,
+        health=health,
+        include_reasoning=config.include_reasoning,
+        corpus=searched or CorpusReply(),
     )
     app.add_middleware(Idempotency, store=store)
     _add_limits(app, config, keys)

@@ -48,6 +48,9 @@ class AgentServiceConfig(Section):
     index are the service's own."""
     sampling: SamplingConfig | None = None
     """How requests are sampled that say nothing; null: as the run is validated (evaluation.temperature)."""
+    partition: str | None = None
+    """The part of the corpus that is searched for requests that name none; empty: all of it; null: the part that most
+    of the run's held-out questions are about (in the synthetic world one held-out world), else all of it."""
     state: str = ""
     """The folder of sessions and documents; empty: `service` in the run's folder."""
     keys: str = ""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mempipe.checks.findings import Finding, attempt, refuse
 from mempipe.checks.machine import Devices, check_writable
@@ -14,8 +15,10 @@ from mempipe.checks.service import check_agents
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
-from mempipe.loader import parse_section
+from mempipe.loader import parse_section, section_values
+from mempipe.serve.answers.api import CorpusReply
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.corpus import describe_corpus
 from mempipe.serve.http.keys import load_keys
 from mempipe.tracking.tracker import tracking_uri
 
@@ -46,6 +49,11 @@ def resolve(config: AgentServiceConfig) -> ServedRun:
     return served
 
 
+def searched_by(served: ServedRun, config: AgentServiceConfig) -> CorpusReply:
+    """Returns what the service searches, and questions that it can answer. Raises ConfigError."""
+    return describe_corpus(served.main, searches=served.searches, partition=config.partition)
+
+
 def check_agent_service(config: AgentServiceConfig, *, devices: Devices | None = None) -> list[Finding]:
     """Returns all findings about what a service needs: agents, weights, index, keys, its folder, GPUs and memory.
 
@@ -54,6 +62,7 @@ def check_agent_service(config: AgentServiceConfig, *, devices: Devices | None =
     served, own_engine = _described(config), config.endpoint is None
     findings = [
         *check_agents(served.agents, own_engine=own_engine),
+        attempt(lambda: searched_by(served, config), "partition, and example questions of data.validation"),
         check_writable(served.state, setting="state"),
         attempt(lambda: load_keys(config.keys), f"keys: {config.keys or 'none but those of MEMPIPE_API_KEYS'}"),
     ]
@@ -105,7 +114,9 @@ def _run(config: AgentServiceConfig) -> RunConfig:
     uri = tracking_uri(run.tracking, folder if folder.is_dir() else Path(_state(config)))
     tracking = run.tracking.model_copy(update={"uri": uri})
     # Where the run was trained does not matter: engines and retrievers run where Ray Serve does.
-    changes = {"model": model, "retrieval": retrieval, "tracking": tracking, "ray_address": ""}
+    changes: dict[str, Any] = {"model": model, "retrieval": retrieval, "tracking": tracking, "ray_address": ""}
+    if section_values(config.settings, "retrieval").get("index"):  # the run's questions are about its own index
+        changes["data"] = run.data.model_copy(update={"validation": ""})
     return run.model_copy(update=changes)
 
 

@@ -31,6 +31,7 @@ from ray import serve
 from standins import ANSWER, completions_server
 
 from mempipe.config import RunConfig
+from mempipe.data.partitions import main_partition
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
@@ -45,7 +46,6 @@ from mempipe.types import Completion, Question, Trajectory
 from tools.processes import Marked, free_ports
 from tools.processes import Running as RunningCommand
 
-NUM_QUESTIONS = 12
 TIMEOUT_S = 120.0
 LONG_MESSAGES = {
     "num_samples": 16,
@@ -104,7 +104,8 @@ def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finis
 def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Running]:
     settings = {"run": str(finished), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
     settings |= {"retriever_replicas": {"min": 2, "max": 2}, "settings": {"generation": {"timeout_s": 60.0}}}
-    questions = read_questions(world.data.validation)[:NUM_QUESTIONS]
+    held_out = read_questions(world.data.validation)
+    questions = [question for question in held_out if question.partition == main_partition(held_out)]
     environment = patch.dict(os.environ, RAY_metrics_report_interval_ms="1000")
     with environment, served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
         service = Running(url, local, finished, questions)
@@ -145,14 +146,10 @@ def is_right(service: Running, question: Question, reply: dict[str, Any]) -> boo
     )
 
 
-def partition_of(question: Question) -> dict[str, str]:
-    return {"partition": question.partition}
-
-
 def test_the_answers_are_those_of_an_evaluation_token_for_token(running):
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda q: running.ask(q.text, **partition_of(q)), running.questions))
-    assert [reply.status_code for reply in replies] == [200] * NUM_QUESTIONS
+        replies = list(pool.map(lambda q: running.ask(q.text), running.questions))  # no part of the corpus is named
+    assert replies and {reply.status_code for reply in replies} == {200}
     assert all(is_right(running, q, reply.json()) for q, reply in zip(running.questions, replies, strict=True))
     version = weights_version(str(running.run / "huggingface"))
     assert {reply.json()["model_version"] for reply in replies} == {version}
@@ -179,7 +176,7 @@ def chat(running) -> Iterator[Callable[..., Any]]:
         messages: Any = [{"role": "user", "content": question.text}]
 
         def ask(options: dict[str, Any], **arguments: Any) -> Any:
-            extra = {"mempipe": {**partition_of(question), **options}}
+            extra = {"mempipe": options} if options else {}
             return client.chat.completions.create(model=model.id, messages=messages, extra_body=extra, **arguments)
 
         yield ask
@@ -208,7 +205,7 @@ def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_
     freed_s = until(lambda: under_way() == 0)
     assert freed_s < min(1.0, whole_s / 2), whole_s
     question = running.questions[0]
-    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
+    assert is_right(running, question, running.ask(question.text).json())
 
 
 def until(condition: Callable[[], bool]) -> float:
@@ -301,8 +298,8 @@ def clients(running: Running, number: int, check: Callable[[Question, httpx.Resp
         for turn in itertools.count(first):
             if stop.is_set():
                 return
-            question = running.questions[turn % NUM_QUESTIONS]
-            answer = running.ask(question.text, **partition_of(question))
+            question = running.questions[turn % len(running.questions)]
+            answer = running.ask(question.text)
             seen[check(question, answer)] += 1
             time.sleep(0.2 if answer.status_code == 503 else 0)
 
@@ -331,7 +328,7 @@ def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(runni
     assert set(seen) <= {(200, True), (503, True)} and seen[200, True] >= 32
     until_ready(running)
     question = running.questions[0]
-    assert is_right(running, question, running.ask(question.text, **partition_of(question)).json())
+    assert is_right(running, question, running.ask(question.text).json())
 
 
 def test_new_weights_take_over_without_a_failed_request(running):

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from mempipe.agents.protocol import SearchFn
 from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE
@@ -24,6 +25,7 @@ from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.serve.agent_app import make_app
 from mempipe.serve.answers.answering import Answering, Record, nowhere
+from mempipe.serve.answers.api import CorpusReply
 from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import KeyRecord, KeyRing
@@ -55,6 +57,7 @@ class WorldEngine:
 
     tokenizer: HFTokenizer
     agent: str = "memsearcher"
+    known: Sequence[str] = tuple(BY_TEXT)
     version: str = "v1"
     says: list[str] = field(default_factory=list)
     fault: InfrastructureFault | None = None
@@ -98,7 +101,7 @@ class WorldEngine:
         )
 
     def _scripted(self, prompt: str) -> str:
-        question = next(text for text in BY_TEXT if text in prompt)
+        question = next(text for text in self.known if text in prompt)
         script = load_user_object(agent_spec(self.agent).script, setting="script")
         return script(question=question, noise=NO_NOISE).reply(prompt)
 
@@ -119,6 +122,8 @@ def build_service(
     keys: Sequence[KeyRecord] = (),
     metrics: Any = None,
     record: Record = nowhere,
+    searched: CorpusReply | None = None,
+    search: SearchFn = search,
     **settings: Any,
 ) -> Service:
     """The service of one agent; `settings` are of AgentServiceConfig."""
@@ -134,6 +139,7 @@ def build_service(
         sampling=SamplingConfig(temperature=0.0),
         max_turns=config.max_turns,
         timeout_s=config.timeout_s,
+        partition=searched.partition if searched else "",
         record=record,
     )
     store = Store(
@@ -143,7 +149,7 @@ def build_service(
         max_owner_bytes=config.max_key_bytes,
         max_bytes=config.max_stored_bytes,
     )
-    served.app = make_app(answering, store, config, keys=KeyRing(keys), metrics=metrics)
+    served.app = make_app(answering, store, config, keys=KeyRing(keys), metrics=metrics, searched=searched)
     return served
 
 

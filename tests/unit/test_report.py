@@ -29,7 +29,7 @@ from mempipe.reports.charts import (
     share_bar,
     whole_percent,
 )
-from mempipe.reports.examples import choose_examples, memory_diff, shown_turns
+from mempipe.reports.examples import choose_examples, examples, memory_diff, shown_turns
 from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
@@ -345,6 +345,24 @@ def test_examples_show_repairs_with_different_hops_and_one_failure():
     assert [pair[1].question.id for pair in choose_examples(before, after)] == ["q0", "q2", "q3"]
     assert [pair[1].question.id for pair in choose_examples(before[4:], after[4:])] == ["q4"]
     assert choose_examples(before, []) == []
+
+
+def test_examples_are_of_the_part_of_the_corpus_that_a_service_searches():
+    def make(label: str, em: float) -> list[Group]:
+        groups = [make_group(label, index, em=em, hops=3 - index % 3) for index in range(9)]
+        parts = ["b", "a", "a", "b", "a", "a", "b", "a", "a"]
+        return [
+            dataclasses.replace(group, question=dataclasses.replace(group.question, partition=part))
+            for group, part in zip(groups, parts, strict=True)
+        ]
+
+    chosen = choose_examples(make("before", 0.0), make("after", 1.0))
+    assert [(after.question.id, after.question.partition) for _, after in chosen] == [
+        ("q1", "a"),
+        ("q2", "a"),
+        ("q4", "a"),
+    ]
+    assert "searched in a" in examples(make("before", 0.0), make("after", 1.0))[0].facts
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,14 @@ from service_builders import QUESTIONS, Service, build_service, running
 
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.serve.answers.api import CorpusReply, ExampleReply
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 QUESTION = max(QUESTIONS, key=lambda question: question.num_hops)
 GOLD = QUESTION.golden_answers[0]
 NUM_TURNS = QUESTION.num_hops + 1
+EXAMPLE = ExampleReply(question=QUESTION.text, golden_answers=QUESTION.golden_answers, partition=QUESTION.partition)
+SEARCHED = CorpusReply(partition=QUESTION.partition, partitions=[QUESTION.partition, "other"], examples=[EXAMPLE])
 FILES = list((Path(__file__).parents[2] / "mempipe/serve/page").iterdir())
 DONE = "!document.getElementById('save').hidden"
 
@@ -27,7 +30,7 @@ DONE = "!document.getElementById('save').hidden"
 def service(tmp_path_factory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("page")
     build_tokenizer(folder)
-    service = build_service(load_tokenizer(str(folder)), folder)
+    service = build_service(load_tokenizer(str(folder)), folder, searched=SEARCHED)
     with running(service):
         yield service
 
@@ -81,6 +84,31 @@ def test_the_keyboard_alone_asks_and_everything_is_shown(page, service):
     assert f"{NUM_TURNS} turns" in text(page, "#numbers") and "weights v1" in text(page, "#numbers")
     assert page.errors == []
     assert all(url.startswith((service.url, "data:", "about:")) for url in page.requested)
+
+
+def test_an_example_is_asked_with_one_click_and_its_right_answer_is_told(page):
+    page.until("!document.getElementById('examples').hidden")
+    assert texts(page, "#example_list button") == [QUESTION.text]
+    page.value("document.querySelector('#example_list button').click()")
+    page.until(DONE)
+    page.until("!document.getElementById('expected').hidden")
+    assert (text(page, "#text_answer"), text(page, "#expected")) == (GOLD, f"right answer: {GOLD}")
+    ask(page, QUESTION.text + " ")  # one that is typed is known too
+    page.until(f"{DONE} && !document.getElementById('expected').hidden")
+    ask(page, "who ?")
+    page.until("document.getElementById('expected').hidden")
+
+
+def test_another_part_of_the_corpus_can_be_named_where_there_are_parts(page):
+    page.until("!document.getElementById('partition_label').hidden")
+    assert page.value("document.getElementById('partition').placeholder") == QUESTION.partition
+    assert page.value("[...document.getElementById('partitions').children].map((o) => o.value)") == SEARCHED.partitions
+    page.value("document.getElementById('partition').value = 'other'")
+    ask(page)
+    page.until("document.getElementById('answer').classList.contains('failed')")
+    assert "partition 'other'" in text(page, "#text_answer")
+    assert page.value("document.getElementById('expected').hidden")
+    page.value("document.getElementById('partition').value = ''")
 
 
 def test_text_of_others_is_text(page, service):

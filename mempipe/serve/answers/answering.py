@@ -115,11 +115,13 @@ class Answering:
         sampling: SamplingConfig,
         max_turns: int,
         timeout_s: float,
+        partition: str = "",
         record: Record = nowhere,
     ) -> None:
         """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
         that are served now; a request keeps those that it began with. `max_turns` is the most that a request may ask
-        for; `record` receives the finished group. Raises ConfigError when an agent's prompts and budget do not fit.
+        for, `partition` is searched for a request that names none, and `record` receives the finished group. Raises
+        ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
         self.created = int(time.time())
@@ -132,6 +134,7 @@ class Answering:
         self._sampling = sampling
         self._max_turns = max_turns
         self._timeout_s = timeout_s
+        self._partition = partition
         self._record = record
         self._kept = functools.lru_cache(maxsize=KEPT_RENDERERS)(self._render)
         for agent in self.agents:
@@ -236,9 +239,8 @@ class Answering:
             renderer = renderer.instructed(request.instructions)
         objectives = request.objectives or []
         asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
-        question = Question(
-            id="of the request", text=asked, golden_answers=[], partition=request.partition, context=text
-        )
+        partition = self._partition if request.partition is None else request.partition
+        question = Question(id="of the request", text=asked, golden_answers=[], partition=partition, context=text)
         try:
             renderer.check(question)
             if isinstance(renderer, MemAgentRenderer):

@@ -67,8 +67,8 @@ class Options(RequestBody):
     budget: BudgetChanges = BudgetChanges()
     document: Id | None = None
     """An uploaded document that the agent reads (POST /v1/documents)."""
-    partition: Annotated[str, Field(strict=True, max_length=1000)] = ""
-    """The part of the corpus that is searched; empty: all of it."""
+    partition: Annotated[str, Field(strict=True, max_length=1000)] | None = None
+    """The part of the corpus that is searched; null: the service's own (GET /v1/corpus); empty: all of it."""
     num_samples: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] = 1
     """Attempts; with more than one the most frequent answer is given, and its share of them as `confidence`."""
     session: Id | None = None
@@ -247,6 +247,31 @@ class ModelReply(BaseModel):
 class ModelsReply(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelReply]
+
+
+class ExampleReply(BaseModel):
+    """A held-out question of the served run."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    question: str
+    golden_answers: list[str]
+    partition: str
+    """The part of the corpus in which the answer stands; empty: all of it."""
+    text: str = ""
+    """What the agent reads, for agents that read."""
+
+
+class CorpusReply(BaseModel):
+    """What can be searched, and questions about it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    partition: str = ""
+    """The part that is searched for a request that names none; empty: all of it."""
+    partitions: list[str] = []
+    """The parts of the corpus; empty where it has none, and where another server holds it."""
+    examples: list[ExampleReply] = []
 
 
 class SessionReply(BaseModel):

@@ -4,6 +4,7 @@
 const at = (id) => document.getElementById(id);
 let trace = null; // the last answer, for download
 let session = null;
+let corpus = { partition: "", partitions: [], examples: [] };
 let asking = null; // the AbortController of the question under way
 
 function make(tag, text, className) {
@@ -35,6 +36,42 @@ async function loadModel() {
   const model = (await response.json()).data[0];
   at("model").textContent = `${model.id}, weights ${model.version}`;
   at("agent").replaceChildren(...model.agents.map((name) => make("option", name)));
+  await loadCorpus();
+}
+
+async function loadCorpus() {
+  const response = await fetch("v1/corpus", { headers: headers() });
+  if (!response.ok) return;
+  corpus = await response.json();
+  at("partition_label").hidden = corpus.partition === "" && corpus.partitions.length === 0;
+  at("partition").placeholder = corpus.partition || "all of it";
+  at("partitions").replaceChildren(...corpus.partitions.map((name) => make("option", name)));
+  at("examples").hidden = corpus.examples.length === 0;
+  at("example_list").replaceChildren(...corpus.examples.map(exampleItem));
+}
+
+function exampleItem(example) {
+  const button = make("button", example.question);
+  button.type = "button";
+  button.addEventListener("click", () => {
+    at("question").value = example.question;
+    at("partition").value = example.partition === corpus.partition ? "" : example.partition;
+    at("text").value = example.text;
+    ask();
+  });
+  const item = make("li");
+  item.append(button);
+  return item;
+}
+
+function asksExample(asked, example) {
+  const partition = asked.partition ?? corpus.partition;
+  return (
+    asked.question.trim() === example.question &&
+    partition === example.partition &&
+    (asked.text ?? "") === example.text &&
+    asked.session === undefined
+  );
 }
 
 function request() {
@@ -45,6 +82,7 @@ function request() {
     text: at("text").value.trim() ? at("text").value : undefined,
     agent: at("agent").value || undefined,
     budget,
+    partition: at("partition").value.trim() || undefined,
     sampling: { temperature: number("temperature") },
     num_samples: number("num_samples"),
     session: session ?? undefined,
@@ -79,10 +117,14 @@ async function ask() {
   try {
     if (!at("keep").checked) session = null;
     else if (session === null) session = await newSession();
-    const body = JSON.stringify(request());
+    const asked = request();
+    const body = JSON.stringify(asked);
     const response = await fetch("v1/answer", { method: "POST", headers: headers(), body, signal: asking.signal });
     if (!response.ok) throw new Error(await refusal(response));
     await show(events(response));
+    const example = corpus.examples.find((each) => asksExample(asked, each));
+    at("expected").hidden = !example;
+    if (example) at("expected").textContent = `right answer: ${example.golden_answers.join(" or ")}`;
   } catch (error) {
     fail(error.name === "AbortError" ? "stopped" : error.message);
   } finally {
@@ -121,6 +163,7 @@ function clear() {
   at("save").hidden = true;
   at("answer").hidden = false;
   at("answer").classList.remove("failed");
+  at("expected").hidden = true;
   for (const id of ["text_answer", "numbers", "status"]) at(id).textContent = "";
 }
 

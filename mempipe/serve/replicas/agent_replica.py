@@ -24,7 +24,7 @@ from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import WatchedKeys
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
-from mempipe.serve.served_run import resolve
+from mempipe.serve.served_run import resolve, searched_by
 from mempipe.settings import ConfigError
 from mempipe.types import SearchResult
 
@@ -46,6 +46,7 @@ class AgentReplica:
         self._engine: ServedEngine | EndpointEngine | None = None
         if config.trace_share:
             self._traces = SampledTraces(served, share=config.trace_share, decode=self._tokenizer.decode)
+        self._searched = searched_by(served, config)
         self._answering = Answering(
             served.name,
             served.agents,
@@ -55,6 +56,7 @@ class AgentReplica:
             sampling=served.sampling,
             max_turns=config.max_turns,
             timeout_s=config.timeout_s,
+            partition=self._searched.partition,
             record=self._traces.record if self._traces else nowhere,
         )
         self._store = Store(
@@ -73,6 +75,7 @@ class AgentReplica:
             keys=WatchedKeys(self._config.keys),
             metrics=PrometheusMetrics(),
             health=self._health,
+            searched=self._searched,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from mempipe.serve.answers.answer_jobs import AnswerJobs
 from mempipe.serve.answers.answering import Answering
+from mempipe.serve.answers.api import CorpusReply
 from mempipe.serve.answers.store import Store
 
 
@@ -29,6 +30,7 @@ class Parts:
     store: Store
     health: Health
     include_reasoning: bool
+    corpus: CorpusReply
 
 
 async def _parts(request: Request) -> Parts:

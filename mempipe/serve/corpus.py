@@ -1,0 +1,84 @@
+"""What a visitor of the service can ask: held-out questions of the served run, and the part of the corpus that they are
+about.
+
+The synthetic world is many worlds in one index, and the same name stands for another person in each of them: a question
+has one answer in its own world only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from mempipe.config import RunConfig
+from mempipe.data.partitions import main_partition
+from mempipe.data.qa import iter_questions
+from mempipe.retrieval.manifest import read_manifest
+from mempipe.serve.answers.api import CorpusReply, ExampleReply
+from mempipe.settings import ConfigError
+from mempipe.types import Question
+
+NUM_EXAMPLES = 6
+MAX_QUESTIONS = 2000
+MAX_TEXT_CHARS = 20_000
+"""Longer texts are not offered with a question."""
+MAX_PARTITIONS = 1000
+"""More of them are not listed; each can be named all the same."""
+
+
+def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -> CorpusReply:
+    """Returns what can be searched, the part that is searched by default, and held-out questions about it.
+
+    `main` is the service's own agent; `searches` says whether any of its agents does. `partition` is the part that the
+    settings name; None: the one that most held-out questions are about.
+    Only files of this machine are read. Raises ConfigError for a partition that the index does not have, and for a
+    file of questions or an index that is damaged.
+    """
+    questions, reads, index = _held_out(main), main.agent_spec.reads, main.retrieval.index
+    partitions = _partitions(index) if searches and index else []
+    if partition is None:
+        partition = main_partition(questions) if searches else ""
+        if index and partition not in partitions:
+            partition = ""
+    elif partition and partitions and partition not in partitions:
+        some = ", ".join(partitions[:3])
+        raise ConfigError(
+            f"partition is {partition!r}, which is none of the {len(partitions)} of retrieval.index (e.g. {some})"
+        )
+    fitting = [question for question in questions if partition in ("", question.partition)]
+    if reads:
+        fitting = [question for question in fitting if len(question.context) <= MAX_TEXT_CHARS]
+    return CorpusReply(
+        partition=partition,
+        partitions=partitions if len(partitions) <= MAX_PARTITIONS else [],
+        examples=[
+            ExampleReply(
+                question=question.text,
+                golden_answers=question.golden_answers,
+                partition=question.partition,
+                text=question.context if reads else "",
+            )
+            for question in _turned(fitting)[:NUM_EXAMPLES]
+        ],
+    )
+
+
+def _held_out(main: RunConfig) -> list[Question]:
+    file = main.data.validation
+    return list(itertools.islice(iter_questions(file), MAX_QUESTIONS)) if file and Path(file).exists() else []
+
+
+def _partitions(index: str) -> list[str]:
+    manifest, _ = read_manifest(Path(index))
+    return list(manifest.passages.partitions)
+
+
+def _turned(questions: Sequence[Question]) -> list[Question]:
+    """Returns the questions so that their hop counts take turns."""
+    by_hops: dict[int, list[Question]] = defaultdict(list)
+    for question in questions:
+        by_hops[question.num_hops].append(question)
+    rounds = itertools.zip_longest(*(by_hops[hops] for hops in sorted(by_hops)))
+    return [question for turn in rounds for question in turn if question is not None]
