@@ -17,8 +17,8 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_section, section_values
 from mempipe.serve.answers.api import CorpusReply
+from mempipe.serve.answers.corpus import describe_corpus
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.corpus import describe_corpus
 from mempipe.serve.http.keys import load_keys
 from mempipe.tracking.tracker import tracking_uri
 

@@ -25,8 +25,8 @@ from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.serve.agent import welcome_lines
 from mempipe.serve.answers.api import CorpusReply
+from mempipe.serve.answers.corpus import NUM_EXAMPLES
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.corpus import NUM_EXAMPLES
 from mempipe.serve.served_run import resolve, searched_by
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, Question
