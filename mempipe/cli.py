@@ -168,9 +168,20 @@ def _add_run_commands(commands: Any) -> None:
 
 def _add_measuring_commands(commands: Any) -> None:
     """Adds the commands that measure trained agents."""
-    evaluate = _add(commands, "evaluate", _evaluate, "measure agents on question sets: CONFIG [key=value ...]")
-    evaluate.add_argument("config", help="a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml")
-    evaluate.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. sampling.temperature=0.7")
+    evaluate = _add(commands, "evaluate", _evaluate, "measure agents on question sets: RUN [QUESTIONS] or CONFIG")
+    evaluate.add_argument(
+        "config",
+        metavar="RUN_OR_CONFIG",
+        help="the folder of a trained run (the trained agent, the one before training, and without memory and search), "
+        "or a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml",
+    )
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="QUESTIONS",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. num_samples=4",
+    )
 
     compare = _add(commands, "compare", _compare, "compare two evaluated runs, question by question")
     compare.add_argument("first", metavar="A", help="the folder of an evaluated run, e.g. evaluations/search-qa/base")
@@ -181,10 +192,21 @@ def _add_measuring_commands(commands: Any) -> None:
         commands,
         "sweep",
         _sweep,
-        "measure agents under several memory budgets and seeds, and find how much is enough: CONFIG",
+        "measure agents under several memory budgets, and find how much is enough: RUN [QUESTIONS] or CONFIG",
     )
-    sweep.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_sweep.yaml")
-    sweep.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. budgets=[512,1024,2048]")
+    sweep.add_argument(
+        "config",
+        metavar="RUN_OR_CONFIG",
+        help="the folder of a trained run (its memory, a half of it, a quarter, ...), or a YAML file, e.g. "
+        "jobs/configs/tiny_sweep.yaml",
+    )
+    sweep.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="QUESTIONS",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. budgets=[512,1024]",
+    )
     _add_resume(sweep)
 
     budgets = _add(
@@ -415,9 +437,9 @@ def _chain(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from mempipe.checks.evaluation import check_suite
-    from mempipe.evaluation.suite import load_suite
+    from mempipe.studies.of_run import evaluation_of
 
-    suite = load_suite(arguments.config, arguments.overrides)
+    suite = evaluation_of(arguments.config, arguments.overrides)
     refuse(check_suite(suite))
     say(f"{suite.folder}: checked; loading")
     from pipelines.evaluate import main as evaluate
@@ -427,9 +449,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> None:
     from mempipe.checks.sweep import check_sweep
-    from mempipe.studies.sweep import load_sweep
+    from mempipe.studies.of_run import sweep_of
 
-    sweep = load_sweep(arguments.config, arguments.overrides)
+    sweep = sweep_of(arguments.config, arguments.overrides)
     refuse(check_sweep(sweep))
     say(f"{sweep.folder}: checked; loading")
     from pipelines.sweep import main as run_sweep

@@ -34,6 +34,14 @@ from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
 DEFAULT_AGENT = "memsearcher"
+MADE_BY_A_RUN = (
+    ("model", "path", ("model",)),
+    ("retrieval", "index", ("index",)),
+    ("data", "train", ("world/train.parquet", "questions/train.parquet")),
+    ("data", "validation", ("world/validation.parquet", "questions/test.parquet")),
+)
+"""Settings that name what a run with a `world`, a `cloze` section or a `model.source` makes, and its places in the
+run's folder."""
 
 
 class StreamConfig(Section):
@@ -191,6 +199,22 @@ class RunConfig(Section):
     def canary_tolerance(self) -> float:
         """Returns `generation.canary_tolerance`, or what follows from the model's dtype."""
         return self.generation.canary_tolerance or CANARY_TOLERANCE[self.model.dtype]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _made_by_the_run(cls, values: Any) -> Any:
+        """Empties settings that name what the run makes in its own folder: its config.yaml tells where that is, and a
+        run that is started with this file makes it, or goes on with it."""
+        if not isinstance(values, dict) or not isinstance(values.get("model") or {}, dict):
+            return values
+        if not (values.get("world") or values.get("cloze") or (values.get("model") or {}).get("source")):
+            return values
+        folder = Path(str(values.get("output", "runs"))) / str(values.get("name", "run"))
+        for section, name, places in MADE_BY_A_RUN:
+            settings = values.get(section)
+            if isinstance(settings, dict) and settings.get(name) in {str(folder / place) for place in places}:
+                values = {**values, section: {**settings, name: ""}}
+        return values
 
     @model_validator(mode="before")
     @classmethod

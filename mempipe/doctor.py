@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mempipe.checks.chain import check_chain
 from mempipe.checks.evaluation import check_suite
@@ -36,11 +37,13 @@ def examine(
     num_gpus: int | None = None,
     gpu: str = "",
 ) -> list[Finding]:
-    """Returns all findings about a config of any kind. `num_gpus` are those of a cluster that is elsewhere, and `gpu`
-    is their type, a name of `mempipe.engines.gpus`.
+    """Returns all findings about a config of any kind, or about a run's folder. `num_gpus` are those of a cluster that
+    is elsewhere, and `gpu` is their type, a name of `mempipe.engines.gpus`.
 
     Raises ConfigError when the settings themselves are wrong.
     """
+    if Path(path).is_dir():  # of a run, which is there already
+        path, resume = str(Path(path) / "config.yaml"), "always" if resume == "never" else resume
     if gpu and num_gpus is None:
         raise ConfigError(f"--gpu {gpu} says the type of the GPUs, but not their number; say so by --devices N")
     devices = None

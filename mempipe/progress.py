@@ -113,6 +113,8 @@ class Progress:
 
 def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     """Prints the results of a run, the places of its files, the missing records, and the next commands."""
+    from mempipe.reports.next_steps import next_steps  # it knows agents and question files
+
     report = json.loads((run.folder / "report.json").read_text())
     console = Console()
     table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
@@ -124,14 +126,13 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     console.print(table)
     if "note" in report:
         console.print(report["note"])
+    steps = next_steps(run.folder, run.config.model_dump(mode="json"))
     minutes = sum(run.seconds.values()) / 60
     lines = (
         f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}",
         *(f"Not on record: {loss}" for loss in losses),
         "Next:",
-        f"  mempipe trace {run.folder}                 read trajectories turn by turn",
-        f"  mlflow ui --backend-store-uri sqlite:///{run.folder.parent / 'mlflow.db'}   curves and traces",
-        "  mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml   what a real run needs",
+        *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
     )
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole

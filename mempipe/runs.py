@@ -105,10 +105,14 @@ class Run:
             self._config_before = _text(self.folder / _CONFIG)
             self._most_steps_unsaved = _most_steps_unsaved(config)
             self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
-            write_text(self.folder / _CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            self.resolved(config)
             self._save()
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
+
+    def resolved(self, config: RunConfig) -> None:
+        """Writes config.yaml anew, with the paths of what the run has made: model, index and questions."""
+        write_text(self.folder / _CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -96,6 +96,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             config = supervisor.attempt(partial(prepare, run))
             check_inputs(config)
             run.check_inputs(hash_inputs(config))
+            run.resolved(config)
             if newest := latest(run.folder / "checkpoints"):
                 read_state(newest)  # raises CheckpointError for a damaged one
         say("connecting to Ray")

@@ -84,12 +84,17 @@ def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) ->
     costs = step_costs(config, shape, placed, GPUS[devices.gpu])
     parts = {"engines": costs.generate, "reference": costs.reference, "learner": costs.learn, "driver": costs.driver}
     parts |= {"sync": costs.sync, "longest trajectory": costs.longest}
+    hours = costs.total * config.num_steps / 3600
     listed = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items() if seconds)
     return [
         note(
             f"a step on {devices.num_gpus} x {devices.gpu}: about {costs.total:.0f} s for {costs.tokens / 1e6:.1f} "
             f"million tokens ({listed}); it waits for {costs.bottleneck}. Arithmetic, not measured (docs/scale.md)"
-        )
+        ),
+        note(
+            f"the whole run, {config.num_steps:,} steps: about {hours:.3g} hours, {hours * devices.num_gpus:.3g} GPU "
+            f"hours of {devices.gpu}, evaluations and checkpoints apart"
+        ),
     ]
 
 

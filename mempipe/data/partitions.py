@@ -1,8 +1,9 @@
-"""The parts of a corpus that questions are about, and the one that stands for all when nobody names any."""
+"""The parts of a corpus: the one that is searched when nobody names any, and questions about it."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from mempipe.types import Question
@@ -14,3 +15,13 @@ def main_partition(questions: Sequence[Question]) -> str:
     counts = Counter(question.partition for question in questions)
     most = max(counts.values(), default=0)
     return min(name for name, count in counts.items() if count == most) if most > 1 else ""
+
+
+def example_questions(questions: Sequence[Question], *, partition: str) -> list[Question]:
+    """Returns the questions about a part of the corpus ("": about all of it), so that their hop counts take turns."""
+    by_hops: dict[int, list[Question]] = defaultdict(list)
+    for question in questions:
+        if partition in ("", question.partition):
+            by_hops[question.num_hops].append(question)
+    turns = itertools.zip_longest(*(by_hops[hops] for hops in sorted(by_hops)))
+    return [question for turn in turns for question in turn if question is not None]

@@ -27,6 +27,7 @@ from mempipe.reports.charts import (
     whole_percent,
 )
 from mempipe.reports.examples import examples
+from mempipe.reports.next_steps import next_steps
 from mempipe.reports.pages import render
 from mempipe.types import EndReason, Group
 
@@ -357,16 +358,7 @@ def _small_charts(data: ReportData) -> list[Figure]:
 def _commands(data: ReportData) -> list[tuple[str, str]]:
     """Returns commands and what they are for."""
     folder = data.folder or f"{data.settings.get('output', 'runs')}/{data.name}"
-    uri = data.settings.get("tracking", {}).get("uri") or f"sqlite:///{Path(folder).parent / 'mlflow.db'}"
-    return [
-        (f"mempipe trace {folder}", "read the trajectories turn by turn"),
-        (uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}", "curves and traces of all runs"),
-        (
-            f"mempipe train {folder}/config.yaml num_steps={2 * max(1, data.num_steps)} --resume",
-            "train on from the last checkpoint",
-        ),
-        ("mempipe doctor jobs/configs/memsearcher_qwen2.5-3b.yaml", "what a run with a real model needs"),
-    ]
+    return next_steps(Path(folder), {**data.settings, "num_steps": data.num_steps})
 
 
 def _section(title: str, *figures: Figure | None, style: str = "pair") -> FigureSection:

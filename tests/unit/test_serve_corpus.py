@@ -93,7 +93,7 @@ def test_a_visitor_may_search_another_part_or_all_of_it(service):
         return {p["id"].partition("/")[0] for turn in turns for s in turn["searches"] for p in s["passages"]}
 
     assert titles() == {"held-out-0"} and titles(partition="held-out-2") == {"held-out-2"}
-    assert len(titles(partition="")) > 1
+    assert titles(partition="") != {"held-out-0"}
 
 
 def test_the_examples_are_held_out_questions_of_that_part_and_hop_counts_take_turns(run):

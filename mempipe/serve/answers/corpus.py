@@ -8,12 +8,10 @@ has one answer in its own world only.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 from mempipe.config import RunConfig
-from mempipe.data.partitions import main_partition
+from mempipe.data.partitions import example_questions, main_partition
 from mempipe.data.qa import iter_questions
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.serve.answers.api import CorpusReply, ExampleReply
@@ -47,7 +45,7 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
         raise ConfigError(
             f"partition is {partition!r}, which is none of the {len(partitions)} of retrieval.index (e.g. {some})"
         )
-    fitting = [question for question in questions if partition in ("", question.partition)]
+    fitting = example_questions(questions, partition=partition)
     if reads:
         fitting = [question for question in fitting if len(question.context) <= MAX_TEXT_CHARS]
     return CorpusReply(
@@ -60,7 +58,7 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
                 partition=question.partition,
                 text=question.context if reads else "",
             )
-            for question in _turned(fitting)[:NUM_EXAMPLES]
+            for question in fitting[:NUM_EXAMPLES]
         ],
     )
 
@@ -73,12 +71,3 @@ def _held_out(main: RunConfig) -> list[Question]:
 def _partitions(index: str) -> list[str]:
     manifest, _ = read_manifest(Path(index))
     return list(manifest.passages.partitions)
-
-
-def _turned(questions: Sequence[Question]) -> list[Question]:
-    """Returns the questions so that their hop counts take turns."""
-    by_hops: dict[int, list[Question]] = defaultdict(list)
-    for question in questions:
-        by_hops[question.num_hops].append(question)
-    rounds = itertools.zip_longest(*(by_hops[hops] for hops in sorted(by_hops)))
-    return [question for turn in rounds for question in turn if question is not None]

@@ -1,0 +1,100 @@
+"""What a trained run is measured by where no file says it: `mempipe evaluate RUN`, `mempipe sweep RUN`.
+
+The evaluation asks whether training helped, and whether memory and search are what it helped: the trained agent, the
+one that training started from, and the trained one without memory and without search. The sweep asks how small the
+memory of the trained agent may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mempipe.agents.budget import MemoryBudget
+from mempipe.config import RunConfig
+from mempipe.data.rows import is_remote
+from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
+from mempipe.loader import load_values, parse_overrides, parse_section, section_values
+from mempipe.settings import ConfigError
+from mempipe.studies.sweep import SweepConfig, load_sweep
+
+NUM_HELD_OUT = 96
+"""Held-out questions of the run that are asked; of a file that is named all are."""
+BUDGET_SHARES = (16, 8, 4, 2, 1)
+"""A sweep tries the memory's budget divided by each of them."""
+
+
+def evaluation_of(source: str, words: Sequence[str] = ()) -> EvaluationSuite:
+    """Returns the evaluation that a YAML file describes, or that of a run's folder. `words` are the rest of the command
+    line: overrides, and for a folder a question file. Raises ConfigError."""
+    if not Path(source).is_dir():
+        return load_suite(source, words)
+    questions, overrides = _questions_and_overrides(words)
+    config = _config(source)
+    return parse_section(_suite(source, config, questions, _rows(source, config), overrides), EvaluationSuite)
+
+
+def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
+    """Returns the sweep over memory budgets that a YAML file describes, or that of a run's folder. `words` as in
+    `evaluation_of`. Raises ConfigError."""
+    if not Path(source).is_dir():
+        return load_sweep(source, words)
+    questions, overrides = _questions_and_overrides(words)
+    config = _config(source)
+    if not isinstance(config.budget, MemoryBudget):
+        raise ConfigError(
+            f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
+        )
+    values = _suite(source, config, questions, [{"name": "trained", "config": source}], {})
+    tokens = config.budget.memory_tokens
+    values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
+    return parse_section(merged(values, overrides), SweepConfig)
+
+
+def _questions_and_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    files = [word for word in words if "=" not in word or Path(word).exists()]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r} is neither key=value nor the question file, which is {files[0]!r} already")
+    return next(iter(files), ""), parse_overrides([word for word in words if word not in files])
+
+
+def _config(folder: str) -> RunConfig:
+    if not (Path(folder) / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is a folder without a config.yaml; give the folder of a run, or a YAML file")
+    return run_config(EvaluatedRun(name="trained", config=folder), name="trained", ordered=False)
+
+
+def _rows(folder: str, config: RunConfig) -> list[dict[str, Any]]:
+    """Returns the rows of the table, as far as the run has them."""
+    rows: list[dict[str, Any]] = [{"name": "trained", "config": folder}]
+    start = Path(folder) / "warm_start"
+    if start.is_dir():
+        rows.append({"name": "warm start", "config": folder, "checkpoint": str(start)})
+    elif untrained := section_values(load_values(Path(folder) / "config.yaml"), "model").get("path"):
+        rows.append({"name": "untrained", "config": folder, "checkpoint": untrained})
+    if isinstance(config.budget, MemoryBudget):
+        rows.append({"name": "no memory", "config": folder, "control": "no_memory"})
+    if config.agent_spec.searches:
+        rows.append({"name": "no search", "config": folder, "control": "no_search"})
+    return rows
+
+
+def _suite(
+    folder: str, config: RunConfig, questions: str, rows: list[dict[str, Any]], overrides: dict[str, Any]
+) -> dict[str, Any]:
+    file = questions or config.data.validation
+    if not file:
+        raise ConfigError(
+            f"{folder} has no held-out questions (data.validation is empty); name a question file after the run"
+        )
+    if not (Path(file).exists() or is_remote(file)):
+        raise ConfigError(f"the question file {file} does not exist")
+    name = Path(folder).resolve().name
+    measured = Path(file).name.partition(".")[0] if questions else "held-out"
+    values: dict[str, Any] = {
+        "name": f"{name}-{measured}" if questions else name,
+        "runs": rows,
+        "benchmarks": [{"name": measured, "file": file, "num_questions": 0 if questions else NUM_HELD_OUT}],
+    }
+    return merged(values, overrides)

@@ -1,0 +1,179 @@
+"""What is measured of a trained run that is named by its folder alone, and the commands that a run ends with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from examples.own_reward.reward import right_with_few_searches
+from mempipe.cli import main
+from mempipe.data.qa import write_questions
+from mempipe.data.world import World, make_questions
+from mempipe.evaluation.suite import resolve_run
+from mempipe.loader import load_config, parse_config
+from mempipe.reports import next_steps as steps
+from mempipe.runs import Run
+from mempipe.settings import ConfigError
+from mempipe.studies.of_run import NUM_HELD_OUT, evaluation_of, sweep_of
+from mempipe.types import Question
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "jobs" / "configs"
+QUESTIONS = make_questions([World(seed, id=f"held-out-{seed}") for seed in range(2)], 12, seed=4)
+
+
+def make_run(folder: Path, name: str = "quickstart", *overrides: str, finished: bool = True) -> Path:
+    """What is read of a run's folder, without weights."""
+    config = load_config(CONFIGS / f"{name}.yaml", [f"name={folder.name}", f"output={folder.parent}", *overrides])
+    for made in ("huggingface", "warm_start", "index"):
+        (folder / made).mkdir(parents=True)
+    write_questions(folder / "world" / "validation.parquet", QUESTIONS)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (folder / "state.json").write_text(json.dumps({"finished": finished, "seconds": {}, "num_steps": 3}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return make_run(tmp_path / "runs" / "quick")
+
+
+def test_a_run_is_compared_with_its_start_and_without_memory_and_search(run):
+    suite = evaluation_of(str(run))
+    assert [each.name for each in suite.runs] == ["trained", "warm start", "no memory", "no search"]
+    configs = {each.name: resolve_run(suite, each) for each in suite.runs}
+    paths = {name: Path(config.model.path).name for name, config in configs.items()}
+    assert paths == dict.fromkeys(paths, "huggingface") | {"warm start": "warm_start"}
+    assert {config.retrieval.index for config in configs.values()} == {str(run / "index")}
+    (held_out,) = suite.benchmarks
+    assert (held_out.file, held_out.num_questions) == (str(run / "world" / "validation.parquet"), NUM_HELD_OUT)
+    assert (suite.name, suite.sampling.temperature) == ("quick", 0)
+
+
+def test_own_questions_are_all_asked_and_settings_may_follow(run, tmp_path):
+    write_questions(tmp_path / "mine.parquet", QUESTIONS[:3])
+    suite = evaluation_of(str(run), [str(tmp_path / "mine.parquet"), "num_samples=4", "sampling.temperature=0.7"])
+    (mine,) = suite.benchmarks
+    assert (suite.name, mine.name, mine.num_questions) == ("quick-mine", "mine", 0)
+    assert (suite.num_samples, suite.sampling.temperature) == (4, 0.7)
+
+
+def test_an_agent_is_not_measured_without_what_it_never_had(tmp_path):
+    react = evaluation_of(str(make_run(tmp_path / "react", "quickstart_react")))
+    assert [each.name for each in react.runs] == ["trained", "warm start", "no search"]
+    reader = evaluation_of(str(make_run(tmp_path / "reader", "quickstart_memagent")))
+    assert [each.name for each in reader.runs] == ["trained", "warm start", "no memory"]
+
+
+def test_without_a_warm_start_the_model_as_it_came_is_the_start(tmp_path):
+    run = make_run(tmp_path / "own", "quickstart", "world=null", "warm_start=null", "model.path=models/base")
+    (run / "warm_start").rmdir()
+    suite = evaluation_of(str(run), [str(run / "world" / "validation.parquet")])
+    assert [each.checkpoint for each in suite.runs] == ["", "models/base", "", ""]
+    assert suite.runs[1].name == "untrained"
+    with pytest.raises(ConfigError, match=r"has no held-out questions \(data\.validation is empty\)"):
+        evaluation_of(str(run))
+
+
+def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
+    sweep = sweep_of(str(run))
+    assert (sweep.budgets, [each.name for each in sweep.runs], sweep.name) == ([4, 8, 16, 32, 64], ["trained"], "quick")
+    assert sweep_of(str(run), ["budgets=[5]"]).budgets == [5]
+    with pytest.raises(ConfigError, match=r"'react', which has no budget\.memory_tokens"):
+        sweep_of(str(make_run(tmp_path / "react", "quickstart_react")))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sweep"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["RUN", "nowhere.jsonl"], "the question file nowhere.jsonl does not exist"),
+        (["RUN", "a.jsonl", "b.jsonl"], "'b.jsonl' is neither key=value nor the question file"),
+        (["RUN", "sampling.temprature=1"], "did you mean sampling.temperature"),
+        (["RUN/index"], "is a folder without a config.yaml"),
+        (["UNFINISHED"], "is an unfinished run (3 steps are done"),
+        (["nowhere"], "cannot read config nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, capsys, command, words, reason):
+    unfinished = make_run(tmp_path / "unfinished", finished=False)
+    (unfinished / "huggingface").rmdir()
+    words = [word.replace("RUN", str(run)).replace("UNFINISHED", str(unfinished)) for word in words]
+    assert main([command, *words]) == 2
+    said = capsys.readouterr().err
+    assert reason in said and "Traceback" not in said
+
+
+def test_the_commands_after_a_run_name_it_and_a_question_that_it_can_answer(run, monkeypatch):
+    monkeypatch.setattr(steps.shutil, "which", lambda name: f"{Path(sys.prefix) / 'bin' / name}")
+    commands = dict(steps.next_steps(run, {"num_steps": 30, "output": str(run.parent)}))
+    words = [shlex.split(command) for command in commands]
+    assert [each[1] for each in words] == ["ask", "serve", "trace", "evaluate", "sweep", "train", "ui"]
+    assert {each[0] for each in words} == {"mempipe", "mlflow"}
+    (asked,) = [question for question in QUESTIONS if question.text == words[0][3]][:1]
+    assert (words[0][2], asked.partition) == (str(run), "held-out-0")
+    assert next(iter(commands.values())) == f"ask it; the right answer is {asked.golden_answers[0]}"
+    assert words[5][2:] == [f"{run}/config.yaml", "num_steps=60", "--resume"]
+
+
+def test_a_program_is_named_by_its_path_where_the_shell_does_not_find_it(tmp_path, monkeypatch):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "mempipe").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.chdir(tmp_path)
+    for found in (None, "/usr/bin/mempipe"):
+        monkeypatch.setattr(steps.shutil, "which", lambda name, found=found: found)
+        assert steps.program() == ".venv/bin/mempipe"
+    monkeypatch.setattr(steps.shutil, "which", lambda name: str(tmp_path / ".venv" / "bin" / name))
+    assert steps.program() == "mempipe"
+
+
+def test_config_yaml_names_what_the_run_made_and_goes_on_from_it(tmp_path):
+    config = load_config(CONFIGS / "quickstart.yaml", [f"output={tmp_path}"])
+    run = Run(config)
+    folder = run.folder
+    made = {
+        "model": config.model.model_copy(update={"path": str(folder / "model")}),
+        "retrieval": config.retrieval.model_copy(update={"index": str(folder / "index")}),
+        "data": config.data.model_copy(
+            update={name: str(folder / "world" / f"{name}.parquet") for name in ("train", "validation")}
+        ),
+    }
+    run.resolved(config.model_copy(update=made))
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["model"]["path"] == str(folder / "model") and written["retrieval"]["index"] == str(folder / "index")
+    assert written["data"]["validation"] == str(folder / "world" / "validation.parquet")
+    assert load_config(folder / "config.yaml") == config
+    elsewhere = parse_config(written | {"name": "other"})
+    assert elsewhere.model.path == str(folder / "model")  # of another run, which is a model like any other
+
+
+def test_the_example_of_an_own_reward_is_the_quickstart_from_its_warm_start():
+    example = load_config(ROOT / "examples" / "own_reward" / "config.yaml").model_dump()
+    quickstart = load_config(CONFIGS / "quickstart.yaml").model_dump()
+    differing = {name for name in example if example[name] != quickstart[name]}
+    of_its_own = {"name", "num_steps", "reward", "evaluation", "checkpoint"}
+    assert differing - of_its_own == {"model", "retrieval", "data", "world", "warm_start"}
+    assert example["retrieval"] == quickstart["retrieval"] | {"index": "runs/quickstart/index"}
+    assert example["model"] == quickstart["model"] | {"path": "runs/quickstart/warm_start"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "searches", "reward"), [("Oslo", 2, 0.9), (" Oslo\n", 1, 0.95), ("Bergen", 1, -0.05), (None, 0, 0.0)]
+)
+def test_the_example_pays_for_right_answers_and_takes_for_searches(answer, searches, reward):
+    question = Question(id="q", text="?", golden_answers=["Oslo"])
+    contexts = [SimpleNamespace(searches=["a search"]) for _ in range(searches)]
+    attempt: Any = SimpleNamespace(answer=answer, contexts=contexts)
+    assert right_with_few_searches(attempt, question) == {
+        "reward": pytest.approx(reward),
+        "right": float(reward > 0),
+        "searches": searches,
+    }
