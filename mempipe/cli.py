@@ -155,6 +155,7 @@ def _add_run_commands(commands: Any) -> None:
         help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, or your own module), chain, "
         "evaluation, sweep, index, documents, service, or agent-service",
     )
+    config.add_argument("--short", action="store_true", help="of a run only what almost every run sets")
 
     export = _add(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
@@ -521,7 +522,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> None:
     from mempipe.template import config_lines
 
-    print("\n".join(config_lines(arguments.kind)))
+    print("\n".join(config_lines(arguments.kind, short=arguments.short)))
 
 
 def _trace(arguments: argparse.Namespace) -> None:

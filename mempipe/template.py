@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mempipe.agents.registry import BUILT_IN
+from mempipe.agents.memtrain import MemTrain
+from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.config import RunConfig
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of
+from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of, setting_names
 from mempipe.masking.documents import MemtrainConfig
-from mempipe.retrieval.config import IndexConfig, ServiceConfig
+from mempipe.retrieval.config import IndexConfig, RetrievalConfig, ServiceConfig
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.settings import ConfigError, Section
 from mempipe.studies.chain import ChainConfig
@@ -46,11 +47,45 @@ EXAMPLES: dict[type[Section], dict[str, Any]] = {
 """Values of the settings that have no default."""
 
 
-def config_lines(kind: str) -> list[str]:
-    """Returns the lines of a YAML file: a run of the agent `kind`, or one of KINDS. Raises ConfigError."""
+OFTEN_SET = (
+    "name",
+    "num_steps",
+    "model.path",
+    "agent.name",
+    "budget.memory_tokens",
+    "budget.chunk_tokens",
+    "budget.max_turns",
+    "budget.context_tokens",
+    "retrieval.index",
+    "retrieval.num_passages",
+    "reward.function",
+    "algorithm.group_size",
+    "algorithm.groups_per_step",
+    "optimizer.lr",
+    "learner.max_tokens_per_micro_batch",
+    "data.train",
+    "data.validation",
+    "evaluation.every_steps",
+    "checkpoint.every_steps",
+)
+"""What almost every run sets, as far as its agent has it."""
+Wanted = Callable[[str], bool]
+"""Tells whether a setting is printed, by its dotted name."""
+
+
+def config_lines(kind: str, *, short: bool = False) -> list[str]:
+    """Returns the lines of a YAML file: a run of the agent `kind`, or one of KINDS. `short` leaves of a run what almost
+    every run sets. Raises ConfigError."""
     if kind in BUILT_IN or "." in kind:
         run = parse_config({"agent": {"name": kind}})
-        return [f"# A training run of {kind}: `mempipe train FILE`", *_section_lines(RunConfig, run)]
+        unused = unused_settings(run.agent_spec)
+        if short:
+            title = f"# A training run of {kind}: `mempipe train FILE`; `mempipe config {kind}` prints all settings"
+            return [title, *_section_lines(RunConfig, run, lambda name: name in OFTEN_SET and name not in unused)]
+        title = f"# A training run of {kind}: `mempipe train FILE`"
+        return [title, *_section_lines(RunConfig, run, lambda name: name not in unused)]
+    if short:
+        raise ConfigError(f"--short is for a run of an agent, and {kind!r} is none; leave it out")
     sections: dict[str, tuple[type[Section], str]] = {
         "chain": (ChainConfig, "# A chain of training stages: `mempipe chain FILE`"),
         "evaluation": (EvaluationSuite, "# An evaluation: `mempipe evaluate FILE`"),
@@ -68,16 +103,42 @@ def config_lines(kind: str) -> list[str]:
     return [title, *(deployed[kind](lines) if kind in deployed else lines)]
 
 
-def _section_lines(section: type[BaseModel], values: BaseModel) -> Iterator[str]:
-    """Yields every setting below its documentation. Sections are indented; one that is not set is commented out."""
+def unused_settings(spec: AgentSpec) -> set[str]:
+    """Returns the dotted names of what means nothing to a run of the agent, and of what mempipe itself sets."""
+    unused = {"tracking.parent_run_id"}
+    if not spec.searches:
+        unused |= {f"retrieval.{name}" for name in setting_names(RetrievalConfig)}
+    if not issubclass(spec.agent, MemTrain):
+        unused |= {"reward.recall_weight", "reward.recall_match", "algorithm.recall_group"}
+    if spec.reward_formats == ("none",):
+        unused |= {f"reward.{name}" for name in ("format", "structure_score", "retrieval_score", "attempt_score")}
+    if spec.grows:
+        unused |= {"reward.memory_token_cost", "reward.information_weight"}
+    return unused
+
+
+def _every(name: str) -> bool:
+    return True
+
+
+def _section_lines(
+    section: type[BaseModel], values: BaseModel, wanted: Wanted = _every, prefix: str = ""
+) -> Iterator[str]:
+    """Yields every setting that is wanted below its documentation. Sections are indented; one that is not set is
+    commented out, and one of which nothing is wanted is left out."""
     for name, field in section.model_fields.items():
         value = getattr(values, name)
         inner = type(value) if isinstance(value, Section) else section_of(field.annotation)
-        yield from _comment(_meaning(field, inner))
         if isinstance(value, Section):
-            yield f"{name}:"
-            yield from _indented(_section_lines(type(value), value))
-        elif isinstance(value, dict) and inner is not None:
+            if lines := list(_section_lines(type(value), value, wanted, f"{prefix}{name}.")):
+                yield from _comment(_meaning(field, inner))
+                yield f"{name}:"
+                yield from _indented(lines)
+            continue
+        if not wanted(prefix + name):
+            continue
+        yield from _comment(_meaning(field, inner))
+        if isinstance(value, dict) and inner is not None:
             yield f"{name}:"
             for key, item in value.items():
                 head = [*_comment(inspect.getdoc(inner) or ""), f"{key}:"]

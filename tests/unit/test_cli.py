@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,8 +13,15 @@ import yaml
 from mempipe.agents.registry import BUILT_IN
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
-from mempipe.evaluation.suite import load_suite
-from mempipe.loader import load_config, load_documents_config, load_index_config, load_service_config, parse_section
+from mempipe.evaluation.suite import load_suite, merged
+from mempipe.loader import (
+    load_config,
+    load_documents_config,
+    load_index_config,
+    load_service_config,
+    parse_config,
+    parse_section,
+)
 from mempipe.retrieval.build import build_index
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.studies.chain import load_chain
@@ -44,7 +52,12 @@ def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsy
         loaded = parse_section(given, AgentServiceConfig)
     else:
         loaded = loaders.get(kind, load_config)(tmp_path / "c.yaml")
-    assert json.loads(loaded.model_dump_json()) == given
+    whole = json.loads(loaded.model_dump_json())
+    assert merged(whole, given) == whole
+    if kind in BUILT_IN or "." in kind:
+        assert loaded == parse_config({"agent": {"name": kind}})
+    else:
+        assert given == whole
     assert (
         kind in (*KINDS[len(BUILT_IN) :], given.get("agent", {}).get("name"))
         and max(map(len, text.splitlines())) <= 120
@@ -60,6 +73,46 @@ def test_every_setting_stands_below_its_meaning(kind, capsys):
     last = next((i for i in range(first, len(lines)) if lines[i].startswith("  - name: agent")), len(lines))
     settings = [i for i in range(first, last) if re.match(r"\s*(- )?\w+:", lines[i])]
     assert settings and not [lines[i] for i in settings if not lines[i - 1].lstrip().startswith("#")]
+
+
+def settings_in(values: dict[str, Any], prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, value in values.items():
+        found |= settings_in(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+    return found
+
+
+def test_a_config_holds_no_setting_that_its_agent_does_not_use(capsys):
+    printed = {}
+    for agent in BUILT_IN:
+        assert main(["config", agent]) == 0
+        printed[agent] = settings_in(yaml.safe_load(capsys.readouterr().out))
+    have = {
+        setting: {agent for agent in BUILT_IN if setting in printed[agent]}
+        for setting in ("retrieval.index", "reward.recall_weight", "reward.attempt_score", "reward.memory_token_cost")
+    }
+    assert have == {
+        "retrieval.index": {"memsearcher", "mem1", "react"},
+        "reward.recall_weight": {"memtrain"},
+        "reward.attempt_score": {"react"},
+        "reward.memory_token_cost": {"memsearcher", "memagent", "memtrain", "mem1"},
+    }
+    assert "tracking.parent_run_id" not in set().union(*printed.values())
+
+
+@pytest.mark.parametrize("agent", BUILT_IN)
+def test_a_short_config_holds_what_a_run_sets_and_loads(agent, tmp_path, capsys):
+    assert main(["config", agent, "--short"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "c.yaml").write_text(text)
+    assert load_config(tmp_path / "c.yaml") == parse_config({"agent": {"name": agent}})
+    settings = settings_in(yaml.safe_load(text))
+    assert 13 <= len(settings) <= 17 and {"model.path", "data.train", "optimizer.lr"} <= settings
+
+
+def test_only_a_run_has_a_short_config(capsys):
+    assert main(["config", "evaluation", "--short"]) == 2
+    assert "--short is for a run of an agent, and 'evaluation' is none" in capsys.readouterr().err
 
 
 def test_config_of_no_kind_is_refused(capsys):
