@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mempipe.serve.answers.api import TurnReply
 
 EXIT_CONFIG = 2
+_SERVED_INDEX = "settings.retrieval.index="
 EXIT_RUN = 1
 
 
@@ -646,6 +647,7 @@ def _service_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"{arguments.source} does not exist; give a run's folder or its config, or a model with --index"
         )
+    _check_served(arguments)
     is_run = arguments.source.endswith((".yaml", ".yml")) or (Path(arguments.source) / "state.json").exists()
     settings: dict[str, Any] = {"run" if is_run else "checkpoint": arguments.source}
     settings |= parse_overrides(arguments.settings)
@@ -691,6 +693,21 @@ def _ask(arguments: argparse.Namespace) -> int:
         return EXIT_RUN
     print(reply.answer.strip())
     return 0
+
+
+def _check_served(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for what can be known before Ray and transformers are imported."""
+    from mempipe.config import RunConfig
+    from mempipe.serve.config import AgentServiceConfig
+
+    for word in arguments.settings:
+        section = word.partition("=")[0].partition(".")[0]
+        if section in RunConfig.model_fields and section not in AgentServiceConfig.model_fields:
+            raise ConfigError(f"{word}: {section} is of the run, not of the service; write settings.{word}")
+    index = [arguments.index, *(w.partition("=")[2] for w in arguments.settings if w.startswith(_SERVED_INDEX))]
+    for folder in filter(None, index):
+        if not Path(folder).is_dir():
+            raise ConfigError(f"retrieval.index is {folder!r}, which is no folder; `mempipe index build` makes one")
 
 
 def _key(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from mempipe.config import RunConfig
-from mempipe.engines.checkpoint import step_of
+from mempipe.engines.checkpoint import checkpoints, step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import load_config
 from mempipe.provenance import MADE_OF, questions_sha256, read_record, write_record
@@ -97,14 +97,24 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
     _check_folders(run, target)
-    config = load_config(run / "config.yaml")
-    from mempipe.engines.export import choose_checkpoint, export_checkpoint  # torch, for what can still be right
+    config, checkpoint = load_config(run / "config.yaml"), choose_checkpoint(run, step)
+    from mempipe.engines.export import export_checkpoint  # torch, for what can still be right
 
-    checkpoint = choose_checkpoint(run, step)
     files = agent_files(run, step=step_of(checkpoint))
     export_checkpoint(checkpoint, _trained_model(run, config), target)
     _write(target, files)
     return target
+
+
+def choose_checkpoint(run: Path, step: int | None) -> Path:
+    """Returns the checkpoint of the run in `run` after learner step `step`; None: the newest. Raises ConfigError."""
+    found = {step_of(path): path for path in checkpoints(run / "checkpoints")}
+    if not found:
+        raise ConfigError(f"{run} holds no checkpoint")
+    if step is not None and step not in found:
+        known = ", ".join(f"{each} ({found[each].name})" for each in sorted(found))
+        raise ConfigError(f"--step is {step}; {run / 'checkpoints'} holds those after the learner steps {known}")
+    return found[max(found) if step is None else step]
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,10 @@ def check_writable(folder: Path, *, setting: str) -> Finding:
         return fatal(f"{setting} is {str(folder)!r}, but {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         return fatal(f"{setting} is {str(folder)!r}: no permission to write to {existing}")
+    try:  # what the permissions allow is not all: /proc, a full disk, one that is mounted to be read only
+        tempfile.TemporaryDirectory(dir=existing, prefix=".mempipe-").cleanup()
+    except OSError as error:
+        return fatal(f"{setting} is {str(folder)!r}: no folder can be made in {existing}: {error.strerror}")
     return ok(f"{setting}: {folder}")
 
 

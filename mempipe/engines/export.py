@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
-from mempipe.engines.checkpoint import CheckpointError, checkpoints, read_state, reason, step_of
+from mempipe.engines.checkpoint import CheckpointError, read_state, reason
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import full_state_dict, load_policy
 from mempipe.engines.sharded_checkpoint import load_tensors
-from mempipe.settings import ConfigError
 from mempipe.storage.checksums import write_checksums
 from mempipe.storage.files import whole_folder
 
@@ -32,17 +31,6 @@ _COPIED_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-
-
-def choose_checkpoint(run: Path, step: int | None) -> Path:
-    """The checkpoint of the run in `run` after learner step `step`; None: the newest. Raises ConfigError."""
-    found = {step_of(path): path for path in checkpoints(run / "checkpoints")}
-    if not found:
-        raise ConfigError(f"{run} holds no checkpoint")
-    if step is not None and step not in found:
-        known = ", ".join(map(str, sorted(found)))
-        raise ConfigError(f"--step is {step}; {run} holds checkpoints of the steps {known}")
-    return found[max(found) if step is None else step]
 
 
 def export_checkpoint(checkpoint: Path, model: ModelConfig, target: Path) -> Path:

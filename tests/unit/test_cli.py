@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from mempipe.agents.registry import BUILT_IN
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
+from mempipe.engines.checkpoint import Position
 from mempipe.evaluation.suite import load_suite, merged
 from mempipe.loader import (
     load_config,
@@ -251,10 +253,25 @@ def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
     [
         (["serve", "runs/nothing"], "runs/nothing does not exist; give a run's folder"),
         (["data", "cloze", "nowhere.jsonl", "out"], "nowhere.jsonl does not exist"),
+        (["data", "cloze", "nowhere.txt", "out"], "nowhere.txt does not exist"),
+        (["serve", "HERE", "--index", "nowhere"], "retrieval.index is 'nowhere', which is no folder"),
+        (["serve", "HERE", "settings.retrieval.index=nowhere"], "retrieval.index is 'nowhere', which is no folder"),
+        (
+            ["serve", "HERE", "budget.max_turns=3"],
+            "budget is of the run, not of the service; write settings.budget",
+        ),
+        (["export", "HERE", "out", "--step", "15"], "holds those after the learner steps 20 (step-00000040)"),
+        (["train", "HERE/config.yaml", "output=/proc/runs"], "no folder can be made in /proc"),
         (["model", "import", "nothing", "out"], "nothing is neither a GGUF file nor an installed package"),
     ],
 )
-def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(words, message):
+def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(words, message, tmp_path):
+    (tmp_path / "config.yaml").write_text((ROOT / "jobs/configs/quickstart.yaml").read_text())
+    made = tmp_path / "checkpoints" / "step-00000040"
+    made.mkdir(parents=True)
+    state = {"num_updates_done": 40, "ranks": "2 cpu", "position": asdict(Position(step=20))}
+    (made / "state.json").write_text(json.dumps(state))
+    words = [word.replace("HERE", str(tmp_path)) for word in words]
     heavy = "[name for name in ('ray', 'torch') if name in sys.modules]"
     code = f"import sys; from mempipe.cli import main; code = main({words!r}); print({heavy}); sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
