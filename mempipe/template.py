@@ -57,7 +57,6 @@ OFTEN_SET = (
     "budget.max_turns",
     "budget.context_tokens",
     "retrieval.index",
-    "retrieval.num_passages",
     "reward.function",
     "algorithm.group_size",
     "algorithm.groups_per_step",
@@ -66,7 +65,6 @@ OFTEN_SET = (
     "data.train",
     "data.validation",
     "evaluation.every_steps",
-    "checkpoint.every_steps",
 )
 """What almost every run sets, as far as its agent has it."""
 Wanted = Callable[[str], bool]

@@ -56,6 +56,8 @@ def program(name: str = "mempipe") -> str:
 
 def _trained(folder: Path) -> RunConfig | None:
     """Returns the config that the trained agent is asked with; None for a run that has not exported it yet."""
+    if not (folder / "state.json").exists():
+        return None
     try:
         return run_config(EvaluatedRun(name="trained", config=str(folder)), name="trained", ordered=False)
     except ConfigError:
@@ -68,7 +70,12 @@ def _asking(mempipe: str, run: str, config: RunConfig) -> list[tuple[str, str]]:
     if question is None:
         return [serving]
     meaning = f"ask it; the right answer is {' or '.join(question.golden_answers)}"
-    return [(f"{mempipe} ask {run} {shlex.quote(question.text)}", meaning), serving]
+    return [(f"{mempipe} ask {run} {_quoted(question.text)}", meaning), serving]
+
+
+def _quoted(text: str) -> str:
+    """Returns the text as one word of a shell, in double quotes where nothing in it means something there."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def _question(config: RunConfig) -> Question | None:

@@ -165,10 +165,10 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
         yield url, service
 
 
-def welcome_lines(source: str, url: str, settings: dict[str, Any]) -> list[str]:
+def welcome_lines(url: str, settings: dict[str, Any]) -> list[str]:
     """Says where the service is, what it searches, and how a question is asked of which the answer is known."""
     config = parse_section(settings, AgentServiceConfig)
-    searched = searched_by(resolve(config), config)
+    searched, source = searched_by(resolve(config), config), config.run or config.checkpoint
     lines = [f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1"]
     if searched.partition:
         lines.append(
@@ -181,7 +181,7 @@ def welcome_lines(source: str, url: str, settings: dict[str, Any]) -> list[str]:
         if example.partition != searched.partition:
             asked["partition"] = example.partition
         lines.append(f"try a held-out question, whose right answer is {' or '.join(example.golden_answers)}:")
-    body = shlex.quote(json.dumps(asked, ensure_ascii=False))
+    body = shlex.quote(json.dumps(asked, ensure_ascii=False).replace("'", "\\u0027"))  # an apostrophe ends its quotes
     return [*lines, f"  curl {url}/v1/answer -H 'content-type: application/json' -d {body}"]
 
 
@@ -194,7 +194,7 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
-        print("\n".join(welcome_lines(source, url, settings)), flush=True)
+        print("\n".join(welcome_lines(url, settings)), flush=True)
         while not stop.is_set():
             wake.wait()
             wake.clear()

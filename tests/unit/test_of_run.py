@@ -120,6 +120,7 @@ def test_the_commands_after_a_run_name_it_and_a_question_that_it_can_answer(run,
     (asked,) = [question for question in QUESTIONS if question.text == words[0][3]][:1]
     assert (words[0][2], asked.partition) == (str(run), "held-out-0")
     assert next(iter(commands.values())) == f"ask it; the right answer is {asked.golden_answers[0]}"
+    assert f'"{asked.text}"' in next(iter(commands))
     assert words[5][2:] == [f"{run}/config.yaml", "num_steps=60", "--resume"]
 
 

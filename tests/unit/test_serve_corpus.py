@@ -131,8 +131,9 @@ def test_an_agent_that_reads_is_offered_texts(tmp_path):
 
 
 def test_the_first_words_of_the_service_hold_a_question_and_its_answer(run):
-    lines = welcome_lines("runs/quick", "http://127.0.0.1:8000", {"run": str(run)})
+    lines = welcome_lines("http://127.0.0.1:8000", {"run": str(run)})
     words = shlex.split(lines[-1])
+    assert lines[-1].count("'") == 4  # the header and the body, each between two
     asked = json.loads(words[words.index("-d") + 1])
     (example, *_) = searched(run=str(run)).examples
     assert asked == {"question": example.question} and "'held-out-0'" in lines[1]
