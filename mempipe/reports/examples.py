@@ -94,8 +94,9 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
     served = main_partition([after.question for _, after in pairs])
     pairs.sort(key=lambda pair: (pair[1].question.partition != served, -pair[1].question.num_hops, pair[1].question.id))
     repaired = [pair for pair in pairs if not _is_right(pair[0]) and _is_right(pair[1])]
+    here = [pair for pair in repaired if pair[1].question.partition == served]
     wrong = [pair for pair in pairs if not _is_right(pair[1])]
-    chosen = _spread(repaired)[: _NUM_EXAMPLES - bool(wrong)] + wrong[:1]
+    chosen = [*_spread(here), *_spread(repaired[len(here) :])][: _NUM_EXAMPLES - bool(wrong)] + wrong[:1]
     others = [pair for pair in pairs if pair not in chosen]
     return chosen + others[: _NUM_EXAMPLES - len(chosen)]
 
