@@ -12,11 +12,13 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-WIDE, SMALL = (560, 300), (360, 210)  # width and height in px; the page scales them
+WIDE, SMALL, NARROW = (560, 300), (360, 210), (320, 260)  # width and height in px; the page scales them
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
 _SHARE_SIZE = (1000, 1)  # the page stretches it
 _CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
+_LEAST_NOTE_ROOM = 60  # px; notes below narrower groups would be columns of single words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawn chart; sizes in px. With a `style` the page stretches it to any shape."""
+    """A drawn chart; sizes in px. With a `style` the page stretches it to any shape. `narrow` is the same chart for a
+    phone, where the texts of a wide one would be too small to read."""
 
     title: str
     width: int
     height: int
     shapes: Sequence[Shape]
     style: str = ""
+    narrow: Chart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line. `style` is a class of the style sheet; points that are not finite leave a gap.
+    """A line. `style` is a class of the style sheet; points that are not finite leave a gap. Without `joined` its
+    markers stand alone.
 
     An interval is drawn as a whisker: x and its two ends.
     """
@@ -71,6 +76,7 @@ class Series:
     style: str
     points: Sequence[tuple[float, float]]
     markers: bool = False
+    joined: bool = True
     intervals: Sequence[tuple[float, float, float]] = ()
 
 
@@ -100,6 +106,19 @@ def percent(value: float) -> str:
 def whole_percent(value: float) -> str:
     """Writes 0.625 as 62 %, for narrow places, and what would round to 0 as <1 %."""
     return "<1 %" if 0 < value < 0.005 else f"{100 * value:.0f} %"
+
+
+def bare_percent(value: float) -> str:
+    """Writes 0.625 as 62, where the axis says that it is percent."""
+    return whole_percent(value).removesuffix(" %")
+
+
+def _nothing(value: float) -> str:
+    return ""
+
+
+def _width(texts: Sequence[str]) -> float:
+    return max(map(len, texts), default=0) * _VALUE_CHAR_WIDTH
 
 
 def number(value: float) -> str:
@@ -146,18 +165,26 @@ def line_chart(
     parts = [*_grid(plot, y_ticks, y_format), *_x_axis(plot, [t for t in x_ticks if x_low <= t <= x_high], x_label)]
     for line in series:
         parts += _line(plot, line)
-    return _chart(title, parts, size)
+    chart = _chart(title, parts, size)
+    if size != WIDE:
+        return chart
+    options: dict[str, Any] = {"title": title, "x_label": x_label, "y_format": y_format, "y_max": y_max}
+    return replace(chart, narrow=line_chart(series, **options, size=NARROW))
 
 
-def bar_chart(groups: Sequence[BarGroup], *, title: str, y_max: float | None = None) -> Chart:
+def bar_chart(
+    groups: Sequence[BarGroup], *, title: str, y_max: float | None = None, size: tuple[int, int] = WIDE
+) -> Chart:
     """Draws shares as bars side by side in groups, each with its value above it and, where given, its interval."""
     drawn = [bar for group in groups for bar in group.bars if bar is not None]
     tops = [max(bar.value, bar.high or 0.0) for bar in drawn]
     y_ticks = _ticks(0.0, y_max or max(tops, default=1.0) or 1.0, 5)
-    plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]))
+    plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]), size=size)
     room = plot.px(1) - plot.px(0)
     widths = [min(44.0, 0.76 * room / max(1, len(group.bars))) for group in groups]
-    fits = max((len(percent(bar.value)) for bar in drawn), default=0) * _VALUE_CHAR_WIDTH <= min(widths, default=0.0)
+    formats, shortest = ((percent,), whole_percent) if size == WIDE else ((whole_percent, bare_percent), _nothing)
+    fitting = (each for each in formats if _width([each(bar.value) for bar in drawn]) <= min(widths, default=0.0))
+    write = next(fitting, shortest)
     parts = _grid(plot, y_ticks, percent)
     num_rows = 0
     for index, (group, width) in enumerate(zip(groups, widths, strict=True)):
@@ -165,13 +192,15 @@ def bar_chart(groups: Sequence[BarGroup], *, title: str, y_max: float | None = N
         left = centre - width * len(group.bars) / 2
         for place, bar in enumerate(group.bars):
             if bar is not None:
-                parts += _bar(plot, bar, left + place * width, width, percent if fits else whole_percent)
+                parts += _bar(plot, bar, left + place * width, width, write)
         below = [(line, "label") for line in _wrapped(group.label, room)]
         notes = [(line, "tick") for part in group.note.splitlines() for line in _wrapped(part, room)]
+        notes = notes if room >= _LEAST_NOTE_ROOM else []
         num_rows = max(num_rows, len(below) + len(notes))
         for row, (text, style) in enumerate([*below, *notes]):
             parts.append(_text(text, centre, plot.bottom + 17 + _ROW * row, style))
-    return _chart(title, parts, (WIDE[0], WIDE[1] + _ROW * max(0, num_rows - 2)))
+    chart = _chart(title, parts, (size[0], size[1] + _ROW * max(0, num_rows - 2)))
+    return replace(chart, narrow=bar_chart(groups, title=title, y_max=y_max, size=NARROW)) if size == WIDE else chart
 
 
 def share_bar(parts: Sequence[tuple[str, float]], *, title: str) -> Chart:
@@ -244,7 +273,7 @@ def _line(plot: _Plot, line: Series) -> list[Shape]:
             runs.append([])
     parts = [_rule(plot.px(x), plot.py(low), plot.px(x), plot.py(high), "interval") for x, low, high in line.intervals]
     for run in runs:
-        if len(run) > 1:
+        if len(run) > 1 and line.joined:
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
             parts.append(Shape(tag="polyline", place={"points": points}, style=f"line {line.style}"))
         if line.markers or len(run) == 1:
@@ -267,7 +296,7 @@ def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[floa
 
 
 def _wrapped(text: str, room: float) -> list[str]:
-    return textwrap.wrap(text, max(4, int(room / _CHAR_WIDTH)))
+    return textwrap.wrap(text, max(4, math.ceil(room / _CHAR_WIDTH)))
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Shape:

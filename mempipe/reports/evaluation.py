@@ -29,7 +29,8 @@ from mempipe.evaluation.table import (
     percent_text,
     score_tables,
 )
-from mempipe.reports.charts import Figure, with_legend
+from mempipe.reports.charts import Figure, percent, with_legend
+from mempipe.reports.evaluation_examples import side_by_side
 from mempipe.reports.evaluation_figures import (
     cause_lines,
     causes_by_run,
@@ -38,7 +39,7 @@ from mempipe.reports.evaluation_figures import (
     scores_by_hops,
     scores_by_set,
 )
-from mempipe.reports.pages import render
+from mempipe.reports.pages import Tile, render
 from mempipe.storage.files import write_text
 from mempipe.studies.compare import compare_rows
 from mempipe.tracking.mlflow_writer import without_credentials
@@ -67,12 +68,21 @@ _COSTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSection:
-    """A table of the page: its head and lines, and the names of the lines that are published numbers."""
+    """A table of the page: its head and lines, and the names of the lines that are published numbers. A page shows the
+    lines of a `long` one as columns where that makes it less wide.
+    """
 
     title: str
     lines: list[list[str]]
     published: Sequence[str] = ()
     note: str = ""
+    long: bool = False
+
+    @property
+    def upright(self) -> list[list[str]]:
+        """The lines as a page shows them."""
+        is_wide = self.long and len(self.lines[0]) > len(self.lines)
+        return [list(column) for column in zip(*self.lines, strict=True)] if is_wide else self.lines
 
 
 def write_evaluation_report(
@@ -95,7 +105,16 @@ def write_evaluation_report(
     figures = [*_score_figures(cells, tables, suite), plot]
     texts = {
         "report.md": _markdown(suite, sections, has_plot=plot is not None),
-        "report.html": _page(suite, sections, [figure for figure in figures if figure is not None]),
+        "report.html": render(
+            "evaluation.html",
+            name=suite.name,
+            facts=[*_head(suite), "a question that failed counts with 0"],
+            tiles=_tiles(tables),
+            examples=side_by_side(folder, cells, configs),
+            sections=sections,
+            figures=[figure for figure in figures if figure is not None],
+            metrics=definitions(),
+        ),
         "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
     }
     if plot is not None:
@@ -292,14 +311,29 @@ def _sections(
     if differences := _differences(cells, suite):
         sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
     if causes:
-        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE))
+        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE, long=True))
     if memory := _memory_lines(cells):
-        sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE))
+        sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE, long=True))
     if evidence := _evidence(cells, suite):
         sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
-    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite)))
-    sections.append(TableSection(title="Runs", lines=_fact_lines(facts)))
+    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite), long=True))
+    sections.append(TableSection(title="Runs", lines=_fact_lines(facts), long=True))
     return sections
+
+
+def _tiles(tables: Sequence[ScoreTable]) -> list[Tile]:
+    """Returns a figure for each run: its score in the first table, of the last column, where averages stand."""
+    if not tables:
+        return []
+    tiles = []
+    for row in (row for row in tables[0].rows if not row.published):
+        score = row.values[-1]
+        if score is None:
+            continue
+        over = f"{tables[0].metric}, {tables[0].columns[-1]}"
+        ends = f"; {percent(score.low)} to {percent(score.high)}" if score.is_bounded else ""
+        tiles.append(Tile(label=row.name, value=percent(score.value), note=over + ends))
+    return tiles
 
 
 def _markdown(suite: EvaluationSuite, sections: Sequence[TableSection], *, has_plot: bool) -> str:
@@ -329,17 +363,6 @@ def _cell(text: str) -> str:
     for mark in ("\\", "|", "<", "`", "[", "*"):
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())
-
-
-def _page(suite: EvaluationSuite, sections: Sequence[TableSection], figures: Sequence[Figure]) -> str:
-    return render(
-        "evaluation.html",
-        name=suite.name,
-        facts=[*_head(suite), "a question that failed counts with 0"],
-        sections=sections,
-        figures=figures,
-        metrics=definitions(),
-    )
 
 
 def _interval(interval: Interval) -> dict[str, float | None]:

@@ -31,7 +31,7 @@ def scores_by_set(table: ScoreTable) -> Figure:
     return Figure(
         title=f"{table.metric} by set",
         chart=bar_chart(groups, title=table.heading, y_max=1.0),
-        keys=[Key(style=_style(number), label=row.name) for number, row in enumerate(own)],
+        keys=[Key(style=style_of(number), label=row.name) for number, row in enumerate(own)],
         caption="Whiskers are the intervals of the table.",
     )
 
@@ -57,7 +57,7 @@ def scores_by_hops(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, 
     return Figure(
         title=f"{metric} by hops",
         chart=bar_chart(groups, title=f"{metric} by hops", y_max=1.0),
-        keys=[Key(style=_style(number), label=run) for number, run in enumerate(runs)],
+        keys=[Key(style=style_of(number), label=run) for number, run in enumerate(runs)],
         caption="Questions of all sets; whiskers are intervals over questions.",
     )
 
@@ -81,7 +81,8 @@ def cause_lines(cells: Sequence[Cell], budgets: Mapping[str, int | None]) -> lis
 
 
 def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
-    """Draws the first causes of wrong attempts, a bar per run, as shares of its wrong attempts."""
+    """Draws the first causes of wrong attempts, a bar per run, as shares of all of its attempts: two mistakes in a
+    hundred are two bars that hardly show."""
     runs = runs_of(cells)
     counts = {
         run: Counter(c for cell in cells if cell.run == run for row in cell.rows for c in row.first_causes if c)
@@ -89,13 +90,12 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     }
     if not any(counts.values()):
         return None
+    attempts = {run: sum(len(row.answers) for cell in cells if cell.run == run for row in cell.rows) for run in runs}
     groups = [
         BarGroup(
             label=cause.replace("_", " "),
             bars=[
-                Bar(value=counts[run][cause] / counts[run].total(), style=_style(number))
-                if counts[run][cause]
-                else None
+                Bar(value=counts[run][cause] / attempts[run], style=style_of(number)) if counts[run][cause] else None
                 for number, run in enumerate(runs)
             ],
         )
@@ -104,9 +104,10 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     ]
     title = "First cause of wrong answers"
     keys = [
-        Key(style=_style(number), label=run, value=f"{counts[run].total():,} wrong") for number, run in enumerate(runs)
+        Key(style=style_of(number), label=run, value=f"{counts[run].total():,} wrong of {attempts[run]:,}")
+        for number, run in enumerate(runs)
     ]
-    caption = "Shares of a run's wrong attempts at questions whose needed facts are known."
+    caption = "Shares of all attempts of a run. A cause is known where the facts that the question needs are."
     return Figure(title=title, chart=bar_chart(groups, title=title), keys=keys, caption=caption)
 
 
@@ -121,10 +122,10 @@ def context_by_turn(cells: Sequence[Cell]) -> Figure | None:
         full = [turns for row in rows for turns in row.full_history_tokens_by_turn]
         if not any(attempts):
             continue
-        lines.append(Series(label=run, style=_style(number), points=_means_by_turn(attempts), markers=True))
-        keys.append(Key(style=_style(number), label=run, value=f"{len(attempts):,} attempts"))
+        lines.append(Series(label=run, style=style_of(number), points=_means_by_turn(attempts), markers=True))
+        keys.append(Key(style=style_of(number), label=run, value=f"{len(attempts):,} attempts"))
         if any(full):
-            lines.append(Series(label="", style=f"{_style(number)} dashed", points=_means_by_turn(full)))
+            lines.append(Series(label="", style=f"{style_of(number)} dashed", points=_means_by_turn(full)))
     if not lines:
         return None
     title = "Context tokens by turn"
@@ -148,8 +149,9 @@ def _bar(interval: Interval | None, number: int) -> Bar | None:
     if interval is None:
         return None
     ends = {"low": interval.low, "high": interval.high} if interval.is_bounded else {}
-    return Bar(value=interval.value, style=_style(number), **ends)
+    return Bar(value=interval.value, style=style_of(number), **ends)
 
 
-def _style(number: int) -> str:
+def style_of(number: int) -> str:
+    """Returns the class of the colour of the run with that number."""
     return f"part-{number % _NUM_STYLES}"

@@ -46,7 +46,7 @@ class ShownTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One attempt: before or after training."""
+    """One attempt, beside others at the same question."""
 
     label: str
     style: str
@@ -73,8 +73,11 @@ def examples(
     return [
         Example(
             question=last.question.text,
-            facts=_facts(last.question),
-            sides=[_side("Before", first, "before", thought), _side("After", last, "after", thought)],
+            facts=facts_of(last.question),
+            sides=[
+                side("Before", first, style="before", thought=thought),
+                side("After", last, style="after", thought=thought),
+            ],
         )
         for first, last in choose_examples(before, after)
     ]
@@ -101,7 +104,8 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
     return chosen + others[: _NUM_EXAMPLES - len(chosen)]
 
 
-def _facts(question: Question) -> str:
+def facts_of(question: Question) -> str:
+    """Says what is known of a question beside its text."""
     facts = [f"right answer: {' or '.join(question.golden_answers)}"]
     facts += [f"{question.num_hops} hops"] * (question.num_hops > 1)
     return " · ".join([*facts, *([f"searched in {question.partition}"] if question.partition else [])])
@@ -182,7 +186,8 @@ def _is_right(group: Group) -> bool:
     return group.trajectories[0].em == 1.0
 
 
-def _side(label: str, group: Group, style: str, thought: Callable[[str], str]) -> Side:
+def side(label: str, group: Group, *, style: str, thought: Callable[[str], str]) -> Side:
+    """Returns the first attempt of the group as a page shows it beside another one."""
     trajectory = group.trajectories[0]
     reason = str(trajectory.end_reason).replace("_", " ")
     answer = trajectory.answer if trajectory.answer is not None else f"no answer: {reason}"

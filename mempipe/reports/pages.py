@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,16 @@ from markupsafe import Markup
 
 # What HTML or UTF-8 cannot hold: control characters other than white space, and lone surrogates.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A figure in large type; `old` is what it was before training."""
+
+    label: str
+    value: str
+    note: str
+    old: str = ""
 
 
 def render(template: str, **values: Any) -> str:
@@ -34,13 +45,19 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    environment.filters |= {"cut": cut, "short": _short}
+    environment.filters |= {"cut": cut, "short": _short, "words": _words}
     return environment
 
 
 def _printable(value: Any) -> Any:
     is_plain = isinstance(value, str) and not isinstance(value, Markup)
     return _FORBIDDEN.sub("\ufffd", value) if is_plain else value
+
+
+def _words(setting: str) -> str:
+    """Returns the dotted name of a setting in words, its section first."""
+    *sections, name = setting.split(".")
+    return ": ".join([*sections, name]).replace("_", " ")
 
 
 def _short(value: str | float) -> str:

@@ -28,7 +28,7 @@ from mempipe.reports.charts import (
 )
 from mempipe.reports.examples import examples
 from mempipe.reports.next_steps import next_steps
-from mempipe.reports.pages import render
+from mempipe.reports.pages import Tile, render
 from mempipe.types import EndReason, Group
 
 if TYPE_CHECKING:
@@ -89,20 +89,11 @@ _LINE_STYLES = ("after", "history", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """A figure in large type; `old` is what it was before training."""
-
-    label: str
-    value: str
-    note: str
-    old: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FigureSection:
     title: str
     style: str
     figures: list[Figure]
+    folded: bool = False
 
 
 def render_page(data: ReportData, numbers: Numbers) -> str:
@@ -118,7 +109,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
             _section("What reinforcement learning repaired", _memory_chart(numbers), _end_chart(numbers)),
             _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
             _seconds_section(data),
-            _section("Health of the training", *_small_charts(data), style="small"),
+            _section("Health of the training", *_small_charts(data), style="small", folded=True),
         ],
         examples=examples(data.before, data.after, thought=data.thought),
         settings=_flatten(data.settings),
@@ -205,7 +196,14 @@ def _learning_chart(data: ReportData, numbers: Numbers) -> Figure | None:
     ]
     points = [(step, value) for step, value in dict(held_out).items() if value is not None]
     if points:
-        lines.append(Series(label="exact match, held-out questions", style="held-out", points=points, markers=True))
+        held_out_line = Series(
+            label="exact match, held-out questions",
+            style="held-out",
+            points=points,
+            markers=True,
+            joined=len(points) > 2,  # two ends say nothing of the way between them
+        )
+        lines.append(held_out_line)
     if not lines:
         return None
     chart = line_chart(lines, title="Reward and exact match by learner step", x_label="learner step", y_format=percent)
@@ -361,8 +359,9 @@ def _commands(data: ReportData) -> list[tuple[str, str]]:
     return next_steps(Path(folder), {**data.settings, "num_steps": data.num_steps})
 
 
-def _section(title: str, *figures: Figure | None, style: str = "pair") -> FigureSection:
-    return FigureSection(title=title, style=style, figures=[figure for figure in figures if figure is not None])
+def _section(title: str, *figures: Figure | None, style: str = "pair", folded: bool = False) -> FigureSection:
+    drawn = [figure for figure in figures if figure is not None]
+    return FigureSection(title=title, style=style, figures=drawn, folded=folded)
 
 
 def _figure(title: str, chart: Chart, lines: Sequence[Series], caption: str) -> Figure:

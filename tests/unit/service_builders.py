@@ -123,7 +123,7 @@ def build_service(
     metrics: Any = None,
     record: Record = nowhere,
     searched: CorpusReply | None = None,
-    search: SearchFn = search,
+    index: SearchFn | None = None,
     **settings: Any,
 ) -> Service:
     """The service of one agent; `settings` are of AgentServiceConfig."""
@@ -135,7 +135,7 @@ def build_service(
         agents or {agent: config_of(agent)},
         tokenizer=tokenizer,
         engine=lambda: served.engine,
-        search=search,
+        search=index or search,
         sampling=SamplingConfig(temperature=0.0),
         max_turns=config.max_turns,
         timeout_s=config.timeout_s,

@@ -589,7 +589,7 @@ def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
 
 def test_a_run_without_a_set_leaves_its_place_empty(tmp_path):
     page = written(tmp_path, cell("a", "nq", [1]), cell("a", "popqa", [1]), cell("b", "nq", [0]))["report.html"]
-    chart = page.partition("em by set")[2].partition("</figure>")[0]
+    chart = page.partition("em by set")[2].partition("</svg>")[0]
     assert chart.count('class="bar part-0"') == 3 and chart.count('class="bar part-1"') == 1
 
 

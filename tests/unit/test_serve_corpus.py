@@ -65,7 +65,7 @@ def service(run, tmp_path_factory) -> Iterator[Service]:
     tokenizer = load_tokenizer(str(run / "huggingface"))
     index = BatchingRetriever(Retriever(str(run / "index")), RetrievalConfig())
     made = build_service(
-        tokenizer, tmp_path_factory.mktemp("state"), searched=searched(run=str(run)), search=index.search
+        tokenizer, tmp_path_factory.mktemp("state"), searched=searched(run=str(run)), index=index.search
     )
     made.engine.known = [question.text for question in QUESTIONS]
     with running(made):

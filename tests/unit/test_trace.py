@@ -306,7 +306,9 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 def test_the_page_in_a_browser_by_keys_and_filters(run, tmp_path, capsys, browser):
     printed(capsys, run, "--html", tmp_path / "t.html")
     browser.open(tmp_path / "t.html")
-    assert (browser.count, browser.current) == ("6 of 6 trajectories", "before/q0/0")
+    assert (browser.count, browser.current) == ("6 of 6 trajectories", "after/q0/0"), "the trained attempt"
+    browser.press("c")
+    assert browser.current == "before/q0/0"
     browser.press("j")
     browser.press("ArrowDown")
     assert browser.current == "before/q2/0"

@@ -133,5 +133,6 @@ fill("end", trajectories.map(each => each.end));
 fill("budget", trajectories.map(each => each.budget));
 fill("hops", trajectories.map(each => each.hops));
 const wanted = decodeURIComponent(location.hash.slice(1));
-current = trajectories.find(each => each.id === wanted) ?? null;
+// Without a wish it opens on what training has made of the agent, not on the first failure before it.
+current = trajectories.find(each => each.id === wanted) ?? trajectories.find(each => each.phase === "after") ?? null;
 filter();

@@ -1,0 +1,60 @@
+"""Questions of an evaluation with the attempts of its runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mempipe.config import RunConfig
+from mempipe.evaluation.results import ResultRow, read_groups
+from mempipe.evaluation.table import Cell
+from mempipe.reports.evaluation_figures import runs_of, style_of
+from mempipe.reports.examples import Example, facts_of, side
+from mempipe.types import Group
+
+NUM_EXAMPLES = 3
+MAX_RUNS = 4
+
+
+def side_by_side(folder: Path, cells: Sequence[Cell], configs: Mapping[str, RunConfig]) -> list[Example]:
+    """Returns at most three questions of the first set with the first attempt of each run, of the first four: those
+    first that the first run answered and most others did not. `folder` is the evaluation's."""
+    if not cells:
+        return []
+    label, runs = cells[0].benchmark.label, runs_of(cells)[:MAX_RUNS]
+    rows = {cell.run: {row.question_id: row for row in cell.rows} for cell in cells if cell.benchmark.label == label}
+    runs = [run for run in runs if run in rows]
+    chosen = _choose([rows[run] for run in runs])
+    groups = {run: _groups(folder / run / label, chosen) for run in runs}
+    return [
+        Example(
+            question=groups[runs[0]][id].question.text,
+            facts=facts_of(groups[runs[0]][id].question),
+            sides=[
+                side(run, groups[run][id], style=style_of(number), thought=configs[run].agent_spec.thought)
+                for number, run in enumerate(runs)
+            ],
+        )
+        for id in chosen
+        if all(id in groups[run] for run in runs)
+    ]
+
+
+def _choose(rows: Sequence[Mapping[str, ResultRow]]) -> list[str]:
+    """Returns the ids of questions that every run has attempted, each those with other hop counts first."""
+    first, *others = rows
+    shared = [id for id in first if all(id in own and own[id].answers for own in rows)]
+    shared.sort(key=lambda id: (-first[id].em, sum(own[id].em for own in others), -first[id].num_hops, id))
+    seen: set[int] = set()
+    fresh = [id for id in shared if not (first[id].num_hops in seen or seen.add(first[id].num_hops))]
+    return [*fresh, *(id for id in shared if id not in fresh)][:NUM_EXAMPLES]
+
+
+def _groups(results: Path, wanted: Sequence[str]) -> dict[str, Group]:
+    """Reads the trajectories of some questions; one part of the results at a time is in memory."""
+    found: dict[str, Group] = {}
+    for part in sorted(results.glob("part-*.parquet")):
+        for group in read_groups(part):
+            if group.question.id in wanted and group.trajectories:
+                found[group.question.id] = group
+    return found
