@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,14 +20,42 @@ from rich.table import Table
 if TYPE_CHECKING:  # a run's settings take half a second to load, and `--help` would wait for them
     from mempipe.runs import Run
 
-LINE_EVERY_S = 15.0
+LINE_EVERY_S = 10.0
 STALL_S = 120.0
 T = TypeVar("T")
+_OPEN: list[Progress] = []
+"""What is shown now; what began last is at work."""
 
 
 def say(text: str) -> None:
     """Prints what begins now or has just been done, with the time of day: starting takes minutes."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+@contextmanager
+def waiting(text: str, *, every_s: float = LINE_EVERY_S) -> Iterator[None]:
+    """Prints that something begins, and every few seconds that it still goes on, until the end of the block."""
+    say(text)
+    with _ticking(lambda seconds: say(f"{text}: {seconds:.0f} s so far"), every_s):
+        yield
+
+
+@contextmanager
+def _ticking(tick: Callable[[float], None], every_s: float) -> Iterator[None]:
+    """Calls `tick` with the seconds since the beginning of the block, every so many of them."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            tick(time.monotonic() - started)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def watched(items: Iterator[T], *, waited_for: Callable[[], str], after_s: float = STALL_S) -> Generator[T, None, None]:
@@ -54,14 +84,25 @@ def _say_while_late(came: threading.Event, waited_for: Callable[[], str], after_
         say(f"no result for {waited:.0f} s; waiting for {waited_for()}")
 
 
-class Progress:
-    """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`."""
+@functools.cache
+def _console() -> Console:
+    """Returns the console of all bars: one within another one is shown below it, and does not write over it."""
+    return Console()
 
-    def __init__(self, title: str, *, total: int | None, done: int = 0) -> None:
+
+class Progress:
+    """`with Progress("train", total=40) as progress: progress.advance(reward=0.4, em=0.3)`.
+
+    Where no terminal shows a bar it prints a line every few seconds, also while nothing comes.
+    """
+
+    def __init__(self, title: str, *, total: int | None, done: int = 0, every_s: float = LINE_EVERY_S) -> None:
         """`total` is None while the number of items is unknown."""
-        self._title, self._total, self._done = title, total, done
-        self._console = Console()
-        self._last_line = time.monotonic()
+        self._title, self._total, self._done, self._before = title, total, done, done
+        self._console = _console()
+        self._started = time.monotonic()
+        self._numbers = ""
+        self._ticks = _ticking(lambda _: self._tick(), every_s)
         self._bar: Bar | None = None
         if sys.stdout.isatty():
             columns = (
@@ -79,29 +120,48 @@ class Progress:
             )
 
     def __enter__(self) -> Progress:
+        _OPEN.append(self)
         if self._bar:
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total, completed=self._done, numbers="")
         else:
             self._console.print(self._count())
+            self._ticks.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _OPEN.remove(self)
         if self._bar:
             self._bar.stop()
+        else:
+            self._ticks.__exit__(None, None, None)
         if self._total is None and kind is None:
             self._console.print(self._count())
 
     def advance(self, by: int = 1, /, **numbers: float) -> None:
         self._done += by
-        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+        self._numbers = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._bar:
-            self._bar.update(self._task, advance=by, numbers=text)
-        elif self._done == self._total or time.monotonic() - self._last_line > LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            self._console.print(f"{self._count()}  {text}")
+            self._bar.update(self._task, advance=by, numbers=self._numbers)
+        elif self._done == self._total:
+            self._print()
+
+    def _tick(self) -> None:
+        if _OPEN and _OPEN[-1] is self:  # else one within it is at work, and tells of itself
+            self._print()
+
+    def _print(self) -> None:
+        self._console.print("  ".join(filter(None, (self._count(), self._time(), self._numbers))))
+
+    def _time(self) -> str:
+        """Says how long it has worked, and how long it goes on at this pace where that is known."""
+        seconds, made = time.monotonic() - self._started, self._done - self._before
+        text = f"{seconds:.0f} s"
+        if self._total is not None and made > 0 and self._done < self._total:
+            text += f", about {seconds / made * (self._total - self._done):.0f} s left"
+        return text
 
     def _count(self) -> str:
         return f"{self._title}: {self._done}" + ("" if self._total is None else f"/{self._total}")
@@ -128,8 +188,11 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         console.print(report["note"])
     steps = next_steps(run.folder, run.config.model_dump(mode="json"))
     minutes = sum(run.seconds.values()) / 60
+    longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.0f} s" for name, seconds in longest if seconds >= 1)
     lines = (
-        f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes.  Report: {run.folder / 'report.html'}",
+        f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes: {phases}",
+        f"Report: {run.folder / 'report.html'}",
         *(f"Not on record: {loss}" for loss in losses),
         "Next:",
         *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
 from mempipe.evaluation.table import Cell, percent_text, score_tables
-from mempipe.progress import Progress, say
+from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
 from mempipe.retrieval.manifest import check_index
@@ -81,9 +81,9 @@ def main(suite: EvaluationSuite) -> list[Path]:
         lock(suite.folder)  # two evaluations in it would both ask the missing questions
     except OSError as error:
         raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
-    for each in planned:
+    for number, each in enumerate(planned, start=1):
         if not all(job.results.finished for job in each.jobs):
-            say(f"{each.run.name}: starting Ray, engines and retrievers")
+            say(f"{each.run.name}: {number} of {len(planned)} runs")
             with (
                 StopRequest(each.config.grace_s).listening() as stop,
                 connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
@@ -150,8 +150,10 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
 
 def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, namespace: str) -> None:
     """Evaluates all unfinished sets of a run on engines that are started once."""
-    with launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None) as engines:
-        say(f"{planned.run.name}: all of them are up")
+    with ExitStack() as stack:
+        with waiting(f"{planned.run.name}: starting engines and retrievers"):
+            roles = launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None)
+            engines = stack.enter_context(roles)
         for job in planned.jobs:
             if not job.results.finished:
                 evaluate_set(suite, planned, job, engines)

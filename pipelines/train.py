@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -34,7 +34,7 @@ from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.progress import Progress, closing_table, say, watched
+from mempipe.progress import Progress, closing_table, say, waiting, watched
 from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, read_record, write_record
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
@@ -92,8 +92,9 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     if not run.state["finished"]:
         with run.preparation():
             reached("prepare")
-            say("reading the inputs" if config.world is None else "making the world, its index and its model")
-            config = supervisor.attempt(partial(prepare, run))
+            say(f"what is to be done: {', then '.join(phases(config))}")
+            with waiting("reading the inputs" if config.world is None else "making the world, its index and its model"):
+                config = supervisor.attempt(partial(prepare, run))
             check_inputs(config)
             run.check_inputs(hash_inputs(config))
             run.resolved(config)
@@ -136,6 +137,21 @@ def _phases(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, 
             tracker.log_artifact(path)
 
 
+def phases(config: RunConfig) -> list[str]:
+    """Says in order what a run has to do, and how much of it."""
+    algorithm, evaluated = config.algorithm, config.data.validation or config.world or config.cloze
+    named = config.evaluation.num_questions or (config.world.num_validation_questions if config.world else 0)
+    asking = f"{named or 'the'} held-out questions" if evaluated else ""
+    wanted, imitating = config.warm_start, ""
+    if wanted is not None and wanted.scripted:
+        imitating = f"imitate {wanted.num_clean_trajectories + wanted.num_noisy_trajectories:,} demonstrations"
+    elif wanted is not None:
+        imitating = "imitate recorded attempts"
+    attempts = algorithm.groups_per_step * algorithm.group_size
+    training = f"{config.num_steps:,} steps of {attempts:,} attempts at {algorithm.groups_per_step:,} questions"
+    return [part for part in (imitating, asking, training, asking and f"{asking} again", "a report") if part]
+
+
 def held_out_questions(config: RunConfig) -> list[Question]:
     """The questions of every evaluation of this run."""
     if not config.data.validation:
@@ -160,8 +176,9 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, s
     run.update(trained_on=questions.sources())
     validation = held_out_questions(config)
     started = time.perf_counter()
-    say("starting engines, retrievers and learner")
-    with launch(config, namespace) as roles:
+    with ExitStack() as stack:
+        with waiting("starting engines, retrievers and learner"):
+            roles = stack.enter_context(launch(config, namespace))
         run.add_seconds("launch", time.perf_counter() - started)
         say(f"all roles are up after {time.perf_counter() - started:.0f} s ({roles.plan})")
         tokenizer = load_tokenizer(config.model.path)
@@ -330,7 +347,10 @@ def learn(
             run.update(num_steps=step + 1)
             checkpoints.finish()
             do_what_is_due(step + 1)
-            progress.advance(1, **{name: metrics[name] for name in ("reward", "em", "tokens_per_second")})
+            told = {name: metrics[name] for name in ("reward", "em", "tokens_per_second")}
+            if told["reward"] == told["em"]:
+                del told["reward"]
+            progress.advance(1, **told)
     other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
     run.add_seconds("train", time.perf_counter() - training + other_phases)
 

@@ -8,7 +8,9 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +21,7 @@ from mempipe.config import RunConfig, WarmStartConfig
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import OptimizerConfig
-from mempipe.progress import Progress, say
+from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import read_record, write_record
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.rl.samples import to_samples
@@ -44,20 +46,37 @@ def warm_start(run: Run, config: RunConfig, stop: StopRequest | None = None) -> 
     if not folder.exists():
         wanted = config.warm_start
         assert wanted is not None, "a warm start needs its section in the config"
-        say("writing the demonstrations of the warm start")
-        shown = _recorded(run.folder / "demonstrations", config)
+        with waiting("writing the demonstrations of the warm start"):
+            shown = _recorded(run.folder / "demonstrations", config)
         samples = _samples(shown, order=wanted.order, seed=config.seed)
         updates = list(_updates(samples, wanted.tokens_per_step))
+        if faulty := _said_of_faults(shown, updates, wanted):
+            say(faulty)
         settings = replace(
             learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
         )
-        say("starting the learner")
-        with launch_learners(config, settings) as learners:
+        with ExitStack() as stack:
+            with waiting("starting the learner"):
+                learners = stack.enter_context(launch_learners(config, settings))
             _train(run, learners, config, updates, held_out=_samples_of(shown.held_out), stop=stop)
             reached("warm_start.export")
             learners.export(folder, source=config.model.path)
         shutil.rmtree(_checkpoints(run), ignore_errors=True)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def _said_of_faults(shown: Demonstrations, updates: Sequence[Sequence[TrainingSample]], wanted: WarmStartConfig) -> str:
+    """Says from which update on the demonstrations are faulty, where the loss rises; "" where none are or all are
+    mixed."""
+    if not (wanted.scripted and shown.noisy and wanted.order == "noisy_last"):
+        return ""
+    num_clean = len(_samples_of(shown.clean))
+    ends = accumulate(len(update) for update in updates)
+    first = next((number for number, end in enumerate(ends, start=1) if end > num_clean), len(updates))
+    return (
+        f"the last {len(shown.noisy):,} demonstrations are faulty on purpose (warm_start.noise): from update {first} "
+        f"of {len(updates)} on the loss rises, and reinforcement learning has to undo what they teach"
+    )
 
 
 def _train(

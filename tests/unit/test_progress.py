@@ -1,0 +1,98 @@
+"""What a person reads while a run works: a line every few seconds, also while nothing comes."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mempipe.loader import load_config
+from mempipe.progress import Progress, waiting
+from pipelines.train import phases
+from pipelines.warm_start import _said_of_faults
+
+
+def until(condition, *, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Said:
+    """What was printed so far."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys, self.text = capsys, ""
+
+    def __contains__(self, pattern: str) -> bool:
+        self.text += self._capsys.readouterr().out
+        return re.search(pattern, self.text) is not None
+
+
+def test_what_takes_long_to_begin_says_that_it_goes_on(capsys):
+    said = Said(capsys)
+    with waiting("starting engines", every_s=0.02):
+        until(lambda: r"\] starting engines\n.*\] starting engines: \d+ s so far\n" in said)
+    said.text = ""
+    time.sleep(0.1)
+    assert "starting" not in said, "it is over"
+
+
+def test_progress_tells_of_itself_while_nothing_comes_and_how_long_it_goes_on(capsys):
+    said = Said(capsys)
+    with Progress("train", total=4, done=1, every_s=0.02) as progress:
+        until(lambda: r"train: 1/4  \d+ s\n" in said)
+        progress.advance(1, em=0.5)
+        until(lambda: r"train: 2/4  \d+ s, about \d+ s left  em 0\.500\n" in said)
+        progress.advance(2, em=0.75)
+    assert r"train: 4/4  \d+ s  em 0\.750\n" in said
+
+
+def test_of_two_only_the_one_within_the_other_tells_of_itself(capsys):
+    said = Said(capsys)
+    with Progress("train", total=2, every_s=0.02) as outer:
+        with Progress("evaluate", total=2, every_s=0.02):
+            until(lambda: r"evaluate: 0/2  \d+ s" in said)
+            said.text = ""
+            until(lambda: r"(evaluate: 0/2  \d+ s\n){3}" in said)
+            assert "train" not in said
+        until(lambda: r"train: 0/2  \d+ s" in said)
+        outer.advance(2)
+
+
+def test_the_time_left_is_that_of_what_is_still_to_do(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("mempipe.progress.time.monotonic", lambda: now[0])
+    progress = Progress("train", total=40, done=10)
+    now[0] += 60
+    progress.advance(20)
+    assert progress._time() == "60 s, about 30 s left"
+
+
+def test_the_phases_of_a_run_stand_at_its_beginning():
+    quickstart = load_config("jobs/configs/quickstart.yaml")
+    assert phases(quickstart) == [
+        "imitate 5,500 demonstrations",
+        "384 held-out questions",
+        "30 steps of 128 attempts at 16 questions",
+        "384 held-out questions again",
+        "a report",
+    ]
+    own = load_config("examples/own_reward/config.yaml", ["data.validation=''"])
+    assert phases(own) == ["4 steps of 128 attempts at 16 questions", "a report"]
+
+
+def test_where_the_loss_rises_is_said_before(monkeypatch):
+    wanted: Any = load_config("jobs/configs/quickstart.yaml").warm_start
+    monkeypatch.setattr("pipelines.warm_start._samples_of", lambda groups: list(groups))
+    shown: Any = SimpleNamespace(clean=["c"] * 5, noisy=["n"] * 3)
+    updates: Any = [["c", "c"], ["c", "c"], ["c", "n"], ["n", "n"]]
+    said = _said_of_faults(shown, updates, wanted)
+    assert said.startswith("the last 3 demonstrations are faulty on purpose") and "from update 3 of 4 on" in said
+    assert _said_of_faults(shown, updates, wanted.model_copy(update={"order": "mixed"})) == ""
+    shown.noisy = []
+    assert _said_of_faults(shown, updates, wanted) == ""
