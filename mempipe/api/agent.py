@@ -27,7 +27,7 @@ from mempipe.serve.answers.answering import Answering
 from mempipe.serve.answers.api import AnswerRequest, TurnReply
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.errors import ApiError, sentence
-from mempipe.serve.served_run import ServedRun, resolve
+from mempipe.serve.served_run import ServedRun, resolve, searched_by
 from mempipe.settings import ConfigError
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def load(
     index: str | Path = "",
     endpoint: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
-    partition: str = "",
+    partition: str | None = None,
     **settings: Any,
 ) -> Agent:
     """Starts an agent on this machine and returns it when it can answer.
@@ -87,9 +87,9 @@ def load(
 
     `index` is an index folder in place of the run's own. `endpoint` samples in place of an own engine. `sampling`
     (temperature, top_p, top_k) holds for questions that say nothing of it; without it they are sampled as the run
-    was validated, which by default takes the likeliest token. `partition` is
-    the part of the corpus that is searched where a question names none. `settings` replace settings of the run, by
-    section or with dots: `budget={"max_turns": 4}` or `**{"budget.max_turns": 4}`; `mempipe config` prints them all. An
+    was validated, which by default takes the likeliest token. `partition` is the part of the corpus that is searched
+    if a question names none; None: the part that most held-out questions of the run are about; "": all of it.
+    `settings` replace settings of the run, by section or with dots: `budget={"max_turns": 4}` or `**{"budget.max_turns": 4}`; `mempipe config` prints them all. An
     agent or a tool of your own may be the Python object itself.
 
     The engine runs in this process, and its weights are in memory until `close`, the end of a `with` block, or the end
@@ -105,10 +105,11 @@ def load(
         "settings": values,
         "endpoint": dict(endpoint) if endpoint is not None else None,
         "sampling": dict(sampling) if sampling is not None else None,
+        "partition": partition,
     }
     if source:
         described |= _named(source, other=bool(index or endpoint))
-    return Agent(parse_section(described, AgentServiceConfig), partition=partition)
+    return Agent(parse_section(described, AgentServiceConfig))
 
 
 def _named(source: str | Path | HasFolder, *, other: bool) -> dict[str, str]:
@@ -134,14 +135,14 @@ class Agent:
     share the engine's batches.
     """
 
-    def __init__(self, service: AgentServiceConfig, *, partition: str = "") -> None:
+    def __init__(self, service: AgentServiceConfig) -> None:
         """Starts what `service` describes. Raises ConfigError as `load` does."""
         served = resolve(service)
         self.name = served.name
         """The name of the run, or of the model."""
         self.config: RunConfig = served.main
         """All settings of the agent, its engine and its retriever."""
-        self.partition = partition
+        self.partition = searched_by(served, service).partition
         """The part of the corpus that is searched where a question names none; "" is all of it."""
         self._numbers = itertools.count(1)
         with ExitStack() as stack:
