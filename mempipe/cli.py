@@ -707,7 +707,7 @@ def _check_served(arguments: argparse.Namespace) -> None:
     index = [arguments.index, *(w.partition("=")[2] for w in arguments.settings if w.startswith(_SERVED_INDEX))]
     for folder in filter(None, index):
         if not Path(folder).is_dir():
-            raise ConfigError(f"retrieval.index is {folder!r}, which is no folder; `mempipe index build` makes one")
+            raise ConfigError(f"retrieval.index is {folder!r}, which is not a folder; `mempipe index build` makes one")
 
 
 def _key(arguments: argparse.Namespace) -> None:

@@ -203,8 +203,8 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _made_by_the_run(cls, values: Any) -> Any:
-        """Empties settings that name what the run makes in its own folder: its config.yaml tells where that is, and a
-        run that is started with this file makes it, or goes on with it."""
+        """Empties settings that name files which the run makes in its own folder. The config.yaml of a run names them;
+        a run that is started with this file makes them or continues with them."""
         if not isinstance(values, dict) or not isinstance(values.get("model") or {}, dict):
             return values
         if not (values.get("world") or values.get("cloze") or (values.get("model") or {}).get("source")):

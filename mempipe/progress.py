@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
-
-if TYPE_CHECKING:  # a run's settings take half a second to load, and `--help` would wait for them
-    from mempipe.runs import Run
 
 LINE_EVERY_S = 10.0
 STALL_S = 120.0
@@ -34,7 +29,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def waiting(text: str, *, every_s: float = LINE_EVERY_S) -> Iterator[None]:
-    """Prints that something begins, and every few seconds that it still goes on, until the end of the block."""
+    """Prints `text`, and every `every_s` seconds how long the block has taken so far."""
     say(text)
     with _ticking(lambda seconds: say(f"{text}: {seconds:.0f} s so far"), every_s):
         yield
@@ -42,7 +37,7 @@ def waiting(text: str, *, every_s: float = LINE_EVERY_S) -> Iterator[None]:
 
 @contextmanager
 def _ticking(tick: Callable[[float], None], every_s: float) -> Iterator[None]:
-    """Calls `tick` with the seconds since the beginning of the block, every so many of them."""
+    """Calls `tick` every `every_s` seconds, with the seconds since the beginning of the block."""
     ended, started = threading.Event(), time.monotonic()
 
     def run() -> None:
@@ -156,7 +151,7 @@ class Progress:
         self._console.print("  ".join(filter(None, (self._count(), self._time(), self._numbers))))
 
     def _time(self) -> str:
-        """Says how long it has worked, and how long it goes on at this pace where that is known."""
+        """Returns the seconds so far, and an estimate of the seconds left once one item is done."""
         seconds, made = time.monotonic() - self._started, self._done - self._before
         text = f"{seconds:.0f} s"
         if self._total is not None and made > 0 and self._done < self._total:
@@ -169,48 +164,6 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line above the bar, where it stays."""
         (self._bar.console if self._bar else self._console).print(text)
-
-
-def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
-    """Prints the results of a run, the places of its files, the missing records, and the next commands."""
-    from mempipe.reports.next_steps import next_steps  # it knows agents and question files
-
-    report = json.loads((run.folder / "report.json").read_text())
-    console = Console()
-    table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    for label, key in ROWS:
-        if f"{key}_start" in report and f"{key}_end" in report:
-            table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
-    console.print(table)
-    if "note" in report:
-        console.print(report["note"])
-    steps = next_steps(run.folder, run.config.model_dump(mode="json"))
-    minutes = sum(run.seconds.values()) / 60
-    longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.0f} s" for name, seconds in longest if seconds >= 1)
-    lines = (
-        f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes: {phases}",
-        f"Report: {run.folder / 'report.html'}",
-        *(f"Not on record: {loss}" for loss in losses),
-        "Next:",
-        *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
-    )
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
-
-
-ROWS = (
-    ("exact match", "em"),
-    ("F1", "f1"),
-    ("recalls that are right", "measure_recall"),
-    ("needed fact kept in memory", "kept_rate"),
-    ("needed passage found", "found_rate"),
-    ("answered before it was known", "early_answer_rate"),
-    ("context tokens per turn", "context_tokens_per_turn"),
-    ("  full history would carry", "full_history_tokens_per_turn"),
-)
 
 
 def _short(value: float) -> str:

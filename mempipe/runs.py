@@ -111,7 +111,7 @@ class Run:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error
 
     def resolved(self, config: RunConfig) -> None:
-        """Writes config.yaml anew, with the paths of what the run has made: model, index and questions."""
+        """Writes config.yaml again, with the paths of model, index and questions if the run has made them."""
         write_text(self.folder / _CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     @property

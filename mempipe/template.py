@@ -66,9 +66,9 @@ OFTEN_SET = (
     "data.validation",
     "evaluation.every_steps",
 )
-"""What almost every run sets, as far as its agent has it."""
+"""The settings of `--short`; those that an agent lacks are omitted."""
 Wanted = Callable[[str], bool]
-"""Tells whether a setting is printed, by its dotted name."""
+"""Returns whether the setting of a dotted name is printed."""
 
 
 def config_lines(kind: str, *, short: bool = False) -> list[str]:
@@ -122,8 +122,8 @@ def _every(name: str) -> bool:
 def _section_lines(
     section: type[BaseModel], values: BaseModel, wanted: Wanted = _every, prefix: str = ""
 ) -> Iterator[str]:
-    """Yields every setting that is wanted below its documentation. Sections are indented; one that is not set is
-    commented out, and one of which nothing is wanted is left out."""
+    """Yields every wanted setting below its documentation. Sections are indented. A section that is not set is
+    commented out; a section without a wanted setting is omitted."""
     for name, field in section.model_fields.items():
         value = getattr(values, name)
         inner = type(value) if isinstance(value, Section) else section_of(field.annotation)

@@ -34,8 +34,9 @@ from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.progress import Progress, closing_table, say, waiting, watched
+from mempipe.progress import Progress, say, waiting, watched
 from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, read_record, write_record
+from mempipe.reports.closing import closing_table
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
@@ -92,7 +93,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     if not run.state["finished"]:
         with run.preparation():
             reached("prepare")
-            say(f"what is to be done: {', then '.join(phases(config))}")
+            say(f"the phases: {', then '.join(phases(config))}")
             with waiting("reading the inputs" if config.world is None else "making the world, its index and its model"):
                 config = supervisor.attempt(partial(prepare, run))
             check_inputs(config)

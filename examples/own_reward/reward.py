@@ -1,4 +1,4 @@
-"""A reward of your own: a right answer, found with few searches."""
+"""A user-defined reward: a right answer, found with few searches."""
 
 from __future__ import annotations
 

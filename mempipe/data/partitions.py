@@ -10,8 +10,8 @@ from mempipe.types import Question
 
 
 def main_partition(questions: Sequence[Question]) -> str:
-    """Returns the part of the corpus that most of the questions are about, the first by name of several; "" where every
-    question has a part of its own."""
+    """Returns the part of the corpus that most of the questions are about, the first by name of several; "" if every
+    question has a different part."""
     counts = Counter(question.partition for question in questions)
     most = max(counts.values(), default=0)
     return min(name for name, count in counts.items() if count == most) if most > 1 else ""

@@ -66,8 +66,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line. `style` is a class of the style sheet; points that are not finite leave a gap. Without `joined` its
-    markers stand alone.
+    """A line. `style` is a class of the style sheet; points that are not finite leave a gap. Without `joined` only its
+    markers are drawn.
 
     An interval is drawn as a whisker: x and its two ends.
     """

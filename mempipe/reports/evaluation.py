@@ -322,7 +322,7 @@ def _sections(
 
 
 def _tiles(tables: Sequence[ScoreTable]) -> list[Tile]:
-    """Returns a figure for each run: its score in the first table, of the last column, where averages stand."""
+    """Returns a figure for each run: its score in the last column of the first table, which holds averages."""
     if not tables:
         return []
     tiles = []

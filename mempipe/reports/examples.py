@@ -46,7 +46,7 @@ class ShownTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One attempt, beside others at the same question."""
+    """One attempt of several at the same question."""
 
     label: str
     style: str
@@ -93,7 +93,7 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
         for g in after
         if g.question.id in first and g.trajectories and first[g.question.id].trajectories
     ]
-    # A service of the run answers questions about this part of its corpus when it is told of none.
+    # A service of the run searches this part of its corpus if a request names none.
     served = main_partition([after.question for _, after in pairs])
     pairs.sort(key=lambda pair: (pair[1].question.partition != served, -pair[1].question.num_hops, pair[1].question.id))
     repaired = [pair for pair in pairs if not _is_right(pair[0]) and _is_right(pair[1])]
@@ -105,7 +105,7 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
 
 
 def facts_of(question: Question) -> str:
-    """Says what is known of a question beside its text."""
+    """Returns the right answer, the hops and the searched part of a question, for a person."""
     facts = [f"right answer: {' or '.join(question.golden_answers)}"]
     facts += [f"{question.num_hops} hops"] * (question.num_hops > 1)
     return " · ".join([*facts, *([f"searched in {question.partition}"] if question.partition else [])])
@@ -187,7 +187,7 @@ def _is_right(group: Group) -> bool:
 
 
 def side(label: str, group: Group, *, style: str, thought: Callable[[str], str]) -> Side:
-    """Returns the first attempt of the group as a page shows it beside another one."""
+    """Returns the first attempt of the group as one column of an example."""
     trajectory = group.trajectories[0]
     reason = str(trajectory.end_reason).replace("_", " ")
     answer = trajectory.answer if trajectory.answer is not None else f"no answer: {reason}"

@@ -35,7 +35,7 @@ def next_steps(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, str
         if isinstance(config.budget, MemoryBudget):
             steps.append((f"{mempipe} sweep {run}", "find out how small its memory may be"))
     if Path(OWN_REWARD).exists() and folder == Path("runs/quickstart"):  # whose files the example starts from
-        steps.append((f"{mempipe} train {OWN_REWARD}", "train it with a reward of your own"))
+        steps.append((f"{mempipe} train {OWN_REWARD}", "train it with your own reward"))
     more = 2 * max(1, settings.get("num_steps", 1))
     steps.append((f"{mempipe} train {run}/config.yaml num_steps={more} --resume", "train on from the last checkpoint"))
     uri = settings.get("tracking", {}).get("uri") or f"sqlite:///{folder.parent / 'mlflow.db'}"

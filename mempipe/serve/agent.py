@@ -166,7 +166,7 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
 
 
 def welcome_lines(url: str, settings: dict[str, Any]) -> list[str]:
-    """Says where the service is, what it searches, and how a question is asked of which the answer is known."""
+    """Returns the lines that name the address, the searched part of the corpus, and a question with its answer."""
     config = parse_section(settings, AgentServiceConfig)
     searched, source = searched_by(resolve(config), config), config.run or config.checkpoint
     lines = [f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1"]

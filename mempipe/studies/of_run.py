@@ -66,7 +66,7 @@ def _config(folder: str) -> RunConfig:
 
 
 def _rows(folder: str, config: RunConfig) -> list[dict[str, Any]]:
-    """Returns the rows of the table, as far as the run has them."""
+    """Returns the rows of the table that the run has files and settings for."""
     rows: list[dict[str, Any]] = [{"name": "trained", "config": folder}]
     start = Path(folder) / "warm_start"
     if start.is_dir():

@@ -254,8 +254,8 @@ def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
         (["serve", "runs/nothing"], "runs/nothing does not exist; give a run's folder"),
         (["data", "cloze", "nowhere.jsonl", "out"], "nowhere.jsonl does not exist"),
         (["data", "cloze", "nowhere.txt", "out"], "nowhere.txt does not exist"),
-        (["serve", "HERE", "--index", "nowhere"], "retrieval.index is 'nowhere', which is no folder"),
-        (["serve", "HERE", "settings.retrieval.index=nowhere"], "retrieval.index is 'nowhere', which is no folder"),
+        (["serve", "HERE", "--index", "nowhere"], "retrieval.index is 'nowhere', which is not a folder"),
+        (["serve", "HERE", "settings.retrieval.index=nowhere"], "retrieval.index is 'nowhere', which is not a folder"),
         (
             ["serve", "HERE", "budget.max_turns=3"],
             "budget is of the run, not of the service; write settings.budget",

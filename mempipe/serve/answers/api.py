@@ -257,7 +257,7 @@ class ExampleReply(BaseModel):
     question: str
     golden_answers: list[str]
     partition: str
-    """The part of the corpus in which the answer stands; empty: all of it."""
+    """The part of the corpus that the question is about; empty: all of it."""
     text: str = ""
     """What the agent reads, for agents that read."""
 

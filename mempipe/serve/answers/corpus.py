@@ -29,7 +29,7 @@ MAX_PARTITIONS = 1000
 def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -> CorpusReply:
     """Returns what can be searched, the part that is searched by default, and held-out questions about it.
 
-    `main` is the service's own agent; `searches` says whether any of its agents does. `partition` is the part that the
+    `main` is the service's own agent; with `searches` at least one of its agents searches. `partition` is the part that the
     settings name; None: the one that most held-out questions are about.
     Only files of this machine are read. Raises ConfigError for a partition that the index does not have, and for a
     file of questions or an index that is damaged.

@@ -1,0 +1,55 @@
+"""The last lines of a run on the terminal: its results, the places of its files, and the commands that come next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mempipe.reports.next_steps import next_steps
+from mempipe.runs import Run
+
+_ROWS = (
+    ("exact match", "em"),
+    ("F1", "f1"),
+    ("recalls that are right", "measure_recall"),
+    ("needed fact kept in memory", "kept_rate"),
+    ("needed passage found", "found_rate"),
+    ("answered before it was known", "early_answer_rate"),
+    ("context tokens per turn", "context_tokens_per_turn"),
+    ("  full history would carry", "full_history_tokens_per_turn"),
+)
+
+
+def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
+    """Prints the results of a run, the places of its files, the missing records, and the next commands."""
+    report = json.loads((run.folder / "report.json").read_text())
+    console = Console()
+    table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, key in _ROWS:
+        if f"{key}_start" in report and f"{key}_end" in report:
+            table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
+    console.print(table)
+    if "note" in report:
+        console.print(report["note"])
+    steps = next_steps(run.folder, run.config.model_dump(mode="json"))
+    minutes = sum(run.seconds.values()) / 60
+    longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.0f} s" for name, seconds in longest if seconds >= 1)
+    lines = (
+        f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes: {phases}",
+        f"Report: {run.folder / 'report.html'}",
+        *(f"Not on record: {loss}" for loss in losses),
+        "Next:",
+        *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
