@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 STALL_S = 120.0
 T = TypeVar("T")
 _OPEN: list[Progress] = []
-"""What is shown now; what began last is at work."""
+"""The bars that are open now; the last one is at work."""
 
 
 def say(text: str) -> None:

@@ -89,8 +89,9 @@ def load(
     (temperature, top_p, top_k) holds for questions that say nothing of it; without it they are sampled as the run
     was validated, which by default takes the likeliest token. `partition` is the part of the corpus that is searched
     if a question names none; None: the part that most held-out questions of the run are about; "": all of it.
-    `settings` replace settings of the run, by section or with dots: `budget={"max_turns": 4}` or `**{"budget.max_turns": 4}`; `mempipe config` prints them all. An
-    agent or a tool of your own may be the Python object itself.
+    `settings` replace settings of the run, by section or with dots: `budget={"max_turns": 4}` or
+    `**{"budget.max_turns": 4}`; `mempipe config` prints them all. An agent or a tool of your own may be the Python
+    object itself.
 
     The engine runs in this process, and its weights are in memory until `close`, the end of a `with` block, or the end
     of the process. Raises ConfigError, which names the setting, before anything is started.

@@ -1,4 +1,4 @@
-"""What a trained run is measured by where no file says it: `mempipe evaluate RUN`, `mempipe sweep RUN`.
+"""The evaluation and the sweep of a run that is named by its folder: `mempipe evaluate RUN`, `mempipe sweep RUN`.
 
 The evaluation asks whether training helped, and whether memory and search are what it helped: the trained agent, the
 one that training started from, and the trained one without memory and without search. The sweep asks how small the

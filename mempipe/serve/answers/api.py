@@ -259,11 +259,11 @@ class ExampleReply(BaseModel):
     partition: str
     """The part of the corpus that the question is about; empty: all of it."""
     text: str = ""
-    """What the agent reads, for agents that read."""
+    """The document of the question, for agents that read."""
 
 
 class CorpusReply(BaseModel):
-    """What can be searched, and questions about it."""
+    """The corpus of the service, and questions about it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

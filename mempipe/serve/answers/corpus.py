@@ -1,5 +1,4 @@
-"""What a visitor of the service can ask: held-out questions of the served run, and the part of the corpus that they are
-about.
+"""Held-out questions that a visitor of the service can ask, and the part of the corpus that they are about.
 
 The synthetic world is many worlds in one index, and the same name stands for another person in each of them: a question
 has one answer in its own world only.
@@ -29,8 +28,8 @@ MAX_PARTITIONS = 1000
 def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -> CorpusReply:
     """Returns what can be searched, the part that is searched by default, and held-out questions about it.
 
-    `main` is the service's own agent; with `searches` at least one of its agents searches. `partition` is the part that the
-    settings name; None: the one that most held-out questions are about.
+    `main` is the service's own agent; with `searches` at least one of its agents searches. `partition` is the part that
+    the settings name; None: the one that most held-out questions are about.
     Only files of this machine are read. Raises ConfigError for a partition that the index does not have, and for a
     file of questions or an index that is damaged.
     """
