@@ -117,21 +117,29 @@ def _add(commands: Any, name: str, function: Callable[..., int | None], summary:
 
 def _add_run_commands(commands: Any) -> None:
     """Adds the commands that check, train and export."""
-    train = _add(commands, "train", _train, "train an agent: CONFIG [key=value ...]")
+    train = _add(commands, "train", _job, "train an agent: CONFIG [key=value ...]")
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
     train.add_argument(
         "overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. algorithm.group_size=16"
     )
+    train.set_defaults(kind="run")
     _add_resume(train)
+
+    job = _add(commands, "run", _job, "run the job that a config of any kind describes")
+    job.add_argument("config", help="a YAML file; `kind: MODULE` in it names a user-defined kind (docs/extending.md)")
+    job.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
+    job.set_defaults(kind="")
+    _add_resume(job)
 
     chain = _add(
         commands,
         "chain",
-        _chain,
+        _job,
         "train several stages in order, and compare with and without the first: CONFIG [key=value ...]",
     )
     chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; run it again to resume")
     chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
+    chain.set_defaults(kind="chain")
 
     doctor = _add(commands, "doctor", _doctor, "check a config of any kind without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index, a retrieval service or an agent service")
@@ -170,7 +178,8 @@ def _add_run_commands(commands: Any) -> None:
 
 def _add_measuring_commands(commands: Any) -> None:
     """Adds the commands that measure trained agents."""
-    evaluate = _add(commands, "evaluate", _evaluate, "measure agents on question sets: RUN [QUESTIONS] or CONFIG")
+    evaluate = _add(commands, "evaluate", _job, "measure agents on question sets: RUN [QUESTIONS] or CONFIG")
+    evaluate.set_defaults(kind="evaluation")
     evaluate.add_argument(
         "config",
         metavar="RUN_OR_CONFIG",
@@ -193,9 +202,10 @@ def _add_measuring_commands(commands: Any) -> None:
     sweep = _add(
         commands,
         "sweep",
-        _sweep,
+        _job,
         "measure agents under several memory budgets, and find how much is enough: RUN [QUESTIONS] or CONFIG",
     )
+    sweep.set_defaults(kind="sweep")
     sweep.add_argument(
         "config",
         metavar="RUN_OR_CONFIG",
@@ -413,52 +423,17 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    from mempipe.checks.run import check_run
-    from mempipe.loader import load_config
+def _job(arguments: argparse.Namespace) -> None:
+    """Checks the config of a job, and does the work."""
+    from mempipe.loader import load_job
 
-    config = load_config(arguments.config, arguments.overrides)
-    refuse(check_run(config, resume=arguments.resume))
-    say(f"{config.folder}: checked; loading")
-    from pipelines.train import main as train
-
-    train(config, resume=arguments.resume)
-
-
-def _chain(arguments: argparse.Namespace) -> None:
-    from mempipe.checks.chain import check_chain
-    from mempipe.studies.chain import load_chain
-
-    chain = load_chain(arguments.config, arguments.overrides)
-    refuse(check_chain(chain))
-    say(f"{chain.folder}: checked; loading")
-    from pipelines.chain import main as run_chain
-
-    run_chain(chain)
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
-    from mempipe.checks.evaluation import check_suite
-    from mempipe.studies.of_run import evaluation_of
-
-    suite = evaluation_of(arguments.config, arguments.overrides)
-    refuse(check_suite(suite))
-    say(f"{suite.folder}: checked; loading")
-    from pipelines.evaluate import main as evaluate
-
-    evaluate(suite)
-
-
-def _sweep(arguments: argparse.Namespace) -> None:
-    from mempipe.checks.sweep import check_sweep
-    from mempipe.studies.of_run import sweep_of
-
-    sweep = sweep_of(arguments.config, arguments.overrides)
-    refuse(check_sweep(sweep))
-    say(f"{sweep.folder}: checked; loading")
-    from pipelines.sweep import main as run_sweep
-
-    run_sweep(sweep, resume=arguments.resume)
+    resume = getattr(arguments, "resume", "never")
+    kind, config = load_job(arguments.config, arguments.overrides, kind=arguments.kind)
+    if not kind.main:
+        raise ConfigError(f"{arguments.config} describes {kind.described}; `{kind.command}` takes it")
+    refuse(kind.findings(config, resume=resume))
+    say(f"{getattr(config, 'folder', kind.described)}: checked; loading")
+    kind.run(config, resume=resume)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -562,15 +537,12 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _index_build(arguments: argparse.Namespace) -> None:
-    from mempipe.checks.retrieval import check_build
-    from mempipe.loader import load_index_config
+    from mempipe.loader import load_job
 
-    config = load_index_config(arguments.source, arguments.overrides)
-    refuse(check_build(config))
+    kind, config = load_job(arguments.source, arguments.overrides, kind="index")
+    refuse(kind.findings(config))
     say(f"{config.output}: checked; loading")
-    from pipelines.build_index import main as build_index
-
-    print("\n".join(describe_index(build_index(config), config.output)))
+    print("\n".join(describe_index(kind.run(config), config.output)))
 
 
 def _index_adopt(arguments: argparse.Namespace) -> None:
@@ -768,12 +740,12 @@ def _data_cloze(arguments: argparse.Namespace) -> None:
 
 
 def _data_memtrain(arguments: argparse.Namespace) -> None:
-    from mempipe.loader import load_documents_config
+    from mempipe.loader import load_job
 
-    config = load_documents_config(arguments.config, arguments.overrides)
-    from pipelines.build_memtrain import describe, main, shown
+    kind, config = load_job(arguments.config, arguments.overrides, kind="documents")
+    from pipelines.build_memtrain import describe, shown
 
-    folder = main(config)
+    folder = kind.run(config)
     print("\n".join([*describe(folder), *shown(folder, arguments.show)]))
 
 

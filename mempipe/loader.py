@@ -6,50 +6,20 @@ import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.masking.documents import MemtrainConfig
+from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
+from mempipe.kinds import OWN, JobKind, named, own_kind, told_by_marks
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
-Kind = Literal["agent service", "service", "chain", "sweep", "evaluation", "index", "documents", "run"]
-MARKS: dict[Kind, set[str]] = {
-    "agent service": set(),  # told from a retrieval service by what it imports
-    "service": {"applications"},
-    "chain": {"stages"},
-    "documents": {"tokenizer"},
-    "sweep": {"budgets"},
-    "evaluation": {"benchmarks", "runs"},
-    "index": {"corpus", "faiss"},
-    "run": {"agent", "algorithm", "budget", "learner", "num_steps", "world"},
-}
-DESCRIBED: dict[Kind, str] = {
-    "agent service": "an agent service",
-    "service": "a retrieval service",
-    "chain": "a chain of training stages",
-    "documents": "MemTrain's documents",
-    "sweep": "a sweep over memory budgets",
-    "evaluation": "an evaluation",
-    "index": "an index to be built",
-    "run": "a training run",
-}
-COMMANDS: dict[Kind, str] = {
-    "agent service": "`serve deploy`",
-    "service": "`serve deploy`",
-    "chain": "`mempipe chain`",
-    "documents": "`mempipe data memtrain`",
-    "sweep": "`mempipe sweep`",
-    "evaluation": "`mempipe evaluate`",
-    "index": "`mempipe index build`",
-    "run": "`mempipe train`",
-}
 SERVICE_APP = "mempipe.serve.retrieval:app"
 AGENT_APP = "mempipe.serve.agent:app"
 ENGINE_APP = "mempipe.serve.agent:generator"
@@ -58,6 +28,18 @@ ENGINE_APP = "mempipe.serve.agent:generator"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
     return parse_section(load_values(path, overrides, kind="run"), RunConfig)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = (), *, kind: str = "") -> tuple[JobKind, Any]:
+    """Returns the kind of job that a YAML file describes, and its config with `key=value` overrides. `kind` is the name
+    of the kind that is expected; empty: any, and a file without a mark of another kind is a run.
+
+    Raises ConfigError.
+    """
+    found = BUILT_IN_KINDS[kind] if kind else kind_of(read_values(path, overrides)) or BUILT_IN_KINDS["run"]
+    if found.load:
+        return found, named(found.load)(path, overrides)
+    return found, parse_section(load_values(path, overrides, kind=found), found.settings())
 
 
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
@@ -71,11 +53,6 @@ def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexC
             )
         return parse_section(values, IndexConfig)
     return parse_section(load_values(path, overrides, kind="index"), IndexConfig)
-
-
-def load_documents_config(path: str | Path, overrides: Sequence[str] = ()) -> MemtrainConfig:
-    """Returns the MemTrain documents that a YAML file describes, with overrides. Raises ConfigError."""
-    return parse_section(load_values(path, overrides, kind="documents"), MemtrainConfig)
 
 
 def load_service_config(path: str | Path, overrides: Sequence[str] = ()) -> ServiceConfig:
@@ -104,11 +81,14 @@ def section_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(section or {})
 
 
-def kind_of(values: dict[str, Any]) -> Kind | None:
-    """Returns what settings describe, by keys that no other kind has; None when there is no such key."""
+def kind_of(values: dict[str, Any]) -> JobKind | None:
+    """Returns the kind of job that settings describe, by keys that no other kind has; None when there is no such key.
+    Raises ConfigError when they name a kind that is not there."""
+    if OWN in values:
+        return own_kind(values[OWN])
     if _is_agent_service(values.get("applications")):
-        return "agent service"
-    return next((kind for kind, marks in MARKS.items() if values.keys() & marks), None)
+        return BUILT_IN_KINDS["agent-service"]
+    return told_by_marks(values)
 
 
 def _is_agent_service(applications: Any) -> bool:
@@ -116,11 +96,24 @@ def _is_agent_service(applications: Any) -> bool:
     return any(each.get("import_path") in (AGENT_APP, ENGINE_APP) for each in listed)
 
 
-def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind | None = None) -> dict[str, Any]:
-    """Returns the settings that a YAML file names, with `key=value` overrides. They are not checked yet.
+def load_values(
+    path: str | Path, overrides: Sequence[str] = (), *, kind: JobKind | str | None = None
+) -> dict[str, Any]:
+    """Returns the settings that a YAML file names, with `key=value` overrides. They are not checked yet. `kind` is a
+    name of `mempipe.kinds.BUILT_IN`, or a user-defined kind.
 
     Raises ConfigError, also when they describe something else than `kind`.
     """
+    values = read_values(path, overrides)
+    found, wanted = kind_of(values), BUILT_IN_KINDS[kind] if isinstance(kind, str) else kind
+    if wanted is not None and found is not None and found != wanted:
+        raise ConfigError(f"{path} describes {found.described}, not {wanted.described}; `{found.command}` takes it")
+    values.pop(OWN, None)
+    return values
+
+
+def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns all that a YAML file holds, with `key=value` overrides. Raises ConfigError when it holds no settings."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -134,9 +127,6 @@ def load_values(path: str | Path, overrides: Sequence[str] = (), *, kind: Kind |
         raise ConfigError(f"{path} holds {type(values).__name__}, expected a mapping of settings")
     for override in overrides:
         _apply(values, override)
-    found = kind_of(values)
-    if kind is not None and found is not None and found != kind:
-        raise ConfigError(f"{path} describes {DESCRIBED[found]}, not {DESCRIBED[kind]}; {COMMANDS[found]} takes it")
     return values
 
 

@@ -15,38 +15,14 @@ from pydantic.fields import FieldInfo
 from mempipe.agents.memtrain import MemTrain
 from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.config import RunConfig
-from mempipe.evaluation.suite import EvaluationSuite
+from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
 from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of, setting_names
-from mempipe.masking.documents import MemtrainConfig
-from mempipe.retrieval.config import IndexConfig, RetrievalConfig, ServiceConfig
-from mempipe.serve.config import ENGINES, AgentServiceConfig
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.serve.config import ENGINES
 from mempipe.settings import ConfigError, Section
-from mempipe.studies.chain import ChainConfig
-from mempipe.studies.sweep import SweepConfig
 
 WIDTH = 120
-KINDS = (*BUILT_IN, "chain", "evaluation", "sweep", "index", "documents", "service", "agent-service")
-_MEASURED = {
-    "runs": [{"name": "trained", "config": "runs/quickstart"}],
-    "benchmarks": [{"name": "world", "file": "runs/quickstart/world/validation.parquet"}],
-}
-EXAMPLES: dict[type[Section], dict[str, Any]] = {
-    ChainConfig: {
-        "stages": {
-            "memtrain": {"config": "jobs/configs/memtrain_qwen3-4b.yaml"},
-            "memagent": {"config": "jobs/configs/memagent_qwen2.5-7b.yaml"},
-        }
-    },
-    EvaluationSuite: _MEASURED,
-    SweepConfig: _MEASURED | {"budgets": [4, 8, 16]},
-    IndexConfig: {"corpus": ["data/wiki-18.jsonl.gz"], "output": "data/wiki18_e5"},
-    MemtrainConfig: {"index": "data/wiki18_e5", "tokenizer": "Qwen/Qwen3-4B-Instruct-2507"},
-    ServiceConfig: {"index": "data/wiki18_e5"},
-    AgentServiceConfig: {"run": "runs/quickstart"},
-}
-"""Values of the settings that have no default."""
-
-
+KINDS = (*BUILT_IN, *(kind for kind in BUILT_IN_KINDS if kind != "run"))
 OFTEN_SET = (
     "name",
     "num_steps",
@@ -84,20 +60,12 @@ def config_lines(kind: str, *, short: bool = False) -> list[str]:
         return [title, *_section_lines(RunConfig, run, lambda name: name not in unused)]
     if short:
         raise ConfigError(f"--short is for a run of an agent, and {kind!r} is none; leave it out")
-    sections: dict[str, tuple[type[Section], str]] = {
-        "chain": (ChainConfig, "# A chain of training stages: `mempipe chain FILE`"),
-        "evaluation": (EvaluationSuite, "# An evaluation: `mempipe evaluate FILE`"),
-        "sweep": (SweepConfig, "# A sweep over memory budgets: `mempipe sweep FILE`"),
-        "index": (IndexConfig, "# An index to be built: `mempipe index build FILE`"),
-        "documents": (MemtrainConfig, "# MemTrain's documents: `mempipe data memtrain FILE`"),
-        "service": (ServiceConfig, "# A retrieval service on a Ray cluster: `serve deploy FILE`"),
-        "agent-service": (AgentServiceConfig, "# An agent service on a Ray cluster: `serve deploy FILE`"),
-    }
-    if kind not in sections:
+    if kind not in KINDS:
         raise ConfigError(f"{kind!r} is not a kind of config; choose from {', '.join(KINDS)}, or an agent's module")
-    section, title = sections[kind]
-    lines = list(_section_lines(section, section.model_validate(EXAMPLES[section])))
+    job = BUILT_IN_KINDS[kind]
+    lines = list(_section_lines(job.settings(), job.settings().model_validate(job.example)))
     deployed = {"service": _deployed, "agent-service": _deployed_agent}
+    title = f"# {job.described[0].upper()}{job.described[1:]}: `{job.command} FILE`"
     return [title, *(deployed[kind](lines) if kind in deployed else lines)]
 
 

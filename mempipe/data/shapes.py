@@ -240,7 +240,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _lowered(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object with its names in lower case and without spaces around them, beside those it has."""
+    """Returns the object with its names in lower case and without spaces around them, in addition to its own."""
     return {str(name).strip().casefold(): item for name, item in value.items()} | value
 
 

@@ -87,13 +87,13 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
 def write_joined(source: str, output: str, *, objectives: int, seed: int | None = None) -> int:
     """Writes the questions of a file, joined by `join_objectives`, and returns how many there are.
 
-    Raises ConfigError, before anything is written, for fewer than two objectives, for an output that is no new .parquet
-    file, for questions that have several objectives already, and for too few questions.
+    Raises ConfigError, before anything is written, for fewer than two objectives, for an output that is not a new
+    .parquet file, for questions that have several objectives already, and for too few questions.
     """
     if not 2 <= objectives <= _MAX_OBJECTIVES:
         raise ConfigError(f"--n is {objectives}; expected 2 to {_MAX_OBJECTIVES} questions to join into one")
     if not output.endswith(".parquet") or Path(output).exists():
-        problem = "exists" if Path(output).exists() else "is no .parquet file"
+        problem = "exists" if Path(output).exists() else "is not a .parquet file"
         raise ConfigError(f"{output} {problem}; name a new .parquet file")
     questions = list(iter_questions(source))
     if joined := next((question.id for question in questions if len(question.objectives) > 1), ""):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,13 +19,28 @@ from mempipe.serve.served_run import check_agent_service
 from mempipe.settings import ConfigError
 
 
-def check_deployment(path: str, overrides: Sequence[str] = (), *, devices: Devices | None = None) -> list[Finding]:
-    """Returns all findings about the agent service that a Serve config deploys, with `key=value` overrides of the
-    `args` of its applications; `devices` as in `mempipe.checks.run.check_run`.
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A Ray Serve config of the agent service."""
+
+    path: str
+    deployed: ServeDeploySchema
+    changes: dict[str, Any]
+    """Overrides of the `args` of its applications."""
+
+
+def load_deployment(path: str, overrides: Sequence[str] = ()) -> Deployment:
+    """Returns the agent service that a Serve config deploys, with `key=value` overrides of the `args` of its
+    applications. Raises ConfigError."""
+    return Deployment(path=path, deployed=_read(path), changes=parse_overrides(overrides))
+
+
+def check_deployment(deployment: Deployment, *, devices: Devices | None = None) -> list[Finding]:
+    """Returns all findings about an agent service on a cluster; `devices` as in `mempipe.checks.run.check_run`.
 
     Raises ConfigError when the settings themselves are wrong.
     """
-    deployed, changes = _read(path), parse_overrides(overrides)
+    path, deployed, changes = deployment.path, deployment.deployed, deployment.changes
     agents = [each for each in deployed.applications if each.import_path == AGENT_APP]
     engines = {each.name: _settings(each, changes) for each in deployed.applications if each.import_path == ENGINE_APP}
     if len(agents) != 1:
@@ -42,7 +58,7 @@ def check_deployment(path: str, overrides: Sequence[str] = (), *, devices: Devic
 
 def _read(path: str) -> ServeDeploySchema:
     try:
-        return ServeDeploySchema.model_validate(load_values(path, kind="agent service"))
+        return ServeDeploySchema.model_validate(load_values(path, kind="agent-service"))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

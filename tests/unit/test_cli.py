@@ -15,19 +15,10 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.cli import main
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import Position
-from mempipe.evaluation.suite import load_suite, merged
-from mempipe.loader import (
-    load_config,
-    load_documents_config,
-    load_index_config,
-    load_service_config,
-    parse_config,
-    parse_section,
-)
+from mempipe.evaluation.suite import merged
+from mempipe.loader import load_config, load_index_config, load_job, parse_config, parse_section
 from mempipe.retrieval.build import build_index
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.studies.chain import load_chain
-from mempipe.studies.sweep import load_sweep
 from mempipe.template import KINDS
 from mempipe.types import Context, EndReason, Group, Passage, Question, Search, Trajectory
 
@@ -39,21 +30,13 @@ def test_config_prints_a_complete_file_that_loads_as_it_is(kind, tmp_path, capsy
     assert main(["config", kind]) == 0
     text = capsys.readouterr().out
     (tmp_path / "c.yaml").write_text(text)
-    loaders = {
-        "chain": load_chain,
-        "evaluation": load_suite,
-        "sweep": load_sweep,
-        "index": load_index_config,
-        "documents": load_documents_config,
-        "service": load_service_config,
-    }
     given = yaml.safe_load(text)
     if kind.endswith("service"):
         given = given["applications"][0]["args"]
     if kind == "agent-service":
         loaded = parse_section(given, AgentServiceConfig)
     else:
-        loaded = loaders.get(kind, load_config)(tmp_path / "c.yaml")
+        _, loaded = load_job(tmp_path / "c.yaml")
     whole = json.loads(loaded.model_dump_json())
     assert merged(whole, given) == whole
     if kind in BUILT_IN or "." in kind:

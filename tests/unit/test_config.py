@@ -9,7 +9,7 @@ import yaml
 from mempipe.agents.memsearcher import MemSearcherCompat
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.loader import load_config, load_index_config, load_values, parse_config
+from mempipe.loader import load_config, load_job, load_values, parse_config
 from mempipe.masking.cloze import ClozeConfig
 from mempipe.settings import ConfigError
 from mempipe.template import config_lines
@@ -25,7 +25,7 @@ def test_every_shipped_run_is_valid(path):
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "corpus" in KEYS[path]], ids=lambda path: path.stem)
 def test_every_shipped_index_is_valid(path):
-    assert load_index_config(path).corpus
+    assert load_job(path, kind="index")[1].corpus
 
 
 def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):

@@ -385,7 +385,7 @@ def test_the_command_joins_questions_into_a_file_that_can_be_trained_on(tmp_path
     assert second.golden_answers == ["N2; N3"]
     for words, message in (
         ([source, output], "exists; name a new .parquet file"),
-        ([source, tmp_path / "two.csv"], "is no .parquet file; name a new .parquet file"),
+        ([source, tmp_path / "two.csv"], "is not a .parquet file; name a new .parquet file"),
         ([source, tmp_path / "n.parquet", "--n", "1"], "--n is 1; expected 2 to 16"),
         ([source, tmp_path / "n.parquet", "--n", "6"], "has 5 questions; 6 are needed"),
         ([output, tmp_path / "n.parquet"], "question 0+1 has several objectives already"),

@@ -16,7 +16,7 @@ from dying_process import killed_at
 from killed_build import build, run_and_die
 
 from mempipe.data.corpus import corpus_files
-from mempipe.loader import load_index_config
+from mempipe.loader import load_job
 from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
@@ -299,12 +299,13 @@ def test_index_configs_name_what_is_wrong(tmp_path):
     file = tmp_path / "i.yaml"
     file.write_text("corpus: [a.jsonl]\noutput: x\nencoder: null\n")
     with pytest.raises(ConfigError, match="there would be nothing to search"):
-        load_index_config(file)
-    assert load_index_config(file, ["lexical=true", "faiss.factory=SQfp16"]).faiss.factory == "SQfp16"
+        load_job(file, kind="index")
+    _, loaded = load_job(file, ["lexical=true", "faiss.factory=SQfp16"], kind="index")
+    assert loaded.faiss.factory == "SQfp16"
     with pytest.raises(ConfigError, match=r"faiss.factry is not a setting"):
-        load_index_config(file, ["lexical=true", "faiss.factry=SQfp16"])
+        load_job(file, ["lexical=true", "faiss.factry=SQfp16"], kind="index")
     with pytest.raises(ConfigError, match=r"corpus"):
-        load_index_config(file, ["lexical=true", "corpus=3"])
+        load_job(file, ["lexical=true", "corpus=3"], kind="index")
 
 
 # --- other people's files

@@ -17,7 +17,7 @@ Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 
 
 def _encodable(value: Any) -> Any:
-    """Returns a text with half characters replaced, which no answer could repeat; what is no text stays as it is."""
+    """Returns a text with half characters replaced, which no answer could repeat; another value stays as it is."""
     return replace_surrogates(value) if isinstance(value, str) else value
 
 
