@@ -115,7 +115,7 @@ def _suite(start: Path, *, output: Path, name: str) -> dict:
         "runs": [{"name": "model", "settings": {**settings, "stream": {"groups_in_flight": 4}}}],
         "benchmarks": [{"name": "world", "file": str(start / "world" / "train.parquet"), "num_questions": NUM_ASKED}],
         "questions_per_part": 4,
-        "bootstrap": {"num_resamples": 50},
+        "bootstrap": {"num_resamples": 100},
         "tracking": {"enabled": False},
     }
 
