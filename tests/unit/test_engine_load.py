@@ -129,7 +129,7 @@ def test_what_is_late_is_said_and_what_is_not_is_not(capsys):
         return "the engines"
 
     assert list(watched(items(), waited_for=waited_for, after_s=0.05)) == [1, 2]
-    assert capsys.readouterr().out.count("waits for the engines") >= 1
+    assert capsys.readouterr().out.count("waiting for the engines") >= 1
     assert list(watched(iter([1, 2]), waited_for=waited_for, after_s=60)) == [1, 2]
     assert capsys.readouterr().out == ""
 

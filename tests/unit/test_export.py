@@ -56,7 +56,7 @@ def test_every_checkpoint_of_a_run_can_be_exported(tmp_path, lora):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "new", "--step", "3"], "--step is 3; .*run holds checkpoints of the steps 1, 2"),
+        (["run", "new", "--step", "3"], "--step is 3; .*holds those after the learner steps 1 .*, 2 "),
         (["run", "run"], "run exists; choose another folder"),
         (["nowhere", "new"], "nowhere holds no run"),
     ],

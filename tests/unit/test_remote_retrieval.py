@@ -286,7 +286,7 @@ def test_what_is_no_answer_never_becomes_passages(service, fault):
     query = Query(text="word3", num_passages=1)
     with client_of(url) as client:
         faulty.faults = [fault]
-        with pytest.raises(ServiceFault, match="no answer") as caught:
+        with pytest.raises(ServiceFault, match="invalid answer") as caught:
             client.search([query])
         assert len(str(caught.value)) <= 500
         assert client.cached(query) is None

@@ -202,12 +202,20 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         "evaluate": evaluate,
         "learn": lambda *_: None,
         "iter_questions": lambda *_, **__: [],
-        "QuestionTable": list,
+        "QuestionTable": NoQuestions,
+        "understood": lambda *_, **__: "",
         "held_out_questions": lambda *_, **__: QUESTIONS,
         "load_tokenizer": lambda _: None,
     }.items():
         monkeypatch.setattr(train, name, value)
     return evaluated
+
+
+class NoQuestions(list):
+    """A table of questions that is empty."""
+
+    def sources(self) -> dict[str, int]:
+        return {}
 
 
 def restored_at(run: Run, step: int) -> None:
