@@ -54,6 +54,8 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
         "evaluation.html",
         name=f"{name}: how much memory is enough?",
         facts=verdicts(study),
+        tiles=[],
+        examples=[],
         sections=_sections(study),
         figures=figures,
         metrics={study.metric: definitions()[study.metric]},
