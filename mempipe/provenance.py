@@ -26,14 +26,22 @@ _SHORT = 16  # hex digits of a hash that people may have to compare
 
 def differences(before: Any, now: Any, *, free: Iterable[str] = (), prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields (dotted name, value before, value now) where two nested records differ, in order of their names. A name
-    that is absent counts as None; settings and sections in `free` may differ."""
+    that is absent counts as None, and so does an empty text, list or section. Settings and sections in `free` may
+    differ."""
     if any(f"{prefix}.".startswith(f"{name}.") for name in free):
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in sorted({*before, *now}, key=str):
             yield from differences(before.get(key), now.get(key), free=free, prefix=f"{prefix}.{key}".lstrip("."))
-    elif before != now:
+    elif before != now and not (_is_nothing(before) and _is_nothing(now)):
         yield prefix, before, now
+
+
+def _is_nothing(value: Any) -> bool:
+    """Tells whether a setting has no value, as one that an older version did not have."""
+    if isinstance(value, Mapping):
+        return all(map(_is_nothing, value.values()))
+    return value is None or value in ("", [])
 
 
 def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:

@@ -109,8 +109,9 @@ def _finished(folder: Path, settings: dict) -> ClozeFiles:
     manifest = read_object(folder / MANIFEST, advice=again)
     if not all(isinstance(manifest.get(name), dict) for name in ("settings", "counts")):
         raise ConfigError(f"{folder / MANIFEST} is damaged: it lacks settings or counts; {again}")
-    if manifest["settings"] != settings:
-        differing = sorted(name for name, value in settings.items() if manifest["settings"].get(name) != value)
+    made_with = ClozeConfig().model_dump(mode="json") | manifest["settings"]  # an older version had fewer settings
+    if made_with != settings:
+        differing = sorted(name for name, value in settings.items() if made_with.get(name) != value)
         raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")
     own = folder / "corpus.parquet"
     return ClozeFiles(folder=folder, corpus=str(own) if own.exists() else settings["corpus"], counts=manifest["counts"])

@@ -247,10 +247,11 @@ class IndexBuild:
                 )
             write_object(file, settings)
         found = read_object(file, advice=self._advice)
-        for name in sorted(settings.keys() | found.keys()):
-            if found.get(name) != settings.get(name):
+        begun = {name: found.get(name, IndexConfig.model_fields[name].default) for name in settings} | found
+        for name in sorted(begun):  # an older version had fewer settings
+            if begun[name] != settings.get(name):
                 raise ConfigError(
-                    f"{self.folder} is an unfinished build with {name} {found.get(name)!r}, now it is "
+                    f"{self.folder} is an unfinished build with {name} {begun[name]!r}, now it is "
                     f"{settings.get(name)!r}; "
                     "remove that folder, or continue with its settings"
                 )

@@ -33,6 +33,14 @@ def test_differences_are_named_by_their_dotted_names():
     assert list(differences({"stream_x": 1}, {"stream_x": 2}, free=["stream"])) == [("stream_x", 1, 2)]
 
 
+def test_a_setting_that_an_older_version_did_not_have_is_no_difference():
+    now = {"file": "a", "columns": {"question": "", "answer": ""}, "names": [], "limit": 0}
+    assert list(differences({"file": "a", "limit": 0}, now)) == []
+    assert list(differences({"file": "a"}, now)) == [("limit", None, 0)]
+    named = now | {"columns": {"question": "q", "answer": ""}}
+    assert list(differences({"file": "a", "limit": 0}, named)) == [("columns", None, named["columns"])]
+
+
 def test_an_input_that_one_side_does_not_know_is_not_compared():
     assert changed_inputs({"a": "1", "b": "2", "c": ""}, {"a": "1", "b": "3", "c": "4", "d": "5"}) == ["b"]
 
