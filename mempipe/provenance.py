@@ -38,7 +38,7 @@ def differences(before: Any, now: Any, *, free: Iterable[str] = (), prefix: str 
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tells whether a setting has no value, as one that an older version did not have."""
+    """Returns whether a setting has no value, as one that an older version did not have."""
     if isinstance(value, Mapping):
         return all(map(_is_nothing, value.values()))
     return value is None or value in ("", [])
