@@ -79,9 +79,12 @@ class Learner:
             torch.set_num_threads(learner.num_threads)
         torch.manual_seed(settings.seed + rank)
 
+        self._made_group = False
         mesh = None  # one rank with a 16-bit dtype needs one too: FSDP2's mixed precision works on a mesh only
         if world_size > 1 or self.dtype != torch.float32:
-            _join(self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s)
+            self._made_group = _join(
+                self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s
+            )
             mesh = init_device_mesh(self._device.type, (world_size,))
         with in_turn("load"):  # a whole float32 model in the machine's memory, until it is sharded
             self.policy = load_policy(model, seed=settings.seed)
@@ -283,9 +286,9 @@ class Learner:
         return state.position
 
     def close(self) -> None:
-        """Finishes a checkpoint that is being written, and leaves the process group."""
+        """Finishes a checkpoint that is being written, and ends the process group, if this learner made it."""
         self.finish_save()
-        if dist.is_initialized():
+        if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _update(self, update: Sequence[MicroBatch], old_logprobs: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -401,12 +404,13 @@ def _device(rank: int) -> torch.device:
     return device
 
 
-def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[str, int], timeout_s: float) -> None:
+def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[str, int], timeout_s: float) -> bool:
+    """Joins the ranks' process group; returns whether it was made here. An engine of this process may have made one."""
     if dist.is_initialized():
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), (
             "this process is in another process group"
         )
-        return
+        return False
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=datetime.timedelta(seconds=timeout_s))
@@ -416,6 +420,7 @@ def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[st
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    return True
 
 
 def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

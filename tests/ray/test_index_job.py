@@ -98,7 +98,9 @@ def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
     command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
     done = run(command, marked=Marked(), cwd=folder)
     assert done.returncode == 2
-    reason = "text is missing; a passage needs `contents`, or `title` and `text`, as text"
+    reason = (
+        "text is missing; a passage needs `contents`, or `title` and `text` (or content, passage, body, paragraph_text)"
+    )
     assert done.stderr.strip().splitlines() == [
         f"error: {folder / 'bad.jsonl'}, line {NUM_PASSAGES // 2 + 1}: {reason}"
     ]
