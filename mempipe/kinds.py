@@ -7,7 +7,6 @@ and mains are named as MODULE:NAME and imported when they are needed, so that a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,13 +173,11 @@ def told_by_marks(settings: Mapping[str, Any]) -> JobKind | None:
     return next((BUILT_IN[name] for name in _TOLD_BY_MARKS if settings.keys() & BUILT_IN[name].marks), None)
 
 
-@functools.cache
 def named(path: str) -> Any:
     """Returns the object that MODULE:NAME names."""
     return load_user_object(path, setting=OWN)
 
 
-@functools.cache
 def _parameters(path: str) -> frozenset[str]:
     import inspect
 
