@@ -109,7 +109,8 @@ def _finished(folder: Path, settings: dict) -> ClozeFiles:
     manifest = read_object(folder / MANIFEST, advice=again)
     if not all(isinstance(manifest.get(name), dict) for name in ("settings", "counts")):
         raise ConfigError(f"{folder / MANIFEST} is damaged: it lacks settings or counts; {again}")
-    made_with = ClozeConfig().model_dump(mode="json") | manifest["settings"]  # an older version had fewer settings
+    defaults = ClozeConfig().model_dump(mode="json")  # of settings that an older version did not have
+    made_with = {name: defaults[name] for name in settings.keys() & defaults.keys()} | manifest["settings"]
     if made_with != settings:
         differing = sorted(name for name, value in settings.items() if made_with.get(name) != value)
         raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")
