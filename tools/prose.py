@@ -55,6 +55,7 @@ OPENING = (
     r"(?! (?:is|was) (?:a|an|the)\b)"
 )
 _RULES = [(re.compile(pattern), advice) for pattern, advice in WORDS.items()]
+_CONFLICT = re.compile(r"\s*(?:<{7}|>{7}) ")  # in a docstring no other check sees it
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])[*_)]*(?:\s+|$)(?=[\w`*\[(]|$)")
 _CODE = re.compile(r"``.+?``|`[^`]*`|\"[^\"\n]{0,120}\"|<[^>]+>|https?://\S+")
 
@@ -146,6 +147,9 @@ def yaml_comments(source: str) -> Iterator[tuple[int, str]]:
 def check_file(path: Path) -> Iterator[str]:
     """Yields one line for each finding in a .md, .py or .yaml file."""
     source = path.read_text(encoding="utf-8")
+    for number, line in enumerate(source.splitlines(), start=1):
+        if _CONFLICT.match(line):
+            yield f"{path}:{number}: {line[:20]!r}: resolve the conflict of the merge"
     if path.suffix == ".md":
         texts: Iterable[tuple[int, str, bool]] = markdown_blocks(source)
     elif path.suffix == ".py":

@@ -1,15 +1,10 @@
 """Compares two evaluated runs on the same questions: what the one gains over the other, and how far that can be
 trusted.
 
-<<<<<<< HEAD
-The interval is a paired bootstrap over questions. McNemar's test is of exact match, where a question is right or wrong,
-so it needs one attempt and one objective. Questions that only one side has are skipped and counted.
-=======
 Rows are joined by the question's id, never by their order. The interval is a paired bootstrap over questions, in which
 a question that is asked several times (at several lengths, in several sets) is drawn as one. McNemar's test is of exact
 match, where a question is right or wrong, so it needs one attempt, one objective, and every question once. Questions
-that only one side has are left out and counted.
->>>>>>> ea09db9 ([evaluation] a question that is asked several times is one cluster, and pairs are joined by id)
+that only one side has are skipped and counted.
 """
 
 from __future__ import annotations

@@ -106,6 +106,13 @@ def test_a_docstring_begins_with_a_noun_or_a_verb(tmp_path):
     assert [line.split(":")[1] for line in prose.check_file(module)] == ["1"]
 
 
+def test_a_conflict_of_a_merge_is_found_in_a_docstring(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text('"""Reads.\n\n<<<<<<< HEAD\nOne.\n=======\nTwo.\n>>>>>>> ea09db9 (two)\n"""\n')
+    found = [line.split(":")[1] for line in prose.check_file(module) if "conflict" in line]
+    assert found == ["3", "7"]
+
+
 def test_comments_of_a_config_are_read_across_lines(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("# The run goes\n# on here.\nname: goes on  # a good comment\nsize: 1  # what is needed\n")
