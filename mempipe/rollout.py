@@ -12,7 +12,10 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from mempipe.agents.protocol import GenerateFn, SearchFn, Tokenizer
 from mempipe.agents.registry import BUILT_IN
@@ -77,14 +80,19 @@ def _bound(
 
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
     """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
-    tokenizer. It is "" for an agent that ends without a prompt."""
+    tokenizer. It is "" for an agent that ends without a prompt.
+
+    The agent begins in a separate thread, since the caller's may have a running event loop (a notebook's has one).
+    """
 
     async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
         raise _Seen(list(token_ids))
 
     agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=find_nothing)
+    rollout = partial(agent.rollout, _PROBE, trajectory_id="probe", group_id="probe", member=0)
     try:
-        asyncio.run(agent.rollout(_PROBE, trajectory_id="probe", group_id="probe", member=0))
+        with start_blocking_portal(name="prompt-hash") as portal:
+            portal.call(rollout)
     except _Seen as seen:
         return hashlib.sha256(json.dumps(seen.token_ids).encode()).hexdigest()[:16]
     return ""

@@ -13,6 +13,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from anyio.from_thread import start_blocking_portal
+
 from mempipe.agents.protocol import GenerateFn, UnfitQuestion
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
@@ -178,7 +180,11 @@ def _teacher(config: RunConfig) -> GenerateFn:
 
 
 def played(config: RunConfig, questions: Iterable[Question], generate: MakeGenerate, *, name: str) -> Iterator[Group]:
-    """One scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time."""
+    """One scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time.
+
+    All of them run in one event loop, in a separate thread: a notebook's main thread has a running one, and the
+    connections of a teacher belong to the loop that they were made in.
+    """
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     search = find_nothing
     if config.agent_spec.searches:
@@ -205,8 +211,9 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
         return await asyncio.gather(*(attempt(i, question) for i, question in batch))
 
     numbered = iter(enumerate(questions))
-    while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
-        yield from (group for group in asyncio.run(attempts(batch)) if group is not None)
+    with start_blocking_portal(name="demonstrations") as portal:
+        while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
+            yield from (group for group in portal.call(attempts, batch) if group is not None)
 
 
 def _with_one_recall(trajectory: Trajectory) -> Trajectory:

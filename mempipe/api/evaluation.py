@@ -196,8 +196,7 @@ def played(
         control=control,
     )
     groups = agent.run(_groups(config, rollout, questions, num_samples=num_samples, title=title or agent.name))
-    # In a thread without an event loop, which `prompt_hash` needs: a notebook's main thread has one.
-    prompts = agent.run(asyncio.to_thread(prompt_hash, config, tokenizer=roles.tokenizer))
+    prompts = prompt_hash(config, tokenizer=roles.tokenizer)
     growing = config.agent_spec.grows
     rows = [result_row(group, growing=growing, prompt_hash=prompts) for group in groups]
     return Evaluation(name=agent.name, config=config, rows=rows, groups=groups)

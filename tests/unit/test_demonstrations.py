@@ -13,22 +13,27 @@ from pathlib import Path
 
 import pytest
 from agent_builders import hf_tokenizer
+from anyio.from_thread import start_blocking_portal
+from faulty_server import faulty, says
 
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.data.scripted_agents import Noise
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
+from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.loader import parse_config
 from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, ReadingDemonstration
 from mempipe.retrieval.build import build_index
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
+from mempipe.rollout import prompt_hash
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted, StopRequest
 from mempipe.types import Evidence, Group, Passage, Question
+from pipelines import demonstrations as demonstrations_module
 from pipelines import warm_start
 from pipelines.demonstrations import demonstrations
 
@@ -98,6 +103,23 @@ def test_the_same_seed_gives_the_same_trajectories(config):
         return [context.token_ids for group in groups for context in group.trajectories[0].contexts]
 
     assert ids() == ids()
+
+
+async def test_a_script_plays_although_an_event_loop_runs_as_in_a_notebook(config):
+    assert len(demonstrations(config).clean) == 4
+    assert prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
+
+
+def test_a_teacher_plays_batch_after_batch_over_the_same_connections(config, monkeypatch):
+    monkeypatch.setattr(demonstrations_module, "TRAJECTORIES_AT_ONCE", 3)
+    reply = says({"choices": [{"text": "I do not know.", "finish_reason": "stop"}]})
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(faulty([reply])) as (url, asked):
+        teacher = {"url": url, "model": "m", "max_concurrency": 1, "timeout_s": 30}
+        taught = demonstrations(
+            with_warm_start(config, teacher=teacher, min_score=0.0, num_clean_trajectories=6, num_noisy_trajectories=0)
+        )
+    assert len(taught.clean) == 6 and len(taught.held_out) == 2
+    assert len(asked) >= 8
 
 
 def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
