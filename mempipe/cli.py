@@ -253,7 +253,9 @@ def _add_serving_commands(commands: Any) -> None:
     """Adds the commands of the agent service."""
     served = _add(commands, "serve", _serve, "answer questions over HTTP on this machine until Ctrl-C")
     served.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run's folder or YAML file, or a model")
-    served.add_argument("settings", nargs="*", default=[], help="key=value (`mempipe config agent-service` prints all)")
+    served.add_argument(
+        "overrides", nargs="*", default=[], help="key=value (`mempipe config agent-service` prints all)"
+    )
     served.add_argument("--index", default="", help="the index to search, in place of the run's own")
     served.add_argument(
         "--host", default="127.0.0.1", help="0.0.0.0 to be reached from other machines, with API keys only"
@@ -274,7 +276,7 @@ def _add_serving_commands(commands: Any) -> None:
         metavar="RUN_OR_URL",
         help="a run or model as for `mempipe serve`, or the address of a running service (key: MEMPIPE_API_KEY)",
     )
-    mcp.add_argument("settings", nargs="*", default=[], help="key=value, as for `mempipe serve`")
+    mcp.add_argument("overrides", nargs="*", default=[], help="key=value, as for `mempipe serve`")
     mcp.set_defaults(index="")
 
     key = _add(
@@ -307,7 +309,9 @@ def _add_index_commands(commands: Any) -> None:
     search.add_argument("--json", action="store_true")
     serve = _add(index, "serve", _index_serve, "answer searches over HTTP on this machine until Ctrl-C")
     serve.add_argument("index")
-    serve.add_argument("settings", nargs="*", help="key=value, e.g. max_in_flight=128 (mempipe/serve/retrieval_app.py)")
+    serve.add_argument(
+        "overrides", nargs="*", help="key=value, e.g. max_in_flight=128 (mempipe/serve/retrieval_app.py)"
+    )
     serve.add_argument(
         "--host",
         default="127.0.0.1",
@@ -339,7 +343,7 @@ def _add_data_commands(commands: Any) -> None:
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
     cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
     cloze.add_argument(
-        "settings", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"
+        "overrides", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"
     )
     cloze.add_argument("--show", type=int, default=3, help="number of questions to print")
     cloze.add_argument("--ray-address", default="", help="a running cluster; empty: this machine")
@@ -615,14 +619,14 @@ def _service_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns settings of AgentServiceConfig. Raises ConfigError for a run that does not exist."""
     from mempipe.loader import parse_overrides
 
-    if not (Path(arguments.source).exists() or arguments.index or arguments.settings):
+    if not (Path(arguments.source).exists() or arguments.index or arguments.overrides):
         raise ConfigError(
             f"{arguments.source} does not exist; give a run's folder or its config, or a model with --index"
         )
     _check_served(arguments)
     is_run = arguments.source.endswith((".yaml", ".yml")) or (Path(arguments.source) / "state.json").exists()
     settings: dict[str, Any] = {"run" if is_run else "checkpoint": arguments.source}
-    settings |= parse_overrides(arguments.settings)
+    settings |= parse_overrides(arguments.overrides)
     if arguments.index:
         of_run = settings.setdefault("settings", {})
         of_run["retrieval"] = {**of_run.get("retrieval", {}), "index": arguments.index}
@@ -672,11 +676,11 @@ def _check_served(arguments: argparse.Namespace) -> None:
     from mempipe.config import RunConfig
     from mempipe.serve.config import AgentServiceConfig
 
-    for word in arguments.settings:
+    for word in arguments.overrides:
         section = word.partition("=")[0].partition(".")[0]
         if section in RunConfig.model_fields and section not in AgentServiceConfig.model_fields:
             raise ConfigError(f"{word}: {section} is of the run, not of the service; write settings.{word}")
-    index = [arguments.index, *(w.partition("=")[2] for w in arguments.settings if w.startswith(_SERVED_INDEX))]
+    index = [arguments.index, *(w.partition("=")[2] for w in arguments.overrides if w.startswith(_SERVED_INDEX))]
     for folder in filter(None, index):
         if not Path(folder).is_dir():
             raise ConfigError(f"retrieval.index is {folder!r}, which is not a folder; `mempipe index build` makes one")
@@ -695,7 +699,7 @@ def _index_serve(arguments: argparse.Namespace) -> None:
     from mempipe.loader import parse_overrides, parse_section
     from mempipe.retrieval.config import ServiceConfig
 
-    settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.settings)
+    settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.overrides)
     refuse(check_service(parse_section(settings, ServiceConfig), host=arguments.host, port=arguments.port))
     from mempipe.serve.retrieval import serve_index
 
@@ -731,7 +735,7 @@ def _data_cloze(arguments: argparse.Namespace) -> None:
     from mempipe.loader import parse_overrides, parse_section
     from mempipe.masking.cloze import ClozeConfig
 
-    config = parse_section(parse_overrides(arguments.settings), ClozeConfig)
+    config = parse_section(parse_overrides(arguments.overrides), ClozeConfig)
     check_source(arguments.corpus)  # refuses a missing file before Ray is imported
     from pipelines.build_cloze import build_cloze, describe, shown
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mempipe.agents.registry import BUILT_IN
-from mempipe.cli import main
+from mempipe.cli import _parsed, main
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.evaluation.suite import merged
@@ -124,6 +124,20 @@ def test_a_bare_command_prints_its_help_and_version_its_version(words, prints, c
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 0 and capsys.readouterr().out.startswith(prints)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "run", "a=1", "--port", "1", "b=2"],
+        ["serve", "run", "--host", "h", "a=1", "b=2"],
+        ["index", "serve", "i", "--port", "1", "a=1", "b=2"],
+        ["data", "cloze", "f", "d", "--show", "1", "a=1", "b=2"],
+        ["ask", "run", "why?", "--index", "i", "a=1", "b=2"],
+    ],
+)
+def test_options_may_stand_before_and_between_settings(words):
+    assert _parsed(words).overrides == ["a=1", "b=2"]
 
 
 @pytest.mark.parametrize("words", [["--resum"], ["--resume", "--resume-if-exists"], ["--metric", "f1"]])
