@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -52,6 +53,18 @@ class Section(BaseModel):
         field = cls.model_fields.get(name)
         kinds = _kinds(field.annotation) if field is not None else set()
         return type(None) not in kinds and any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)
+
+
+def check_url(setting: str, url: str, *, example: str) -> None:
+    """Raises ValueError, which names the setting, unless `url` is an HTTP address without a user or a password."""
+    try:
+        address = urlsplit(url)
+        is_right = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+        is_right = is_right and not (address.username or address.password)
+    except ValueError:  # of a port that is not a number, and of half an IPv6 address
+        is_right = False
+    if not is_right:
+        raise ValueError(f"{setting} is {url!r}; an address is of the form {example}, without a user or a password")
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from pydantic import Field, model_validator
 
 from mempipe.agents.tools import InvalidCall
 from mempipe.faults import InfrastructureFault
-from mempipe.settings import ConfigError, Section
+from mempipe.settings import ConfigError, Section, check_url
 
 if TYPE_CHECKING:
     from mcp import Client
 
+T = TypeVar("T")
 MAX_TOOLS = 64
 MAX_SCHEMA_CHARS = 8192
 MAX_RESULT_CHARS = 100_000
@@ -49,12 +50,7 @@ class McpServer(Section):
 
     @model_validator(mode="after")
     def _is_address(self) -> McpServer:
-        address = urlsplit(self.url)
-        if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
-            raise ValueError(
-                f"agent.mcp_servers.url is {self.url!r}; an address is of the form http://host:8000/mcp, without a "
-                "user or a password"
-            )
+        check_url("agent.mcp_servers.url", self.url, example="http://host:8000/mcp")
         return self
 
 
@@ -150,13 +146,20 @@ def _offered(server: McpServer, key: str) -> tuple[McpTool, ...]:
 
 
 def _tool(listed: Any, server: McpServer) -> McpTool:
-    """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold."""
+    """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold, and for a
+    schema that is none."""
+    from jsonschema import Draft202012Validator, SchemaError
+
     if not _NAME.fullmatch(listed.name):
         raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is not a plain name")
     if len(str(listed.input_schema)) + len(listed.description or "") > MAX_SCHEMA_CHARS:
         raise ConfigError(
             f"agent.mcp_servers: the schema of {listed.name!r} has more than {MAX_SCHEMA_CHARS} characters"
         )
+    try:
+        Draft202012Validator.check_schema(listed.input_schema)
+    except SchemaError as error:
+        raise ConfigError(f"agent.mcp_servers: the schema of {listed.name!r} is none: {error.message[:200]}") from error
     return McpTool(
         name=listed.name,
         description=_broken(listed.description or ""),
@@ -183,30 +186,57 @@ def _texts(result: Any) -> list[str]:
     return [part[:MAX_RESULT_CHARS] for part in parts]
 
 
-async def _with_client(server: McpServer, work: Any) -> Any:
+async def _with_client(server: McpServer, work: Callable[[Client], Awaitable[T]]) -> T:
     """Connects to the server and does the work. Raises McpUnavailable."""
+    key = os.environ.get(server.api_key_env, "") if server.api_key_env else ""
+    with unavailable(server.url, timeout_s=server.timeout_s):
+        with anyio.fail_after(server.timeout_s):
+            async with connected_client(server.url, key=key, timeout_s=server.timeout_s) as client:
+                return await work(client)
+
+
+@asynccontextmanager
+async def connected_client(url: str, *, key: str, timeout_s: float) -> AsyncIterator[Client]:
+    """Yields a client of the server at `url`; `key` is sent as bearer token, "" for none. `timeout_s` is the deadline
+    of one call in seconds."""
     import httpx2
-    from mcp import Client, MCPError
+    from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
 
-    key = os.environ.get(server.api_key_env, "") if server.api_key_env else ""
     headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    async def check_key(response: httpx2.Response) -> None:
+        if response.status_code in (401, 403):  # the SDK does not say which status an answer had
+            raise httpx2.HTTPError(f"{response.status_code} {response.reason_phrase}")
+
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=timeout_s, event_hooks={"response": [check_key]}) as http,
+        Client(streamable_http_client(url, http_client=http), read_timeout_seconds=timeout_s) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def unavailable(url: str, *, timeout_s: float) -> Iterator[None]:
+    """Turns the errors of a server that does not answer into McpUnavailable. ConfigError passes."""
+    import httpx2
+    from mcp import MCPError
+
     try:
-        with anyio.fail_after(server.timeout_s):
-            async with httpx2.AsyncClient(headers=headers, timeout=server.timeout_s) as http:
-                transport = streamable_http_client(server.url, http_client=http)
-                async with Client(transport, read_timeout_seconds=server.timeout_s) as client:
-                    return await work(client)
-    except ConfigError:
-        raise
-    except TimeoutError as error:
-        raise McpUnavailable(f"{server.url} did not answer within {server.timeout_s:g} s") from error
-    except (OSError, MCPError, httpx2.HTTPError, BaseExceptionGroup) as error:
-        raise McpUnavailable(f"{server.url} does not answer: {_first(error)}") from error
+        yield
+    except (OSError, MCPError, httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:
+        # The SDK's tasks put into a group what they raise, also for an answer that is not one of the protocol.
+        first = _first(error)
+        if isinstance(first, ConfigError):
+            raise first from error
+        if isinstance(first, TimeoutError):
+            raise McpUnavailable(f"{url} did not answer within {timeout_s:g} s") from error
+        reason = " ".join(f"{type(first).__name__}: {first}".split())[:300]
+        raise McpUnavailable(f"{url} does not answer: {reason}") from error
 
 
-def _first(error: BaseException) -> str:
-    """Returns the first reason of an error, on one line."""
+def _first(error: BaseException) -> BaseException:
+    """Returns the first error of a group of them, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return error

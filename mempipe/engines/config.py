@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from mempipe.settings import Section
+from mempipe.settings import Section, check_url
 
 
 class ModelConfig(Section):
@@ -129,12 +128,7 @@ class EndpointConfig(Section):
 
     @model_validator(mode="after")
     def _is_address(self) -> EndpointConfig:
-        address = urlsplit(self.url)
-        if address.scheme not in ("http", "https") or not address.hostname or address.username or address.password:
-            raise ValueError(
-                f"endpoint.url is {self.url!r}; an address is of the form http://host:8000/v1, without a user or a "
-                "password"
-            )
+        check_url("endpoint.url", self.url, example="http://host:8000/v1")
         return self
 
 

@@ -7,11 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import anyio
+import mcp_types as types
 import pytest
 import uvicorn
 from mcp.server import MCPServer
+from mcp.server.lowlevel import Server
 from mcp.server.mcpserver.exceptions import ToolError
 from service_builders import CONFIGS
 
@@ -47,9 +51,9 @@ def tools_server() -> MCPServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    app = tools_server().streamable_http_app(stateless_http=True)
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The server of tools at an address of this machine; ASKED holds the key of each request."""
 
     async def counted(scope, receive, send) -> None:
         if scope["type"] == "http":
@@ -65,6 +69,12 @@ def url() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/mcp"
         server.force_exit = server.should_exit = True
         thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(tools_server().streamable_http_app(stateless_http=True)) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)
@@ -137,13 +147,34 @@ def test_wrong_settings_are_named(url):
         toolbox(url, tools=["subtract"])
     with pytest.raises(ConfigError, match="a tool 'add', which another tool is called"):
         load_mcp_tools([McpServer(url=url)], taken=["add"])
-    with pytest.raises(ValueError, match="without a user or a password"):
-        McpServer(url="http://ann:secret@127.0.0.1/mcp")
+    for wrong in ("http://ann:secret@127.0.0.1/mcp", "ftp://host/mcp", "http://", "http://[1/mcp", "http://host:99999"):
+        with pytest.raises(ValueError, match=r"agent\.mcp_servers\.url is .*without a user or a password"):
+            McpServer(url=wrong)
 
 
-def test_a_schema_fetches_nothing(monkeypatch):
-    tool = mcp_tools.McpTool(
-        name="x", description="", parameters={"$ref": "http://127.0.0.1:9/schema"}, server=McpServer(url="http://x/mcp")
-    )
-    with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):
+def test_a_schema_fetches_nothing(url):
+    tool = mcp_tools.McpTool(name="x", description="", parameters={"$ref": url}, server=McpServer(url=url))
+    with pytest.raises(Exception, match="Unresolvable"):
         tool.check({})
+    assert not ASKED
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            {"type": "object", "properties": {"a": {"type": "numbr"}}},
+            "the schema of 'odd' is none: 'numbr' is not valid",
+        ),
+        ({"type": "object", "description": "x" * mcp_tools.MAX_SCHEMA_CHARS}, "the schema of 'odd' has more than 8192"),
+    ],
+    ids=["invalid", "long"],
+)
+def test_a_schema_that_no_prompt_should_hold_is_refused_at_the_start(schema, message):
+    async def listed(ctx: Any, params: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[types.Tool(name="odd", input_schema=schema)])
+
+    app = Server("odd", on_list_tools=listed).streamable_http_app(stateless_http=True)
+    with served(app) as address, pytest.raises(ConfigError) as refused:
+        toolbox(address)
+    assert str(refused.value).startswith(f"agent.mcp_servers: {message}")

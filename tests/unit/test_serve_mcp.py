@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from service_builders import QUESTIONS, WORLD, Service, build_service, running
 
+from mempipe.agents.mcp_tools import McpUnavailable
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.serve.http.keys import new_key
+from mempipe.serve.mcp.stdio import _bridge, pass_on
 
 ROOT = Path(__file__).parents[2]
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
@@ -142,6 +145,29 @@ async def test_a_key_is_wanted_and_its_documents_are_its_own(tokenizer, tmp_path
 def test_the_path_takes_posts_of_its_own_origin_only(service):
     assert httpx.get(f"{service.url}/mcp").status_code == 405
     assert httpx.post(f"{service.url}/mcp", json={}, headers={"origin": "https://evil.com"}).status_code == 403
+
+
+async def test_what_passes_calls_on_tells_the_turns_too(service):
+    told: list[float] = []
+
+    async def progress(done: float, total: float | None, message: str | None) -> None:
+        told.append(done)
+
+    async with Client(f"{service.url}/mcp") as there, Client(_bridge(there)) as client:
+        result = await client.call_tool("ask", {"question": TWO_HOPS.text}, progress_callback=progress)
+        unknown = await client.call_tool("none", {})
+    assert result.structured_content["answer"] == GOLD and told == [1, 2, 3]
+    assert unknown.is_error and "none" in text_of(unknown)
+
+
+def test_an_address_without_a_service_or_without_the_key_is_a_sentence(tokenizer, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        gone = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    with pytest.raises(McpUnavailable, match=f"{gone}/mcp does not answer: ConnectError"):
+        pass_on(gone, sys.stdout)
+    service = build_service(tokenizer, tmp_path, keys=[new_key("ann")[1]])
+    with running(service), pytest.raises(McpUnavailable, match="401 Unauthorized"):
+        pass_on(service.url, sys.stdout)
 
 
 @pytest.mark.slow

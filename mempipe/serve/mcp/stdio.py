@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TextIO
 
 import anyio
-import httpx2
 import mcp_types as types
 from mcp import Client
-from mcp.client.streamable_http import streamable_http_client
+from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
+
+from mempipe.agents.mcp_tools import connected_client, unavailable
 
 KEY_VARIABLE = "MEMPIPE_API_KEY"
 """Holds the key for a service that wants one."""
@@ -32,27 +33,29 @@ def own_stdout() -> Iterator[TextIO]:
 
 
 def pass_on(url: str, stdout: TextIO) -> None:
-    """Serves the tools of the service at `url` until standard input ends."""
+    """Serves the tools of the service at `url` until standard input ends. Raises McpUnavailable when it does not answer
+    at the start."""
     anyio.run(_pass_on, url, stdout)
 
 
 async def _pass_on(url: str, stdout: TextIO) -> None:
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_S) as http:
-        transport = streamable_http_client(f"{url.rstrip('/')}/mcp", http_client=http)
-        async with Client(transport, read_timeout_seconds=TIMEOUT_S) as service:
-            server = _bridge(service)
-            async with stdio_server(stdout=anyio.wrap_file(stdout)) as (read, write):
-                await server.run(read, write, server.create_initialization_options())
+    address = f"{url.rstrip('/')}/mcp"
+    async with AsyncExitStack() as stack:
+        with unavailable(address, timeout_s=TIMEOUT_S):
+            client = connected_client(address, key=os.environ.get(KEY_VARIABLE, ""), timeout_s=TIMEOUT_S)
+            service = await stack.enter_async_context(client)
+        server = _bridge(service)
+        read, write = await stack.enter_async_context(stdio_server(stdout=anyio.wrap_file(stdout)))
+        await server.run(read, write, server.create_initialization_options())
 
 
 def _bridge(service: Client) -> Server[Any]:
     async def list_tools(ctx: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
         return await service.list_tools()
 
-    async def call_tool(ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
-        return await service.call_tool(params.name, dict(params.arguments or {}))
+    async def call_tool(ctx: ServerRequestContext[Any], params: types.CallToolRequestParams) -> types.CallToolResult:
+        arguments = dict(params.arguments or {})
+        return await service.call_tool(params.name, arguments, progress_callback=ctx.session.report_progress)
 
     instructions = service.instructions
     return Server("mempipe", instructions=instructions, on_list_tools=list_tools, on_call_tool=call_tool)
