@@ -28,7 +28,7 @@ WORDS = {
     r"\banew\b": "write: again, or name the new seed",
     r"\bof wh(?:ich|om)\b": "make a second sentence",
     r"\bwhat (?:is|was)\b": "name the thing by a noun",
-    r"(?<!reaches )(?<!reaches at least )\bas far as\b": "write: if, up to",
+    r"(?<!reaches )\bas far as\b": "write: if, up to",
     r"(?<![Tt]here )\b(?:is|are) no\b(?! longer\b| more than\b)": "write: is not a, has no",
     r"\b(?:rooms|the room)\b(?! for\b)": "write: package",
     r"\bpeers?\b(?!-)": "write: other implementations, original code",

@@ -166,7 +166,7 @@ def difference_interval(mean: ClusteredMean, *, confidence: float) -> Interval:
 
     A value is inside when the estimate lies within a quantile of the standard error that belongs to that value, as in a
     score test: the distance between both is made of answers to whole questions, half of them beyond the changes that
-    were seen. It also reaches as far as Wilson's interval of whole questions lost (or gained). So a difference that no
+    were seen. It is at least as wide as Wilson's interval of whole questions lost (or gained). So a difference that no
     question shows is as uncertain as the number of questions makes it, where a bootstrap has no width; and an end is
     missed no more often than `confidence` says where few questions change (tests/unit/test_budgets.py draws them).
     """

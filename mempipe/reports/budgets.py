@@ -253,8 +253,8 @@ def _note(study: BudgetStudy, curve: BudgetCurve) -> str:
         "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
         f"question; their intervals hold together with a probability of {1 - ALPHA:.0%} (Bonferroni over {compared} "
         f"differences). A budget is enough when the interval, of it and of every larger budget, lies above -{margin}, "
-        f"and not enough when it is below. The power is the probability that a budget which loses nothing is called "
-        f"enough. The largest context is in tokens, a mean over attempts."
+        "and not enough when it is below. The power is a cautious estimate of the probability that a "
+        "budget which loses nothing is called enough. The largest context is in tokens, a mean over attempts."
     )
 
 

@@ -69,7 +69,8 @@ class MarginTest:
     trainings differ as these do; None without `over_trainings`."""
     margin: float
     power: float | None
-    """The probability that the questions say "enough" of a budget that loses nothing; None for a single question."""
+    """A cautious estimate of the probability that as many questions say "enough" of a budget that loses nothing; None
+    for a single question."""
     assumed: float
     """The true difference for which `questions_needed` is: 0, or the estimate where the questions were many enough for
     0."""
@@ -318,12 +319,16 @@ def _margin_test(largest: Sets, budget: Sets, *, metric: str, margin: float, con
     power, assumed, needed = None, 0.0, None
     if mean.is_bounded:
         quantile, error = _quantile(confidence), error_at_margin(mean, margin)
-        power = float(scipy.stats.norm.cdf(margin / error - quantile))
+        rest = margin - quantile * error  # what an estimate may lose and still be called enough
+        # Few questions without a change do not promise that others have none, so the larger error counts where there is
+        # a rest; where there is none, only changes that were seen can make up for it.
+        scale = error if rest > 0 else math.sqrt(mean.variance)
+        power = float(scipy.stats.norm.cdf(rest / scale)) if scale else 0.0
         needed = _questions_needed(mean, error, margin=margin, quantile=quantile)
         if needed <= mean.num_clusters and mean.value < 0:
             assumed = mean.value
-            rest = margin + mean.value
-            needed = _questions_needed(mean, error, margin=rest, quantile=quantile) if rest > 0 else None
+            left = margin + mean.value
+            needed = _questions_needed(mean, error, margin=left, quantile=quantile) if left > 0 else None
     return MarginTest(
         comparison=compared[-1],
         num_questions=mean.num_clusters,
