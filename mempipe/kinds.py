@@ -29,17 +29,16 @@ class JobKind:
     section: str
     """MODULE:NAME of the `Section` with its settings."""
     check: str
-    """MODULE:NAME of the function that returns the findings about a config before anything starts."""
+    """MODULE:NAME of the function that returns the findings about a config before anything starts. If it has a
+    parameter `devices` it receives the GPUs of a cluster that is elsewhere (None: those here), and if it has `resume`
+    the option of the command."""
     main: str = ""
-    """MODULE:NAME of the function that does the work; empty if `serve deploy` starts it."""
+    """MODULE:NAME of the function that does the work; empty if `serve deploy` starts it. It may have a parameter
+    `resume` as well."""
     load: str = ""
     """MODULE:NAME of the function (path, overrides) that returns a config; empty: a YAML file holds the section."""
     marks: frozenset[str] = frozenset()
     """Settings that no other kind has, by which a config of this kind is known."""
-    plans_devices: bool = False
-    """Whether `check` takes `devices`, the GPUs of a cluster that is elsewhere."""
-    resumes: bool = False
-    """Whether `check` or `main` take `resume`."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Values of the settings that have no default, for `mempipe config`."""
 
@@ -49,15 +48,11 @@ class JobKind:
 
     def findings(self, config: Any, *, devices: Any = None, resume: str = "never") -> list[Any]:
         """Returns what `check` finds. Raises ConfigError when the settings themselves are wrong."""
-        plan = {"devices": devices} if self.plans_devices else {}
-        return named(self.check)(config, **plan, **self._resume(self.check, resume))
+        return _called(self.check, config, devices=devices, resume=resume)
 
     def run(self, config: Any, *, resume: str = "never") -> Any:
         """Does the work, and returns what `main` returns."""
-        return named(self.main)(config, **self._resume(self.main, resume))
-
-    def _resume(self, path: str, resume: str) -> dict[str, str]:
-        return {"resume": resume} if self.resumes and "resume" in _parameters(path) else {}
+        return _called(self.main, config, resume=resume)
 
 
 _MEASURED = {
@@ -72,8 +67,6 @@ BUILT_IN = {
         check="mempipe.checks.run:check_run",
         main="pipelines.train:main",
         marks=frozenset({"agent", "algorithm", "budget", "learner", "num_steps", "world"}),
-        plans_devices=True,
-        resumes=True,
     ),
     "chain": JobKind(
         described="a chain of training stages",
@@ -82,7 +75,6 @@ BUILT_IN = {
         check="mempipe.checks.chain:check_chain",
         main="pipelines.chain:main",
         marks=frozenset({"stages"}),
-        plans_devices=True,
         example={
             "stages": {
                 "memtrain": {"config": "jobs/configs/memtrain_qwen3-4b.yaml"},
@@ -98,7 +90,6 @@ BUILT_IN = {
         check="mempipe.checks.evaluation:check_suite",
         main="pipelines.evaluate:main",
         marks=frozenset({"benchmarks", "runs"}),
-        plans_devices=True,
         example=_MEASURED,
     ),
     "sweep": JobKind(
@@ -109,8 +100,6 @@ BUILT_IN = {
         check="mempipe.checks.sweep:check_sweep",
         main="pipelines.sweep:main",
         marks=frozenset({"budgets"}),
-        plans_devices=True,
-        resumes=True,
         example=_MEASURED | {"budgets": [4, 8, 16]},
     ),
     "index": JobKind(
@@ -147,7 +136,6 @@ BUILT_IN = {
         section="mempipe.serve.config:AgentServiceConfig",
         load="mempipe.serve.deployed:load_deployment",
         check="mempipe.serve.deployed:check_deployment",
-        plans_devices=True,
         example={"run": "runs/quickstart"},
     ),
 }
@@ -178,7 +166,10 @@ def named(path: str) -> Any:
     return load_user_object(path, setting=OWN)
 
 
-def _parameters(path: str) -> frozenset[str]:
+def _called(path: str, config: Any, **offered: Any) -> Any:
+    """Calls the function that MODULE:NAME names with the config and those of the offered arguments that it takes."""
     import inspect
 
-    return frozenset(inspect.signature(named(path)).parameters)
+    function = named(path)
+    taken = inspect.signature(function).parameters
+    return function(config, **{name: value for name, value in offered.items() if name in taken})

@@ -36,7 +36,6 @@ JOB = JobKind(
     section="counting:Counting",
     check="counting:check",
     main="counting:count",
-    resumes=True,
 )
 """
 
@@ -55,14 +54,26 @@ def test_all_that_a_row_names_is_there_and_takes_what_it_is_given(name):
     kind = BUILT_IN[name]
     assert issubclass(kind.settings(), Section)
     assert kind.marks <= set(kind.settings().model_fields) or name == "service"
-    assert ("devices" in inspect.signature(named(kind.check)).parameters) == kind.plans_devices
-    takes_resume = [path for path in (kind.check, kind.main) if path and _takes(path, "resume")]
-    assert bool(takes_resume) == kind.resumes
+    assert _taken(kind.check) <= {"devices", "resume"} and (not kind.main or _taken(kind.main) <= {"resume"})
     kind.settings().model_validate(kind.example)
 
 
-def _takes(path: str, parameter: str) -> bool:
-    return parameter in inspect.signature(named(path)).parameters
+def _taken(path: str) -> set[str]:
+    """The parameters after the config that have to be given by name, and that have no default."""
+    _, *others = inspect.signature(named(path)).parameters.values()
+    return {each.name for each in others if each.default is each.empty or each.name in ("devices", "resume")}
+
+
+def test_what_a_check_and_a_main_take_is_given_to_them():
+    asked = {name: _taken(kind.check) for name, kind in BUILT_IN.items()}
+    assert {name for name, taken in asked.items() if "devices" in taken} == {
+        "run",
+        "chain",
+        "evaluation",
+        "sweep",
+        "agent-service",
+    }
+    assert {name for name, kind in BUILT_IN.items() if kind.main and "resume" in _taken(kind.main)} == {"run", "sweep"}
 
 
 @pytest.mark.parametrize(
