@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
 HUB_TIMEOUT_S = 8.0
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_folder(path: str) -> Path | None:
     """Returns the folder on this machine with the model's config.json: `path` itself, or its copy in the cache."""
     if (Path(path) / "config.json").is_file():
         return Path(path)
-    if not path or is_local_path(path) or not _HUB_NAME.fullmatch(path):
+    if not _is_hub_name(path):
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -37,7 +35,7 @@ def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Fin
         return [fatal(f"{setting} is empty; it is a folder with a model, or the name of one")]
     folder = model_folder(path)
     if folder is None:
-        if is_local_path(path) or not _HUB_NAME.fullmatch(path):
+        if not _is_hub_name(path):
             return [
                 fatal(f"{setting} is {path!r}, {_no_model(Path(path))}; expected a folder with a model, or its name")
             ]
@@ -66,7 +64,7 @@ def check_encoder(path: str, *, setting: str) -> list[Finding]:
 
 def check_hub(path: str, *, setting: str) -> list[Finding]:
     """Asks the hub for a model that is not on this machine, and gives up after HUB_TIMEOUT_S."""
-    if model_folder(path) is not None or is_local_path(path) or _is_package(path):
+    if model_folder(path) is not None or not _is_hub_name(path) or _is_package(path):
         return []
     problem = _ask_hub(path)
     if problem is None:
@@ -95,7 +93,7 @@ def _ask_hub(name: str) -> str | None:
             answers.append("the hub gives it to accepted users only; set HF_TOKEN to the token of one")
         except RepositoryNotFoundError:
             answers.append("the hub has no model of that name that HF_TOKEN may see")
-        except Exception as error:  # no network, a proxy's answer, offline mode: the library raises many kinds
+        except Exception as error:  # the border of the thread: the library raises many kinds, also without network
             answers.append(f"the Hugging Face hub cannot be reached ({_short(error)}); name a folder instead")
 
     thread = threading.Thread(target=ask, daemon=True)  # a name server that is silent keeps no time limit
@@ -104,6 +102,20 @@ def _ask_hub(name: str) -> str | None:
     if not answers:
         return f"the Hugging Face hub did not answer within {HUB_TIMEOUT_S:g} s; name a folder instead"
     return answers[0]
+
+
+def _is_hub_name(path: str) -> bool:
+    """Returns whether the hub could have a model of this name."""
+    if not path or is_local_path(path):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _is_package(name: str) -> bool:

@@ -270,6 +270,14 @@ def test_a_hub_that_is_silent_is_given_up_in_time(monkeypatch, settings):
     answered.set()
 
 
+@pytest.mark.parametrize("name", ["my--model", "-x", "modèle", "org/model.", "a b", "a/b/c"])
+def test_a_name_that_no_model_of_the_hub_can_have_is_refused_in_a_sentence(monkeypatch, settings, name):
+    monkeypatch.setattr(models, "_ask_hub", lambda name: pytest.fail("the hub was asked"))
+    assert fatals(check_run(parse_config(settings | {"model": {"path": name}}), devices=PLENTY)) == [
+        f"model.path is {name!r}, which does not exist; expected a folder with a model, or its name"
+    ]
+
+
 def test_the_hub_is_not_asked_while_anything_else_is_wrong(monkeypatch, settings):
     monkeypatch.setattr(models, "_ask_hub", lambda name: pytest.fail("the hub was asked"))
     wrong = settings | {"model": {"path": "nobody/nothing"}, "data": {"train": "/nowhere.jsonl"}}
