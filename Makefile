@@ -29,7 +29,7 @@ real: setup  ## train a real language model on real text: CORPUS=FILE for your o
 		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
 test: setup lint  ## test every promise and every real part on the devices of this machine
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # two files at a time (tests/conftest.py); tests on a GPU want it for themselves
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # a test on a GPU needs it alone, so WORKERS is 0 there
 
 test-fast: setup  ## run the tests without cluster, engine and training, seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance

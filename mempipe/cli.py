@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = " with --resume" if hasattr(arguments, "resume") else ""
         print(f"interrupted; the same command{flag} resumes where this one stopped", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
-    except Exception as error:
+    except Exception as error:  # the border of the command: a mistake in the code is raised with its trace
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
             raise
         error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace
