@@ -55,8 +55,8 @@ from pipelines.prepare import prepare
 from pipelines.warm_start import warm_start
 
 NUM_CANARIES = 4
-"""Sequences scored on both sides after each sync: enough tokens for a mean, and cheap. Plain questions, without the
-chat template, since any text shows a difference in the weights."""
+"""Sequences that learner and engines score after each sync: the first questions, without the chat template. Not
+tuned."""
 
 
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
@@ -80,9 +80,7 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
 
 def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     supervisor = Supervisor(config.max_restarts)
-    if (
-        run.state["finished"] and config.num_steps > run.state["num_steps"]
-    ):  # resuming a finished run with a larger num_steps continues training
+    if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run trains further
         if latest(run.folder / "checkpoints") is None:
             raise ConfigError(
                 f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "
@@ -303,9 +301,7 @@ def learn(
             answers = evaluate(run, roles, validation, label=f"step-{step:08d}", step=step, tracker=tracker)
             exports.validated(answers, step=step)
 
-    if (
-        position.step and not position.num_updates
-    ):  # the run may have ended before the work that is due after a checkpoint
+    if position.step and not position.num_updates:  # the run may have ended before this work was done
         do_what_is_due(position.step)
     kept = KeptGroups.of(run).read(position)
     admission_name, admission = roles.new_admission(

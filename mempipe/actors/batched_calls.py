@@ -65,9 +65,8 @@ class BatchedClient:
             answers: list[Answer] = await self._actor.exchange.remote(self._name, requests)
         except RayError as error:  # requests and answers died with the actor, also those of earlier exchanges
             answers = [(number, error) for number in self._waiting]
-            self._name = (
-                uuid.uuid4().hex
-            )  # new caller id: late answers of an actor that is still alive must not reach retried requests
+            # A new caller id: late answers of an actor that is still alive must not reach retried requests.
+            self._name = uuid.uuid4().hex
         for number, answer in answers:
             waiting = self._waiting.get(number)
             if waiting is None or waiting.done():  # given up
@@ -130,8 +129,7 @@ class _Caller:
         self.running.remove(task)
         error = task.exception()
         if error is not None:
-            error.add_note(
-                "raised in the actor:\n" + "".join(traceback.format_exception(error))
-            )  # pickling drops the traceback
+            trace = "".join(traceback.format_exception(error))  # which pickling drops
+            error.add_note(f"raised in the actor:\n{trace}")
         self.answers.append((number, task.result() if error is None else error))
         self.ready.set()

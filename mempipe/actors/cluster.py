@@ -49,7 +49,7 @@ _WAKE = signal.SIGUSR1
 @contextmanager
 def connected(address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None) -> Iterator[str]:
     """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local
-    cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops). Raises LaunchError.
+    cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops).
 
     What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
     cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.

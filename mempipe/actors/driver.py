@@ -109,9 +109,7 @@ class Driver:
                 logging.getLogger(__name__).warning(
                     "group %s, attempt %d of %d: %s", group_id, len(faults), attempts, fault
                 )
-                await asyncio.sleep(
-                    len(faults)
-                )  # seconds; the calls inside have had their own growing, jittered pauses
+                await asyncio.sleep(len(faults))  # seconds; not tuned
             except UnfitQuestion as error:
                 if not self._spec.record_failures:
                     raise

@@ -49,9 +49,7 @@ from mempipe.stop import StopRequest
 START_TIMEOUT_S = 900.0
 ANSWER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
-MAX_CALLS = (
-    10_000  # calls that one async actor holds at once; Ray's default of 1,000 is fewer than a large evaluation has
-)
+MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
 WEIGHT_STORE = "weights"
 
 

@@ -27,7 +27,7 @@ from mempipe.stop import StopRequest
 WATCH_S = 5.0
 ANSWER_S = 30.0
 DEATH_S = 10.0
-"""Within this time Ray knows of a rank that has died."""
+"""Seconds in which every rank answers or Ray reports its death; not tuned."""
 
 
 class LearnerActor:
@@ -160,9 +160,8 @@ class LearnerGroup:
         for the rest.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
-        self._get(
-            "starting a step", begun, timeout_s=self._timeout_s * len(updates)
-        )  # with old_logprobs: recompute it also scores every micro-batch
+        # With old_logprobs: recompute it also scores every micro-batch.
+        self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))
         reports: list[dict[str, float]] = []
         started = time.monotonic()
         for index in range(first, len(updates)):

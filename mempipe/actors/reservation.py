@@ -86,10 +86,7 @@ class Reservation:
 
     def pool_options(self, role: Role) -> dict[str, Any]:
         """Returns the Ray options of a role whose actor pool is started by Ray Data: any free bundle of the placement
-        group (bundle index -1). Call it after all other roles have been scheduled.
-
-        The other roles must be started already.
-        """
+        group (bundle index -1). The other roles must be started already."""
         seats = self.plan.seats(role)
         if self._group is None or not seats:
             return {"num_cpus": 0}

@@ -15,7 +15,7 @@ from mempipe.settings import Section
 
 MEMORY_TAG_TOKENS = 64
 """Tokens of a memory message in addition to the memory: its tags, a stop token and a few words. Used if the message's
-limit is not set. 64 was not tuned; the tags of the built-in prompt sets take fewer.
+limit is not set. 64 was not tuned.
 """
 
 

@@ -82,9 +82,7 @@ class ContextLayout:
     def _indices(self) -> tuple[Tensor, Tensor]:
         """Returns (row_positions [P], slots [T]): the row position in each slot of the padded buckets, and one slot per
         row position; P is the sum over buckets of contexts x padded length. Padding repeats the first token of the
-        context.
-
-        Padding repeats the context's first token."""
+        context."""
         places = self._places.split(self.lengths)
         longest_first = sorted(range(len(self.lengths)), key=lambda context: -self.lengths[context])
         padded_lengths = [length for count, length in self.buckets for _ in range(count)]

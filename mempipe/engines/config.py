@@ -63,9 +63,8 @@ class SamplingConfig(Section):
 
 
 CANARY_TOLERANCE = {"float32": 0.001, "bfloat16": 0.05}
-"""Default of `generation.canary_tolerance` by model.dtype. float32: ten times the largest difference seen between
-engine and learner (1e-4, SmolLM2). bfloat16: assumed. Checksums find wrong weights; the canary finds wrong
-computation."""
+"""Default of `generation.canary_tolerance` by model.dtype. float32: ten times 1e-4, within which the tests of engines
+hold. bfloat16: assumed. Checksums find wrong weights; the canary finds wrong computation."""
 
 
 class GenerationConfig(Section):

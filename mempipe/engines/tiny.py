@@ -53,7 +53,7 @@ WRITE_SCALE = 0.3
 SLOW_ANGLE = 0.02  # radians per position
 """Strengths of the induction circuit in the first weights (`PREVIOUS_BIAS`: attention to the token before;
 `MATCH_SCALE`: to an earlier equal token; `WRITE_SCALE`: of the copied token; `SLOW_ANGLE`: rotary frequencies that are
-compared). Chosen by hand, not derived: with the circuit, copying forms in tens of training steps."""
+compared). Chosen by hand, not derived."""
 
 
 def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:

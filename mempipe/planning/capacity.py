@@ -22,8 +22,8 @@ KERNELS = 2 * GIB
 """An engine besides weights and cache: CUDA context, workspace, recorded graphs. Assumed, not measured."""
 SMALL_STORE = GIB // 2
 FULL_CONTEXTS = 16
-"""An engine whose cache holds fewer contexts sleeps while the learner works: with such small batches every token costs
-a reading of all weights, so sampling at the same time gains little. Assumed, not measured."""
+"""An engine whose cache holds fewer contexts does not sample while the learner works on the same GPU: it sleeps.
+Assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ Role = Literal["learner", "generator", "reference", "retrieval"]
 Bundle = dict[Role, float]
 """The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
-"""Shares that Ray counts for the roles of a shared GPU. Only their sum matters: it fills the GPU, so that Ray puts no
-other actor there. Memory is divided by `Plan.gpu_memory_utilization`."""
+"""Shares that Ray counts for the roles of a shared GPU. They must add up to 1 at most; a bundle reserves whole GPUs
+(`bundle_gpus`). Memory is divided by `Plan.gpu_memory_utilization`."""
 UNKNOWN_UTILIZATION = 0.4
 """An engine's part of a shared GPU when the sizes of GPU or model are not known."""
 

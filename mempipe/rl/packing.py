@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 MOST_SHARED = 8
 """Upper bound of sum(sequence_lengths) / T in a micro-batch. Attention expands shared prefixes, so its memory grows
-with the expanded length: twice the bound is twice that memory. 8 is the size of a usual group; it was not tuned."""
+with the expanded length. 8 was not tuned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

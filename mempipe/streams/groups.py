@@ -33,8 +33,8 @@ from mempipe.types import Group, Question, from_row, to_row
 from mempipe.user_code import UserCodeError
 
 ATTEMPTS_PER_ROW = 16
-"""Attempts in one row of an evaluation. Ray Data handles about 15 blocks a second, so rows of one question would limit
-the rate; a larger row waits longer for its slowest attempt."""
+"""Attempts in one row of an evaluation, and a row is a block: Ray Data handles about 15 blocks a second, so blocks of
+one attempt would limit the rate. 16 was not tuned."""
 ROWS_AHEAD = 2
 """Rows given to a driver, as a multiple of the rows it can play at once, if a row holds several groups. The surplus
 fills places that are free while the slowest group of a row finishes."""

@@ -12,9 +12,8 @@ from mempipe.data.trajectories import read_trajectories
 from mempipe.tracking.tracker import read_metrics
 from tools.processes import ROOT, Marked, run
 
-pytestmark = (
-    pytest.mark.jobs
-)  # `make test` has the same model on an engine and a learner (tests/engines/test_smollm2.py)
+# `make test` has the same model on an engine and a learner (tests/engines/test_smollm2.py).
+pytestmark = pytest.mark.jobs
 SMALL = [
     "cloze.test_share=0.3",
     "warm_start.num_clean_trajectories=3",
