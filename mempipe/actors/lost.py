@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 
+from ray import exceptions
 from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
     ActorUnschedulableError,
     GetTimeoutError,
     LocalRayletDiedError,
@@ -75,7 +74,9 @@ LOST_IN_RAY = (
     GetTimeoutError,
     RpcError,
 )
-_NAMES = "|".join(kind.__name__ for kind in (ActorDiedError, ActorUnavailableError, *LOST_IN_RAY))
+_NAMES = "|".join(
+    name for name, kind in vars(exceptions).items() if isinstance(kind, type) and issubclass(kind, LOST_IN_RAY)
+)
 _RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b|^ValueError: Failed to look up actor", re.MULTILINE)
 _CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
 """The line of a traceback that names the exception. What Ray Data adds below it is advice about its own retries."""

@@ -14,19 +14,24 @@ import pytest
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
+    ActorUnschedulableError,
     GetTimeoutError,
     LocalRayletDiedError,
     NodeDiedError,
     ObjectLostError,
+    OutOfMemoryError,
     OwnerDiedError,
     RaySystemError,
     RayTaskError,
+    RpcError,
+    TaskCancelledError,
+    TaskUnschedulableError,
     UserCodeException,
     WorkerCrashedError,
 )
 from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, stand_in_run
 
-from mempipe.actors.lost import LearnerFailed, LearnerLost, RoleLost
+from mempipe.actors.lost import LOST_IN_RAY, LearnerFailed, LearnerLost, RoleLost
 from mempipe.user_code import UserCodeError
 
 WITH_RANKS = ("learn", "sync", "checkpoint", "export")
@@ -51,7 +56,16 @@ LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
         lambda: in_a_task(UserCodeException("x"), "ray.exceptions.ActorDiedError: the actor died unexpectedly"),
         STREAMS,
     ),
+    "a stream's worker lost an object": (
+        lambda: in_a_task(UserCodeException("x"), "ray.exceptions.OwnerDiedError: the owner of the object died"),
+        STREAMS,
+    ),
     "a stream's worker died": (WorkerCrashedError, STREAMS),
+    "a worker took too much memory": (lambda: OutOfMemoryError("the node ran low on memory"), ("collect",)),
+    "a task was cancelled": (TaskCancelledError, ("collect",)),
+    "a task has no place": (lambda: TaskUnschedulableError("no node has room"), ("collect",)),
+    "an actor has no place": (lambda: ActorUnschedulableError("no node has room"), ("launch",)),
+    "a call did not arrive": (lambda: RpcError("unavailable"), ("sync",)),
     "a node died": (lambda: NodeDiedError("the node is gone"), ANY),
     "the raylet died": (LocalRayletDiedError, ("launch", "collect", "learn", "sync", "export")),
     "an object was lost": (lambda: ObjectLostError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
@@ -142,6 +156,11 @@ def test_a_run_that_ends_says_why_once_keeps_all_and_goes_on_with_resume(tmp_pat
     assert [name for name in kept if name not in run.checkpoints()] == []
     check_finished(run)
     check_words("".join(capsys.readouterr()))
+
+
+def test_the_table_has_every_exception_that_restarts_a_run():
+    raised = [error() for error, _ in LOSSES.values()]
+    assert [kind.__name__ for kind in LOST_IN_RAY if not any(isinstance(error, kind) for error in raised)] == []
 
 
 def test_a_role_that_is_lost_while_the_run_starts_again_costs_one_more_restart(tmp_path, monkeypatch, capsys):
