@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tools.processes import Marked, Running
+from tools.processes import Marked, Running, command_line
 
 LONGEST_S = 30.0
 DRIVER = """
@@ -38,6 +39,11 @@ PUTS = "while True: time.sleep(0.2), ray.put(np.zeros(300_000))"
 """Ray ends a process that puts an object into the store of a raylet that is gone, without a word."""
 
 
+def program(process: psutil.Process) -> str:
+    """Returns the name of the file that a process runs; "" when it has ended."""
+    return Path(command_line(process).partition(" ")[0]).name
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -54,8 +60,9 @@ def test_a_run_whose_cluster_is_killed_ends_with_a_sentence(tmp_path: Path, name
     script.write_text(DRIVER.replace("WORK", work))
     try:
         driver = Running([sys.executable, str(script)], marked=marked, cwd=tmp_path)
-        driver.wait_until(lambda: "up" in driver.stdout, every_s=0.2)
-        (victim,) = [process for process in marked.processes() if process.name() == name]
+        # A whole line: "did not come up in time" is said of a first raylet, which has been ended.
+        driver.wait_until(lambda: "up" in driver.stdout.splitlines(), every_s=0.2)
+        (victim,) = [process for process in marked.processes() if program(process) == name]
         victim.kill()
         killed = time.monotonic()
         ended = driver.wait()
