@@ -145,21 +145,24 @@ class ClusterWatch:
             signal.signal(_WAKE, self._before)
 
     def _watch(self) -> None:
-        raylet = [] if self._raylet is None else [self._raylet]
+        events = select.poll()  # `select.select` takes no descriptor above 1023
+        for descriptor in (self._wake, self._raylet):
+            if descriptor is not None:
+                events.register(descriptor, select.POLLIN)
         missed = 0
         try:
             while not self._over.is_set():
-                ended, _, _ = select.select([self._wake, *raylet], [], [], WATCH_EVERY_S)
+                ready = {descriptor for descriptor, _ in events.poll(WATCH_EVERY_S * 1000)}
                 if self._over.is_set():
                     return
-                if raylet and raylet[0] in ended:
+                if self._raylet in ready:
                     return self._end("Ray's raylet on this node ended")
                 missed = 0 if not self._head or _answers(self._head) else missed + 1
                 if missed >= SILENT_CHECKS:
                     return self._end(f"the head of the Ray cluster at {self._head} does not answer")
         finally:
-            for descriptor in raylet:
-                os.close(descriptor)
+            if self._raylet is not None:
+                os.close(self._raylet)
 
     def _end(self, reason: str) -> None:
         again = "Saved work is kept; run the same command again to resume (train: with --resume)"
@@ -189,7 +192,7 @@ def _raylet_of_this_node() -> int | None:
         return None
     for process in psutil.process_iter(["name", "cmdline"]):
         if process.info["name"] == "raylet" and any(socket_name in word for word in process.info["cmdline"] or ()):
-            with suppress(OSError):
+            with suppress(OSError):  # a kernel without pidfd_open: only the head is watched
                 return os.pidfd_open(process.pid)
     return None
 

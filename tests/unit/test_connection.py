@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from mempipe.actors import cluster
 from mempipe.actors.cluster import connected
-from mempipe.actors.lost import LaunchError
+from mempipe.actors.lost import ClusterLost, LaunchError
 
 
 def test_nobody_at_the_address():
@@ -34,6 +40,23 @@ def test_a_node_that_is_late_is_started_once_more(monkeypatch, capsys):
     cluster._start_node({"namespace": "x"})
     assert started == [{"namespace": "x"}] * 2
     assert capsys.readouterr().out.count(cluster.NODE_IS_LATE) == 1
+
+
+def test_the_end_of_the_raylet_is_noticed_by_a_process_with_many_open_files(monkeypatch, capsys):
+    raylet = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(cluster, "_raylet_of_this_node", lambda: os.pidfd_open(raylet.pid))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, allowed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed[1], allowed[1]))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        with pytest.raises(ClusterLost, match="raylet on this node ended"), cluster.ClusterWatch(own=False):
+            raylet.kill()
+            time.sleep(5)
+    raylet.wait()
+    assert capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
 
 
 def test_a_node_that_does_not_come_up(monkeypatch):
