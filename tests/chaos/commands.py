@@ -93,8 +93,10 @@ def evaluation(watched: Watched, journal: Journal, start: Path, *, name: str = "
 
     def check() -> None:
         asked = Counter(row.question_id for row in read_results(folder / "model" / "world"))
-        if len(asked) != NUM_ASKED or max(asked.values()) != 1:
-            raise Missed(f"{len(asked)} of {NUM_ASKED} questions have a row, one of them {max(asked.values())} rows")
+        if len(asked) != NUM_ASKED or max(asked.values(), default=0) != 1:
+            raise Missed(
+                f"{len(asked)} of {NUM_ASKED} questions have a row, one of them {max(asked.values(), default=0)} rows"
+            )
 
     arguments = ["evaluate", str(file)]
     return Campaign(

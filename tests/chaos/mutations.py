@@ -411,19 +411,20 @@ def _checkpoint(folder: Path) -> list[Specimen]:
 
 
 def _run(folder: Path) -> list[Specimen]:
-    """A run's folder: its state, its settings and its metrics, which carry no checksum."""
+    """A run's folder: its state, and its settings and its metrics, which carry no checksum."""
     from mempipe.loader import parse_config
     from mempipe.reports.training_data import read_report_data
-    from mempipe.runs import Run, saved_state
+    from mempipe.runs import Run, read_state, saved_state
     from mempipe.tracking.metrics_file import read_metrics
 
     config = parse_config({"output": str(folder), "name": "run"})
     run = Run(config)
-    run.update(num_steps=3, finished=False, best={"step": 2, "metric": "em", "value": 0.5})
+    state = {"num_steps": 3, "finished": False, "best": {"step": 2, "metric": "em", "value": 0.5}}
+    run.update(**state)
     metrics = run.folder / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"step": i, "time_s": 2.0 * i, "loss": 1 / i}) + "\n" for i in range(1, 9)))
     return [
-        Specimen(run.folder / "state.json", lambda: saved_state(config, resume="always"), has_checksum=False),
+        Specimen(run.folder / "state.json", lambda: {name: read_state(run.folder).get(name) for name in state}),
         Specimen(run.folder / "config.yaml", lambda: saved_state(config, resume="always"), has_checksum=False),
         Specimen(run.folder / "config.yaml", lambda: read_report_data(run.folder).settings, has_checksum=False),
         Specimen(metrics, lambda: read_metrics(metrics), has_checksum=False),
