@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import logging
 import queue
 import threading
 import traceback
@@ -152,7 +153,7 @@ class SharedEngine:
                 return
             try:
                 result = call(self._vllm)
-            except Exception as error:
+            except Exception as error:  # of any kind: the caller, who waits for the answer, raises it
                 self._tell(_fail, answer, error)
             else:
                 self._tell(_succeed, answer, result)
@@ -189,7 +190,7 @@ class SharedEngine:
             self._vllm = _build(self._settings)
             while self._does_what_is_asked():
                 self._step()
-        except BaseException as error:
+        except BaseException as error:  # the end of the thread: all who wait for an answer hear of it
             death, fault = f"it failed with {type(error).__name__}: {error}", error
             traceback.clear_frames(error.__traceback__)  # which would keep the model in memory
         finally:
@@ -230,7 +231,7 @@ class SharedEngine:
         self._requests[request_id] = answer
         try:
             self._vllm.add_request(request_id, tokens_input(token_ids), params, lora_request=adapter)
-        except Exception as error:
+        except Exception as error:  # of any kind: the caller, who waits for the answer, raises it
             self._abort(request_id)
             self._tell(_fail, answer, error)
 
@@ -255,8 +256,10 @@ class SharedEngine:
         vllm = self.__dict__.pop("_vllm", None)
         self._requests.clear()
         if vllm is not None:
-            with suppress(Exception):  # what failed before may make this fail too
+            try:
                 vllm.engine_core.shutdown()
+            except Exception as error:  # of any kind, and likely after a failure: the process gets the memory back
+                logging.getLogger(__name__).warning("the engine's shutdown failed: %s", error)
         del vllm
         gc.collect()  # the model is part of a circle
 

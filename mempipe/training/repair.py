@@ -104,7 +104,7 @@ class KeptGroups:
             return []
         try:
             return read_trajectories(file)
-        except Exception as error:  # damage of any kind: the groups are played again
+        except ConfigError as error:
             say(f"{file} cannot be read ({one_line(error)}); its groups are played again")
             return []
 
@@ -234,7 +234,7 @@ class Checkpoints:
             doing = "kept with its groups"
             if is_sound:
                 self._keep_groups()
-        except Exception as second:
+        except Exception as second:  # of any kind: `error` must reach the user
             say(f"step {self.position.step} could not be {doing}: {one_line(second)}")
 
     def _between_updates(self, done: int, batch: StepGroups) -> Position:
