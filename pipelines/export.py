@@ -54,10 +54,7 @@ class Exports:
             "questions": questions_sha256(group.question for group in groups),
         }
         best = self._run.state.get("best")
-        comparable = best is not None and all(
-            best.get(name, now[name]) == now[name] for name in ("metric", "questions")
-        )
-        if not comparable or now["value"] > best["value"]:
+        if best is None or not _comparable(best, now) or now["value"] > best["value"]:
             self._export(self._run.folder / "best", now)
             self._run.update(best=now)
 
