@@ -40,8 +40,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """Ask the questions of every epoch in an order drawn from the seed."""
     corpus: str = ""
-    """Passages for a run with a `cloze` section: a corpus (.jsonl, .jsonl.gz, .parquet), a .txt or .md file, a folder
-    of them, or python-reference, the text that Python itself carries.
+    """Passages for a run with a `cloze` section: a corpus, text files, a folder of either (docs/data.md lists them), or
+    python-reference, the text that Python itself carries.
     """
 
 

@@ -54,7 +54,7 @@ def read_question_file(path: str | Path, *, columns: Columns = BY_NAME, max_bad_
 
     `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. `columns` names fields of
     the rows that their names do not tell. Supporting facts give `num_hops` but no `evidence`: a title is not a passage
-    id (`mempipe.data.evidence` finds the passages). A row without an id gets one that its content decides. When two
+    id (`mempipe.evaluation.evidence` finds the passages). A row without an id gets one that its content decides. When two
     questions of joined data sets have one id, the later one's id gets the name of its source.
 
     It skips rows that have no answer by design of their data set, and rows without an id that repeat an earlier one. It
