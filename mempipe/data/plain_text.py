@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage
-from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, read_rows
+from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, is_hidden, read_rows
 from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import parquet_writer
@@ -26,7 +26,7 @@ from mempipe.text import sentences
 from mempipe.types import Passage
 
 _ROWS_AT_ONCE = 65_536
-_TABLES = (*CSV, *JSON)
+_TABLES, _PASSAGES = (*CSV, *JSON), (*JSONL, *PARQUET)
 PYTHON_REFERENCE = "python-reference"
 """Names the language reference in `pydoc_data.topics`: about 700 kB of English on every machine that has Python."""
 PASSAGE_WORDS = 100
@@ -47,9 +47,9 @@ def is_plain_text(source: str | Path) -> bool:
     path = Path(source)
     if str(source) == PYTHON_REFERENCE or path.suffix.lower() in (*SUFFIXES, *_TABLES):
         return True
-    if not path.is_dir() or any(file.name.endswith((*JSONL, *PARQUET)) for file in path.iterdir()):
+    if not path.is_dir() or any(file.parent == path for file in _files_of(path, _PASSAGES)):
         return False
-    return bool(next(_files_of(path), None))
+    return bool(next(_files_of(path, SUFFIXES), None))
 
 
 def check_source(source: str | Path) -> None:
@@ -131,11 +131,24 @@ def _files(path: Path) -> list[Path]:
             f"{path} does not exist; expected a corpus (.jsonl, .parquet, .csv, .json), a text file or a folder of "
             f"text files ({', '.join(SUFFIXES)})"
         )
-    return sorted(_files_of(path)) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    if passages := next(_files_of(path, _PASSAGES), None):
+        raise ConfigError(
+            f"{path} holds text files, and {passages.parent} files of passages; name the folder that is meant, or move "
+            "one of them elsewhere"
+        )
+    return sorted(_files_of(path, SUFFIXES))
 
 
-def _files_of(folder: Path) -> Iterator[Path]:
-    return (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+def _files_of(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    return (
+        file
+        for file in folder.rglob("*")
+        if file.name.lower().endswith(suffixes)
+        and file.is_file()
+        and not any(map(is_hidden, file.relative_to(folder).parts))
+    )
 
 
 def _passages(name: str, text: str, words: int) -> Iterator[tuple[str, str]]:

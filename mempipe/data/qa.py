@@ -54,8 +54,8 @@ def read_question_file(path: str | Path, *, columns: Columns = BY_NAME, max_bad_
 
     `path` may be an fsspec URL, or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. `columns` names fields of
     the rows that their names do not tell. Supporting facts give `num_hops` but no `evidence`: a title is not a passage
-    id (`mempipe.evaluation.evidence` finds the passages). A row without an id gets one that its content decides. When two
-    questions of joined data sets have one id, the later one's id gets the name of its source.
+    id (`mempipe.evaluation.evidence` finds the passages). A row without an id gets one that its content decides. When
+    two questions of joined data sets have one id, the later one's id gets the name of its source.
 
     It skips rows that have no answer by design of their data set, and rows without an id that repeat an earlier one. It
     passes over bad rows: those of no known shape, with a missing or wrong value, without golden answers, that can be

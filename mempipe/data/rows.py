@@ -110,7 +110,11 @@ class InputFile:
 
     @property
     def is_parquet(self) -> bool:
-        return self.name.endswith(PARQUET)
+        return self.ends_in(*PARQUET)
+
+    def ends_in(self, *suffixes: str) -> bool:
+        """Returns whether the name ends in one of the suffixes, in any case."""
+        return self.name.lower().endswith(suffixes)
 
     def fingerprint(self) -> str:
         """Returns what changes with the content: the sha256 of a local file, which is read through; of another one what
@@ -152,7 +156,7 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
     another kind.
     """
     bad = bad or BadRows()
-    read = next((read for suffixes, read in _READERS.items() if file.name.endswith(suffixes)), _table_or_lines)
+    read = next((read for suffixes, read in _READERS.items() if file.ends_in(*suffixes)), _table_or_lines)
     for place, row in read(file):
         if isinstance(row, BadRow):
             bad.add(place, str(row), kind=row.kind)
@@ -169,7 +173,7 @@ def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iter
     """
     number = 0
     try:
-        with file.open() as stored, _Blocks(stored, is_gzip=file.name.endswith(".gz")) as blocks:
+        with file.open() as stored, _Blocks(stored, is_gzip=file.ends_in(".gz")) as blocks:
             number = blocks.skip_lines(first)
             rest, overlong = b"", False
             while block := blocks.read():
@@ -315,6 +319,11 @@ class _Blocks:
         return number
 
 
+def is_hidden(name: str) -> bool:
+    """Returns whether a file or a folder is none that a person made: hidden, or the lock of an open Office document."""
+    return name.startswith((".", "~$"))
+
+
 def is_remote(source: Source) -> bool:
     """Returns whether a source is read over the network."""
     return _is_url(_url(source))
@@ -335,11 +344,11 @@ def _is_url(source: str) -> bool:
 def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     found, is_folder = _find_remote(source) if _is_url(source) else _find_local(Path(source))
     expected = f"{', '.join(suffixes[:-1])} nor {suffixes[-1]}"
-    if not is_folder and not source.endswith(suffixes):
+    if not is_folder and not source.lower().endswith(suffixes):
         raise ConfigError(f"{source} ends in neither {expected}")
-    files = sorted((file for file in found if file.name.endswith(suffixes)), key=lambda file: file.name)
+    files = sorted((file for file in found if file.ends_in(*suffixes)), key=lambda file: file.name)
     if is_folder:
-        files = [file for file in files if file.name not in _RECORDS]
+        files = [file for file in files if file.name not in _RECORDS and not is_hidden(file.name)]
     if not files:
         raise ConfigError(f"{source} is a folder without a file that ends in {expected.replace(' nor ', ' or ')}")
     return files
@@ -437,8 +446,9 @@ def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yields the rows below the header of a csv or tsv file. An empty cell does not count as a value. The separator is
-    the one of comma, tab and semicolon that makes the most columns of the header.
+    """Yields the rows below the header of a csv or tsv file. An empty cell does not count as a value, a row of empty
+    cells not as a row, and a column without a name not as a column. The separator is the one of comma, tab and
+    semicolon that makes the most columns of the header.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = table = None
@@ -449,12 +459,15 @@ def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
             lines = itertools.chain([header], text)
             table = csv.reader(lines, delimiter=separator, strict=True)
             names = [name.strip() for name in next(table, [])]
-            if len(names) != len(set(names)):
-                raise ConfigError(f"{file.url} has two columns of one name: {', '.join(names)[:200]}")
-            for number, cells in enumerate((cells for cells in table if cells), start=1):
+            named = list(filter(None, names))
+            if len(named) != len(set(named)):
+                raise ConfigError(f"{file.url} has two columns of one name: {', '.join(named)[:200]}")
+            for number, cells in enumerate(table, start=1):
+                if not any(cells):
+                    continue
                 place = f"{file.url}, row {number}"
                 if len(cells) == len(names):
-                    yield place, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                    yield place, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
                 else:
                     yield place, BadRow("wrong_cells", f"{len(cells)} cells, but the header has {len(names)}")
     except UnicodeDecodeError as error:

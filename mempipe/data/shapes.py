@@ -658,7 +658,9 @@ def _quoted(value: Any) -> str:
 
 
 def _names(row: dict[str, Any]) -> str:
-    return reprlib.repr(sorted(map(str, row)))
+    """Returns the names of a row as its file has them, without those that `_lowered` adds."""
+    own = {str(name).strip().casefold(): str(name) for name in row}
+    return reprlib.repr(sorted(own.values()))
 
 
 def _from(field: str | None) -> str:

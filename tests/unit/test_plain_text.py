@@ -142,6 +142,25 @@ def test_a_readme_beside_a_corpus_does_not_make_it_plain_text(tmp_path):
     assert not is_plain_text(tmp_path)
 
 
+def test_a_readme_above_a_corpus_is_not_taken_for_the_corpus(tmp_path):
+    (tmp_path / "README.md").write_text("These passages are from Wikipedia.")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-00000-of-00001.parquet").touch()
+    for read in (check_source, lambda source: list(read_plain_text(source))):
+        with pytest.raises(
+            ConfigError, match=f"{tmp_path} holds text files, and {tmp_path / 'data'} files of passages"
+        ):
+            read(tmp_path)
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path):
+    (tmp_path / ".git").mkdir()
+    for name in (".git/notes.txt", ".git/rows.jsonl", "._a.txt"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    (tmp_path / "a.txt").write_text("The river Elbe flows into the sea.")
+    assert [passage.id for passage in read_plain_text(tmp_path)] == ["a-0"]
+
+
 def test_python_carries_its_reference_everywhere():
     passages = list(read_plain_text(PYTHON_REFERENCE))
     assert len(passages) > 500 and len({passage.id for passage in passages}) == len(passages)

@@ -317,6 +317,13 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize("name", ["._a.jsonl", ".hidden.csv", "~$b.csv"])
+def test_hidden_files_of_a_folder_are_passed_over(tmp_path, name):
+    jsonl(tmp_path / "a.jsonl", {"question": "Who?", "answer": "Ann"})
+    (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    assert [question.text for question in read_questions(tmp_path)] == ["Who?"]
+
+
 def test_questions_are_read_from_a_web_server_and_from_memory(tmp_path):
     jsonl(tmp_path / "nq" / "test.jsonl", FLASHRAG)
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(tmp_path)))

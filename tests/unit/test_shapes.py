@@ -313,6 +313,19 @@ def test_tables_are_read_whatever_separates_their_cells(tmp_path, separator):
     assert (second.text, second.golden_answers) == ("What\u2028is\n“it”?", ["7"]) and second.id.startswith("q-")
 
 
+def test_a_table_that_excel_wrote_is_read_without_its_empty_columns_and_rows(tmp_path):
+    path = tmp_path / "QUESTIONS.CSV"
+    path.write_bytes("\ufeffquestion;answer;;\r\nWho?;Ann;;\r\n;;;\r\nWhen?;1900;;\r\n".encode())
+    assert [(q.text, q.golden_answers) for q in read_questions(path)] == [("Who?", ["Ann"]), ("When?", ["1900"])]
+    path.write_bytes("question;answer;;\r\n;;;\r\nWho?;;;\r\n".encode())
+    assert refusal(path).startswith(f"{path}, row 2: answer is None")  # as Excel counts below the header
+
+
+def test_a_refused_row_is_described_by_the_names_of_its_file(tmp_path):
+    path = jsonl(tmp_path / "q.jsonl", {"Frage": "Wer?", "Antwort": "Ann"})
+    assert "fields ['Antwort', 'Frage'] are of no known format" in refusal(path)
+
+
 def test_tables_that_are_none_are_refused_in_one_sentence(tmp_path):
     path = tmp_path / "q.csv"
     for content, reason in (
