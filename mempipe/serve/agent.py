@@ -30,6 +30,7 @@ from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.http import bodies, front
 from mempipe.serve.http.keys import load_keys
 from mempipe.serve.local import local_serve
+from mempipe.serve.mcp.stdio import KEY_VARIABLE
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
 from mempipe.serve.replicas.retriever_replica import RetrieverReplica
@@ -182,7 +183,8 @@ def welcome_lines(url: str, settings: dict[str, Any]) -> list[str]:
             asked["partition"] = example.partition
         lines.append(f"try a held-out question, whose right answer is {' or '.join(example.golden_answers)}:")
     body = shlex.quote(json.dumps(asked, ensure_ascii=False).replace("'", "\\u0027"))  # an apostrophe ends its quotes
-    return [*lines, f"  curl {url}/v1/answer -H 'content-type: application/json' -d {body}"]
+    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if load_keys(config.keys) else ""
+    return [*lines, f"  curl {url}/v1/answer{key} -H 'content-type: application/json' -d {body}"]
 
 
 def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:

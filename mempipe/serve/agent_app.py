@@ -109,7 +109,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     problems = error.errors()[:3]
     message = "; ".join(sentence(each["loc"][1:], each) for each in problems)
-    return error_reply(ApiError(400, message, param=".".join(map(str, problems[0]["loc"][1:])) or None))
+    where = () if problems[0]["type"] == "json_invalid" else problems[0]["loc"][1:]  # of JSON a place, not a field
+    return error_reply(ApiError(400, message, param=".".join(map(str, where)) or None))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

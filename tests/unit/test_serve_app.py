@@ -34,6 +34,7 @@ from mempipe.rollout import make_agent
 from mempipe.serve.answers import attempt_events, replies
 from mempipe.serve.answers.api import AnswerReply, AnswerRequest
 from mempipe.serve.answers.conversation import fitted, noted
+from mempipe.serve.answers.journal import route_of
 from mempipe.serve.answers.replies import changes, passage_reply
 from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import new_key
@@ -356,7 +357,7 @@ REFUSED = [
     (b"{nonsense", "the body is not JSON"),
     (b"\xff\xfe\x00", "parsing the body"),
     (b'{"question": ""}', "question is ''"),
-    (b'{"question": " \\n"}', "question is"),
+    (b'{"question": " \\n"}', "question is blank"),
     (b'{"question": 5}', "question is 5"),
     (b'{"question": "\\ud800"}', "question is"),
     (b'{"question": ' + b"[" * 900 + b"]" * 900 + b"}", "question is"),
@@ -389,6 +390,16 @@ def test_a_wrong_request_is_400_with_a_reason_in_the_openai_format(service, body
     assert (answer.status_code, reason in error["message"]) == (400, True), answer.text
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert len(answer.text) < 700
+
+
+def test_a_body_that_is_no_json_names_no_field_and_says_what_to_send(service):
+    url, body = f"{service.url}/v1/answer", b'{"question": "x"}'
+    nonsense = httpx.post(url, content=b"{", headers={"content-type": "application/json"}).json()["error"]
+    assert nonsense["message"].startswith("the body is not JSON") and nonsense["param"] is None
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):  # the first is what curl sends by itself
+        refused = httpx.post(url, content=body, headers={"content-type": kind})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, None)
+        assert "send it with the header content-type: application/json" in refused.json()["error"]["message"]
 
 
 def test_other_refusals_have_the_format_too(service):
@@ -551,6 +562,7 @@ def test_requests_are_counted_by_few_names_and_answers_as_they_are(tokenizer, tm
         ("other", 404),
         ("/", 200),
     ]
+    assert all(route_of(path) != "other" for path in service.app.openapi()["paths"])
     (answer,) = metrics.answers
     assert (answer.agent, len(answer.turns)) == ("memsearcher", 3)
 

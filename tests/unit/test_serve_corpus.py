@@ -27,6 +27,7 @@ from mempipe.serve.agent import welcome_lines
 from mempipe.serve.answers.api import CorpusReply
 from mempipe.serve.answers.corpus import NUM_EXAMPLES
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.http.keys import new_key
 from mempipe.serve.served_run import resolve, searched_by
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, Question
@@ -138,6 +139,13 @@ def test_the_first_words_of_the_service_hold_a_question_and_its_answer(run):
     (example, *_) = searched(run=str(run)).examples
     assert asked == {"question": example.question} and "'held-out-0'" in lines[1]
     assert lines[-2] == f"try a held-out question, whose right answer is {example.golden_answers[0]}:"
+    assert "authorization" not in lines[-1]
+
+
+def test_with_keys_the_line_to_try_sends_one(run, tmp_path):
+    (tmp_path / "keys").write_text(new_key("ann")[1].line())
+    line = welcome_lines("http://127.0.0.1:8000", {"run": str(run), "keys": str(tmp_path / "keys")})[-1]
+    assert "authorization: Bearer $MEMPIPE_API_KEY" in shlex.split(line)
 
 
 @pytest.mark.parametrize(("parts", "expected"), [("", ""), ("abc", ""), ("abb", "b"), ("baab", "a")])

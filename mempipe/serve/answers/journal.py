@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mempipe.serve.answers.api import AnswerReply
 
 REQUEST_ID = "x-request-id"
-OF_API = ("answer", "chat", "completions", "conversations", "documents", "models", "responses", "sessions")
+OF_API = ("answer", "chat", "completions", "conversations", "corpus", "documents", "models", "responses", "sessions")
 ROUTES = frozenset({"/", "/docs", "/mcp", "/healthz", "/readyz", *(f"/v1/{name}" for name in OF_API)})
 _ID = re.compile(r"[!-~]{1,100}")
 """An id of a client that a header and a log can hold unchanged."""

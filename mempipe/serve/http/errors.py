@@ -62,6 +62,10 @@ def sentence(where: Sequence[int | str], error: Any) -> str:
     name = ".".join(map(str, where)) or "the body"
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
+    if not where and isinstance(error["input"], bytes):
+        return "the body was not sent as JSON; send it with the header content-type: application/json"
+    if error["type"] == "string_pattern_mismatch":  # the one pattern of a request is a character that is not blank
+        return f"{name} is blank"
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "extra_forbidden":

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mempipe.serve.answers.api import AnswerReply, AnswerRequest, PassageReply
 from mempipe.serve.answers.event_stream import events
 from mempipe.serve.answers.replies import passage_reply
-from mempipe.serve.http.errors import ApiError
+from mempipe.serve.http.errors import ApiError, sentence
 from mempipe.serve.routes.parts import Parts
 
 MAX_PASSAGES = 50
@@ -66,7 +66,8 @@ def make_server(parts: Parts) -> MCPServer:
             asked = AnswerRequest(question=question, session=session)
             job = await parts.jobs.plan(asked, owner=_owner(ctx), request_id=uuid.uuid4().hex)
         except ValidationError as error:
-            raise ToolError(f"question: {error.errors()[0]['msg']}") from error
+            first = error.errors()[0]
+            raise ToolError(sentence(first["loc"], first)) from error
         except ApiError as error:
             raise ToolError(str(error)) from error
         async for event in events(lambda emit: parts.jobs.run(job, emit)):
