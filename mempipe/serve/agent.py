@@ -205,3 +205,4 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
                     print(f"serving weights {service.deploy()}", flush=True)
                 except (ConfigError, RuntimeError) as error:
                     print(f"the weights stay as they are: {' '.join(str(error).split())}", flush=True)
+        print("ending; requests in flight are finished first", flush=True)

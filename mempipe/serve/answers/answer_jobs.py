@@ -48,7 +48,7 @@ class AnswerJobs:
         session = await self._claimed(asked.session, owner)
         try:
             plan = await self._answering.plan(asked, text=text, memory=_joined(session.memory, history))
-        except BaseException:
+        except BaseException:  # also a caller that hung up: whoever is not answered leaves the session free
             await asyncio.shield(self._store.release(session.id, None))
             raise
         job = AnswerJob(plan, request_id, session.id)

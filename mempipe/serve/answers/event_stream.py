@@ -34,7 +34,9 @@ async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterato
             queue.put_nowait(("answer", reply.model_dump()))
         except ApiError as error:
             queue.put_nowait(("error", error_body(error)))
-        except Exception:
+        except (
+            Exception
+        ):  # as the routes' own handler: the status is sent, so the reader gets a last event instead of 500
             logger.exception("a question failed")
             queue.put_nowait(("error", error_body(ApiError(500, FAILED))))
         finally:

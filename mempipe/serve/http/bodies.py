@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import Counter
 
@@ -10,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.serve.http.errors import refuse
+from mempipe.serve.http.gate import read_body, too_large
 from mempipe.serve.http.keys import API
 
 VARIABLE = "MEMPIPE_MAX_BODY_BYTES"
@@ -55,7 +55,7 @@ class Bodies:
             return
         self._reading[address] += 1
         try:
-            body = await self._body(receive)
+            body = await read_body(receive, max_bytes=self._max_bytes, timeout_s=TIMEOUT_S, least_rate=LEAST_RATE)
         except TimeoutError:
             message = f"the body did not arrive within {TIMEOUT_S:g} s and then at {LEAST_RATE} bytes a second"
             await refuse(408, message)(scope, receive, send)
@@ -77,23 +77,7 @@ class Bodies:
         await self._app(scope, replay, send)
 
     async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body has more than {self._max_bytes} bytes; send less at once"
-        await refuse(413, message)(scope, receive, send)
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Reads the body, or a part that is too long already. Returns None when the client hung up; raises
-        TimeoutError when it is too slow.
-        """
-        body, more, loop = bytearray(), True, asyncio.get_running_loop()
-        started = loop.time()
-        while more and len(body) <= self._max_bytes:
-            async with asyncio.timeout_at(started + TIMEOUT_S + len(body) / LEAST_RATE):
-                message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return bytes(body)
+        await refuse(413, too_large(self._max_bytes))(scope, receive, send)
 
 
 def _has_body(scope: Scope) -> bool:

@@ -6,6 +6,7 @@ A plain ASGI middleware, without Ray and without FastAPI.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,30 @@ def problem(status: int, detail: str) -> JSONResponse:
 def retry_header(status: int) -> dict[str, str] | None:
     """Returns the Retry-After header of an answer with this status; None where it has none."""
     return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+
+
+def too_large(max_bytes: int) -> str:
+    """Returns the message to a client whose body is too long."""
+    return f"the body has more than {max_bytes} bytes; send less at once"
+
+
+async def read_body(
+    receive: Receive, *, max_bytes: int, timeout_s: float, least_rate: float = math.inf
+) -> bytes | None:
+    """Reads the body, or more than `max_bytes` of one that is too long. Returns None when the client hung up.
+
+    Raises TimeoutError for a body that has not arrived after `timeout_s` seconds, and the time that it takes at
+    `least_rate` bytes a second.
+    """
+    body, more, started = bytearray(), True, asyncio.get_running_loop().time()
+    while more and len(body) <= max_bytes:
+        async with asyncio.timeout_at(started + timeout_s + len(body) / least_rate):
+            message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 class Gate:
@@ -80,16 +105,14 @@ class Gate:
             await self._app(scope, _no_body, send)
             return
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._body(receive)
+            body = await read_body(receive, max_bytes=self._max_body_bytes, timeout_s=BODY_TIMEOUT_S)
         except TimeoutError:
             await self._refuse(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s")(scope, receive, send)
             return
         if body is None:
             return
         if len(body) > self._max_body_bytes:
-            reason = f"the body has more than {self._max_body_bytes} bytes; send less at once"
-            await self._refuse(413, reason)(scope, receive, send)
+            await self._refuse(413, too_large(self._max_body_bytes))(scope, receive, send)
             return
         hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
         owner, wait_s = scope.get("state", {}).get("owner", ""), min(_wished_wait(scope), self._max_wait_s)
@@ -121,18 +144,6 @@ class Gate:
             await _cancelled(taking)
             return False
         return taking.result()
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Reads the body, or a part that is too long already. Returns None when the client hung up."""
-        body = bytearray()
-        more = True
-        while more and len(body) <= self._max_body_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return bytes(body)
 
     async def _answer(
         self, body: bytes, hung_up: asyncio.Future[Message], scope: Scope, receive: Receive, send: Send
