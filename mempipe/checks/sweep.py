@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from mempipe.checks.evaluation import check_benchmark, check_suite
@@ -13,14 +14,20 @@ from mempipe.studies.sweep import SweepConfig, Trial, trials
 
 
 def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[Finding]:
-    """Returns all findings about a sweep; `devices` as in `check_run`. Trials of other seeds need the same."""
+    """Returns all findings about a sweep; `devices` as in `check_run`. Trials of other seeds need the same. What holds
+    of several trials is one finding, which names them unless it holds of all."""
     findings = [check_writable(sweep.folder, setting="output")]
     try:
         planned = trials(sweep.model_copy(update={"seeds": sweep.seeds[:1]}))
     except ConfigError as error:
         return [*findings, fatal(str(error))]
+    found: dict[Finding, list[str]] = defaultdict(list)
+    for trial in planned:
+        for finding in dict.fromkeys(_of(trial, devices)):
+            found[finding].append(trial.name)
     return findings + [
-        replace(finding, text=f"{trial.name}: {finding.text}") for trial in planned for finding in _of(trial, devices)
+        finding if len(names) == len(planned) else replace(finding, text=f"{', '.join(names)}: {finding.text}")
+        for finding, names in found.items()
     ]
 
 

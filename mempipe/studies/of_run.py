@@ -91,7 +91,7 @@ def _suite(
     if not (Path(file).exists() or is_remote(file)):
         raise ConfigError(f"the question file {file} does not exist")
     name = Path(folder).resolve().name
-    measured = Path(file).name.partition(".")[0] if questions else "held-out"
+    measured = (Path(file).name.partition(".")[0] or "questions") if questions else "held-out"
     values: dict[str, Any] = {
         "name": f"{name}-{measured}" if questions else name,
         "runs": rows,

@@ -75,7 +75,8 @@ class SweepConfig(EvaluationSuite):
     @model_validator(mode="after")
     def _runs_can_be_trained(self) -> SweepConfig:
         for run in self.runs:
-            if self.train and (run.checkpoint or run.endpoint is not None or run.control or not run.config):
+            measured_only = run.checkpoint or run.endpoint is not None or run.control
+            if self.train and (measured_only or not run.config or Path(run.config).is_dir()):
                 raise ValueError(
                     f"runs: {run.name}: with train every run has a config, a training run's YAML file, and neither "
                     "checkpoint nor endpoint nor control"

@@ -90,6 +90,17 @@ def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
         sweep_of(str(make_run(tmp_path / "react", "quickstart_react")))
 
 
+def test_a_sweep_of_a_run_that_is_to_be_trained_needs_its_file(run):
+    with pytest.raises(ConfigError, match="with train every run has a config, a training run's YAML file"):
+        sweep_of(str(run), ["train=true"])
+
+
+def test_a_question_file_whose_name_is_only_an_ending_has_a_set_with_a_name(run, tmp_path):
+    write_questions(tmp_path / ".parquet", QUESTIONS[:3])
+    suite = evaluation_of(str(run), [str(tmp_path / ".parquet")])
+    assert (suite.name, suite.benchmarks[0].name) == ("quick-questions", "questions")
+
+
 @pytest.mark.parametrize("command", ["evaluate", "sweep"])
 @pytest.mark.parametrize(
     ("words", "reason"),

@@ -204,13 +204,22 @@ def test_a_budget_that_the_agent_does_not_allow_is_refused_before_anything_start
     assert not (tmp_path / "small").exists()
 
 
+def test_a_finding_of_some_trials_names_them(tmp_path):
+    runs = [{"name": name, "config": QUICKSTART} for name in ("a", "b")]
+    gone = {"name": "own", "file": "{run}/world/validation.parquet"}
+    runs[1]["settings"] = {"data": {"train": "/gone"}, "world": None}
+    sweep = config(tmp_path, runs=runs, benchmarks=[gone], train=True)
+    texts = [finding.text for finding in check_sweep(sweep) if "/gone" in finding.text]
+    assert len(texts) == 1 and texts[0].startswith("b-memory-4-seed-1, b-memory-8-seed-1: ")
+
+
 def test_a_set_that_is_not_there_is_refused_before_the_first_training(tmp_path):
     runs = [{"name": "mem", "config": QUICKSTART}]
     missing = tmp_path / "no.parquet"
     sets = [{"name": "own", "file": "{run}/world/validation.parquet"}, {"name": "other", "file": str(missing)}]
     sweep = config(tmp_path, runs=runs, benchmarks=sets, train=True)
     fatal = [finding.text for finding in check_sweep(sweep) if finding.fatal]
-    assert fatal == [f"mem-memory-{n}-seed-1: benchmarks: other: {missing} does not exist" for n in (4, 8)]
+    assert fatal == [f"benchmarks: other: {missing} does not exist"]  # of all trials, so it is said once
 
 
 def test_a_trial_is_finished_when_every_question_of_every_set_has_its_row(tmp_path):
