@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -83,7 +83,8 @@ def export_best(run: Path, target: Path) -> Path:
     files = agent_files(run, step=step)
     with whole_folder(target) as partial:
         shutil.copytree(best, partial, dirs_exist_ok=True)
-        _write(partial, files)
+        for name, text in files.items():
+            write_text(partial / name, text)
     return target
 
 
@@ -98,9 +99,7 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     from mempipe.engines.export import export_checkpoint  # torch, for what can still be right
 
     files = agent_files(run, step=step_of(checkpoint))
-    export_checkpoint(checkpoint, _trained_model(run, config), target)
-    _write(target, files)
-    return target
+    return export_checkpoint(checkpoint, _trained_model(run, config), target, files=files)
 
 
 def choose_checkpoint(run: Path, step: int | None) -> Path:
@@ -112,11 +111,6 @@ def choose_checkpoint(run: Path, step: int | None) -> Path:
         known = ", ".join(f"{each} ({found[each].name})" for each in sorted(found))
         raise ConfigError(f"--step is {step}; {run / 'checkpoints'} holds those after the learner steps {known}")
     return found[max(found) if step is None else step]
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        write_text(folder / name, text)
 
 
 def _check_folders(run: Path, target: Path) -> None:

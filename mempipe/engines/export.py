@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -18,7 +19,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import full_state_dict, load_policy
 from mempipe.engines.sharded_checkpoint import load_tensors
 from mempipe.storage.checksums import write_checksums
-from mempipe.storage.files import whole_folder
+from mempipe.storage.files import whole_folder, write_text
 
 _COPIED_FILES = (
     "tokenizer.json",
@@ -33,11 +34,14 @@ _COPIED_FILES = (
 )
 
 
-def export_checkpoint(checkpoint: Path, model: ModelConfig, target: Path) -> Path:
+def export_checkpoint(
+    checkpoint: Path, model: ModelConfig, target: Path, *, files: Mapping[str, str] = MappingProxyType({})
+) -> Path:
     """Writes the policy of a checkpoint to `target` as the end of a run does, with LoRA merged, on the CPU.
 
-    `model` is what the run trained: its path has the configuration and the tokenizer, and with LoRA the base. Raises
-    CheckpointError when the checkpoint is damaged or of another model, ConfigError when there is no such model.
+    `model` is what the run trained: its path has the configuration and the tokenizer, and with LoRA the base. `files`
+    are further texts of the folder by name. Raises CheckpointError when the checkpoint is damaged or of another model,
+    ConfigError when there is no such model.
     """
     read_state(checkpoint)
     policy = load_policy(model)
@@ -45,13 +49,20 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, target: Path) -> Pat
         checkpoint,
         {f"model/{name}": weight.detach() for name, weight in policy.lm.named_parameters() if weight.requires_grad},
     )
-    return export_hf(target, full_state_dict(policy, dtype=getattr(torch, model.dtype)), source=model.path)
+    weights = full_state_dict(policy, dtype=getattr(torch, model.dtype))
+    return export_hf(target, weights, source=model.path, files=files)
 
 
-def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: str | Path) -> Path:
+def export_hf(
+    folder: str | Path,
+    state_dict: Mapping[str, Tensor],
+    *,
+    source: str | Path,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors,
-    LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`. An existing folder is
-    replaced.
+    LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`, and the texts `files` by
+    name. An existing folder is replaced.
 
     Raises CheckpointError and leaves nothing half-written.
     """
@@ -67,6 +78,8 @@ def export_hf(folder: str | Path, state_dict: Mapping[str, Tensor], *, source: s
                 if file is not None:
                     shutil.copyfile(file, partial / name)
             write_checksums(partial)
+            for name, text in files.items():
+                write_text(partial / name, text)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot export a model to {target}: {reason(error)}") from error
     return target
