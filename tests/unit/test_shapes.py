@@ -317,7 +317,7 @@ def test_a_table_that_excel_wrote_is_read_without_its_empty_columns_and_rows(tmp
     path = tmp_path / "QUESTIONS.CSV"
     path.write_bytes("\ufeffquestion;answer;;\r\nWho?;Ann;;\r\n;;;\r\nWhen?;1900;;\r\n".encode())
     assert [(q.text, q.golden_answers) for q in read_questions(path)] == [("Who?", ["Ann"]), ("When?", ["1900"])]
-    path.write_bytes("question;answer;;\r\n;;;\r\nWho?;;;\r\n".encode())
+    path.write_bytes(b"question;answer;;\r\n;;;\r\nWho?;;;\r\n")
     assert refusal(path).startswith(f"{path}, row 2: answer is None")  # as Excel counts below the header
 
 
