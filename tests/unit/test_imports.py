@@ -268,3 +268,9 @@ def test_promise_10_a_config_that_cannot_work_is_refused_with_exit_code_2(tmp_pa
     assert done.returncode == 2
     assert "budget.context_tokens is 64" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_two_test_files_share_a_name():
+    """Pytest imports a test file by its bare name, and refuses the second one of the same name."""
+    counts = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
