@@ -42,6 +42,8 @@ EVERY_PROCESS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor without GPUs sees none, instead of those of others
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a call that nobody waits for any more failed with the role that was lost
+    # Ray warns of many worker processes on few cores, in 480 characters; a run whose actors were replaced has them.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "PYTHON worker processes have been started on node",
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it prints a trace of machine addresses at every SIGTERM
 }
 """Variables of the command and all workers; a variable that the user has set is unchanged."""

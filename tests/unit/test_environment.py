@@ -33,3 +33,21 @@ def test_memory_does_not_grow_with_the_lengths_that_rows_have_had():
     command = [sys.executable, "-c", ROWS_OF_MANY_LENGTHS]
     ended = subprocess.run(command, env={**os.environ, **EVERY_PROCESS}, capture_output=True, text=True, check=True)
     assert int(ended.stdout) < 300, "MiB after 300 lengths"
+
+
+MESSAGES_OF_THE_RAYLET = """
+from ray._private.ray_logging import stdout_deduplicator
+lines = [
+    "WARNING: 8 PYTHON worker processes have been started on node: 5ac1 with address: 192.0.2.2, which is 4x the "
+    "maximum expected startup concurrency (2). This could be a result of using a large number of actors.",
+    "The node with node id 5ac1 has been marked dead",
+]
+for batch in stdout_deduplicator.deduplicate({"lines": lines, "pid": "raylet", "ip": None, "is_err": False}):
+    print(*batch["lines"], sep="\\n")
+"""
+
+
+def test_ray_does_not_warn_of_the_number_of_workers_and_still_reports_a_lost_node():
+    command = [sys.executable, "-c", MESSAGES_OF_THE_RAYLET]
+    ended = subprocess.run(command, env={**os.environ, **EVERY_PROCESS}, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["The node with node id 5ac1 has been marked dead"]
