@@ -653,6 +653,10 @@ def _ask(arguments: argparse.Namespace) -> int:
     from mempipe.api.agent import load
     from mempipe.api.reply import turn_lines
     from mempipe.loader import parse_overrides
+    from mempipe.types import EndReason
+
+    if not arguments.question.strip():
+        raise ConfigError('QUESTION is empty; write it in quotation marks: mempipe ask RUN "Who ...?"')
 
     def show(turn: TurnReply) -> None:
         print("\n".join(turn_lines(turn)), flush=True)
@@ -665,9 +669,9 @@ def _ask(arguments: argparse.Namespace) -> int:
             options["on_turn"] = show
         reply = agent.ask(arguments.question, **options)
     if reply.answer is None:
-        print(f"no answer: the agent ended with {reply.end_reason}", file=sys.stderr)
+        print(f"no answer: {EndReason(reply.end_reason).sentence}", file=sys.stderr)
         return EXIT_RUN
-    print(reply.answer.strip())
+    print(reply.answer)
     return 0
 
 

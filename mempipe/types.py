@@ -88,6 +88,23 @@ class EndReason(StrEnum):
     MAX_TURNS = "max_turns"
     CONTEXT_LIMIT = "context_limit"  # the history of a ReAct agent left no room for another turn
 
+    @property
+    def sentence(self) -> str:
+        """Returns the reason in words, for a person."""
+        return _END_SENTENCES[self]
+
+
+_END_SENTENCES = {
+    EndReason.ANSWERED: "it answered",
+    EndReason.NO_ACTION: "its message held neither a tool call nor an answer",
+    EndReason.INVALID_CALL: "it called a tool with a wrong name or with wrong arguments",
+    EndReason.LENGTH: "a message did not end within its tokens (budget.action_tokens, budget.memory_message_tokens)",
+    EndReason.BAD_MEMORY: "it wrote no memory where it had to write one",
+    EndReason.MEMORY_OVERFLOW: "its memory became longer than its budget (budget.memory_tokens)",
+    EndReason.MAX_TURNS: "it used up its turns (budget.max_turns)",
+    EndReason.CONTEXT_LIMIT: "its history left no room for another turn (budget.context_tokens)",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mempipe.reports.pages import cut, render
 from mempipe.serve.answers.api import AnswerReply, TurnReply
+from mempipe.types import EndReason
 
 if TYPE_CHECKING:
     import polars as pl
@@ -80,7 +81,9 @@ class Reply:
     @property
     def summary(self) -> str:
         """Returns the answer, or why there is none, and what it cost."""
-        ended = f"answer {self.answer!r}" if self.answer is not None else f"no answer ({self.end_reason})"
+        ended = f"answer {self.answer!r}"
+        if self.answer is None:
+            ended = f"no answer, because {EndReason(self.end_reason).sentence}"
         turns = f"{len(self.turns)} turn{'s' * (len(self.turns) != 1)}"
         return f"{ended}, {turns}, {self.tokens:,} tokens, {self.seconds:.1f} s"
 

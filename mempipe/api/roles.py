@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import warnings
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +14,7 @@ from typing import Protocol
 from mempipe.agents.protocol import SearchFn, Tokenizer
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
-from mempipe.environment import QUIET_ENGINE
+from mempipe.environment import QUIET_ENGINE, VLLM_LOG_LEVEL
 from mempipe.rollout import find_nothing
 from mempipe.serve.answers.answering import Engine
 from mempipe.types import Completion
@@ -102,6 +103,8 @@ def _opened(config: RunConfig):
 async def _engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[Engine]:
     for name, value in QUIET_ENGINE.items():  # before torch and vLLM are imported
         os.environ.setdefault(name, value)
+    # vLLM reads the variable when it makes an engine, and warns that it has no Triton when it is imported.
+    logging.getLogger("vllm").setLevel(os.environ[VLLM_LOG_LEVEL].upper())
     from mempipe.engines.generator import Generator
     from mempipe.serve.served_run import weights_version
 

@@ -139,7 +139,7 @@ def is_right(service: Running, question: Question, reply: dict[str, Any]) -> boo
     memories = [context.memory_after for context in expected.contexts]
     tokens = [len(context.token_ids) for context in expected.contexts]
     return (
-        (reply["answer"], reply["end_reason"]) == (expected.answer, expected.end_reason)
+        (reply["answer"], reply["end_reason"]) == (expected.answer and expected.answer.strip(), expected.end_reason)
         and [turn["action"] for turn in reply["turns"]] == actions
         and [turn["memory_after"] for turn in reply["turns"]] == memories
         and [turn["context_tokens"] for turn in reply["turns"]] == tokens

@@ -22,6 +22,7 @@ from mempipe.engines.engine_faults import GenerationTimeout
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import MADE_OF, write_record
 from mempipe.reports.agent_folder import agent_files
+from mempipe.types import EndReason
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +81,10 @@ def test_a_question_is_answered_with_its_turns_and_its_memory(agent, questions):
     assert reply.trace.count("passage  ") == 2 * question.num_hops
     assert repr(reply) == f"<Reply: {reply.summary}>" and f"{len(turns)} turns" in reply.summary
     assert question.text.split()[-1][:-1] in reply.memory  # what a session would keep
+
+
+def test_every_end_of_an_attempt_is_said_in_words():
+    assert all(reason.sentence.startswith(("it ", "its ", "a ")) for reason in EndReason)
 
 
 def test_a_notebook_shows_texts_as_texts(agent, engines, questions):
@@ -405,17 +410,18 @@ def test_the_command_prints_each_turn_on_request(run, engines, questions, capsys
 
 def test_the_command_refuses_in_a_sentence(run, engines, capsys):
     assert cli.main(["ask", "nowhere/at/all", "What?"]) == 2
-    assert cli.main(["ask", str(run), ""]) == 2
+    assert cli.main(["ask", str(run), " "]) == 2
     assert cli.main(["ask", str(run), "What?", "budget.max_turn=2"]) == 2
+    assert not engines.started
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 3 and "does not exist" in errors[0] and "question is ''" in errors[1]
+    assert len(errors) == 3 and "does not exist" in errors[0] and "QUESTION is empty" in errors[1]
     assert "did you mean budget.max_turns?" in errors[2]
 
 
 def test_the_command_says_when_there_is_no_answer(run, engines, questions, capsys):
     assert cli.main(["ask", str(run), questions[-1].text, "budget.max_turns=1"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "no answer: the agent ended with" in err
+    assert out == "" and "no answer: it used up its turns (budget.max_turns)" in err
 
 
 def test_rows_of_a_run_are_json(run):

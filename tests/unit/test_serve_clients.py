@@ -201,6 +201,12 @@ def test_the_answer_ends_before_a_stop_text(service):
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
+def test_an_answer_has_no_blanks_around_it_whoever_asks(service):
+    service.engine.says[:] = [box("Lima")] * 3
+    assert httpx.post(f"{service.url}/v1/answer", json={"question": "where?"}, timeout=20).json()["answer"] == "Lima"
+    assert content_of(send(service, user("where?"))) == "Lima"
+
+
 def test_the_same_seed_gives_every_call_the_same_seed_again(service):
     for seed in (7, 7, 8, None):
         content_of(send(service, seed=seed))

@@ -195,7 +195,7 @@ class Answering:
             model_version=engine.version,
             agent=plan.agent,
             question=plan.question.text,
-            answer=chosen.answer,
+            answer=_shown(chosen.answer),
             answers=_by_objective(chosen.answer, plan.num_objectives) if plan.num_objectives > 1 else [],
             end_reason=chosen.end_reason,
             confidence=confidence,
@@ -213,7 +213,7 @@ class Answering:
         logprobs = answer_logprobs(trajectory, self._tokenizer.decode) if plan.logprobs else None
         if logprobs is not None and any(math.isnan(each.logprob) for each in logprobs):
             raise ApiError(400, "the engine of this service gives no logprobs; leave it out", param="logprobs")
-        return AttemptReply(answer=trajectory.answer, end_reason=trajectory.end_reason, logprobs=logprobs)
+        return AttemptReply(answer=_shown(trajectory.answer), end_reason=trajectory.end_reason, logprobs=logprobs)
 
     def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:
         agent = request.agent or next(iter(self.agents))
@@ -360,6 +360,11 @@ class Answering:
                 member=member,
                 on_context=told.turn if told is not None else None,
             )
+
+
+def _shown(answer: str | None) -> str | None:
+    """Returns the answer as a client sees it: without the blanks that the policy sampled around it."""
+    return None if answer is None else answer.strip()
 
 
 def _by_objective(answer: str | None, count: int) -> list[str]:

@@ -106,7 +106,7 @@ def _choices(reply: AnswerReply, read: Chat, stops: Sequence[str]) -> list[ChatC
     return [
         ChatChoice(
             index=index,
-            message=ChatReplyMessage(content=_until(stops, (attempt.answer or "").strip())),
+            message=ChatReplyMessage(content=_until(stops, attempt.answer or "")),
             logprobs=ChoiceLogprobs(content=attempt.logprobs) if attempt.logprobs is not None else None,
             finish_reason=finish_reason(attempt.end_reason),
         )

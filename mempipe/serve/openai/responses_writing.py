@@ -77,7 +77,7 @@ def _reasoning(turn: TurnReply, response_id: str) -> ReasoningItem | None:
 
 
 def _answer(reply: AnswerReply, response_id: str, *, is_whole: bool) -> MessageItem:
-    text = OutputText(text=(reply.answer or "").strip(), logprobs=reply.attempts[0].logprobs or [])
+    text = OutputText(text=reply.answer or "", logprobs=reply.attempts[0].logprobs or [])
     return MessageItem(id=f"msg_of_{response_id}", content=[text], status="completed" if is_whole else "incomplete")
 
 

@@ -183,7 +183,7 @@ function finish(answer) {
   draw(answer.turns);
   at("answer").hidden = false;
   at("status").textContent = answer.question;
-  at("text_answer").textContent = answer.answer === null ? `no answer (${answer.end_reason})` : answer.answer.trim();
+  at("text_answer").textContent = answer.answer === null ? `no answer (${answer.end_reason.replaceAll("_", " ")})` : answer.answer;
   const parts = [
     `${answer.turns.length} turn${answer.turns.length === 1 ? "" : "s"}`,
     `${answer.usage.total_tokens} tokens`,
