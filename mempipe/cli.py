@@ -161,7 +161,7 @@ def _add_run_commands(commands: Any) -> None:
         "kind",
         nargs="?",
         default="memsearcher",
-        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, or your own module), chain, "
+        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, full_text, or your own module), chain, "
         "evaluation, sweep, index, documents, service, or agent-service",
     )
     config.add_argument("--short", action="store_true", help="of a run only what almost every run sets")

@@ -152,6 +152,9 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         if not question.context or (limit and len(question.context.encode()) > limit):
             self.chunks(question)
 
+    def prepare(self, question: Question) -> None:
+        self.chunks(question)
+
     def read_prompt(self, *, question: list[int], memory: list[int], chunk: list[int]) -> list[int]:
         """Returns a context that reads a chunk, up to its first sampled token."""
         return self._read.filled({"question": question, "memory": memory, "chunk": chunk})

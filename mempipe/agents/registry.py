@@ -25,6 +25,7 @@ BUILT_IN = {
     "memtrain": "mempipe.agents.memtrain",
     "mem1": "mempipe.agents.mem1",
     "react": "mempipe.agents.react",
+    "full_text": "mempipe.agents.full_text",
 }
 """Name of an agent: the module that holds its `AGENT`."""
 

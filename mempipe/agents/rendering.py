@@ -131,6 +131,11 @@ class Renderer(Generic[B]):
         """Raises UnfitQuestion when the agent cannot take the question within its budget."""
         self.question(question)
 
+    def prepare(self, question: Question) -> None:
+        """Encodes what a rollout of the question reads first and keeps it, so that the rollout does not wait for it.
+        Raises UnfitQuestion as `check` does.
+        """
+
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
         """Returns whether sampled ids hold a token, or spell a text, with which the chat template tells roles apart."""
         if not self._role_marks.isdisjoint(token_ids):

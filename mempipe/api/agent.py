@@ -39,14 +39,14 @@ class AskOptions(TypedDict, total=False):
     partition: str
     """The part of the corpus that is searched; "" is all of it."""
     text: str
-    """The text that the agent reads, for agents that read (memagent, memtrain)."""
+    """The text that the agent reads, for agents that read (memagent, memtrain, full_text)."""
     memory: str
     """The memory that the agent starts from, for example `memory` of an earlier reply."""
     instructions: str
     """Instructions for the agent in addition to the question, if its prompt set has a place for them."""
     budget: Mapping[str, int]
     """Limits in tokens and turns: memory_tokens, action_tokens, observation_tokens, question_tokens, chunk_tokens,
-    max_turns."""
+    document_tokens, max_turns."""
     sampling: Mapping[str, Any]
     """temperature, top_p, top_k, max_tokens, seed."""
     num_samples: int

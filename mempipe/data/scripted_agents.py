@@ -168,6 +168,26 @@ class ScriptedMemAgent(ScriptedAgent):
         return f"{plan} {known(self._noted([*facts, *new]))}"
 
 
+class ScriptedFullText(ScriptedAgent):
+    """Writes the facts of the text that lead to the answer, one after the other, and a box. A mistake ends the chain
+    early: the answer is then the last name that was reached.
+    """
+
+    def reply(self, prompt: str) -> str:
+        section = last_between(prompt, "<information>", "</information>")
+        facts = (fact for line in section.splitlines() for fact in stated_facts(line))
+        stated = {(name, relation): value for name, relation, value in facts}
+        entity, relations = parse_question(self.question)
+        chain: list[Fact] = []
+        for relation in relations:
+            value = stated.get((entity, relation))
+            if value is None or self._chance(self.noise.answer_early) or self._chance(self.noise.forget):
+                break
+            chain.append((entity, relation, value))
+            entity = value
+        return f"{known(chain)} {boxed(entity)}"
+
+
 class ScriptedMemTrain(ScriptedAgent):
     """A memory of all that was read, not only of what the question needs; at last the facts that lead to the answer,
     and a box. A recall is answered from the memory. Where the memory does not help, the answer is "nothing".

@@ -1,9 +1,9 @@
 """Finds the first cause of a wrong answer: the place in the chain of needed facts where an attempt went wrong.
 
 Facts are those of `Question.evidence`, in reading order, and their states per turn are `fact_states`. The *end memory*
-is what the last turn could answer from: its memory_before and the passages that it read, or every passage ever read
-where the agent carries its whole history (`growing`). The *missing fact* is the first needed fact that the
-end memory does not know.
+is what the last turn could answer from: its memory_before and what it read, or all that was ever read where
+the agent carries its whole history (`growing`). The *missing fact* is the first needed fact that the end memory does
+not know.
 
     broken_protocol  the last message broke the agent's protocol, and no earlier turn caused the missing fact
     not_used         no fact is missing
@@ -88,4 +88,5 @@ def _known(trajectory: Trajectory, fact: Evidence, *, growing: bool) -> bool:
     last = trajectory.contexts[-1]
     read = trajectory.contexts if growing else [last] if trajectory.end_reason is EndReason.ANSWERED else []
     passages = {passage.id for context in read for search in context.searches for passage in search.passages}
-    return fact.passage_id in passages or contains_value(_end_memory(trajectory), fact.value)
+    texts = [_end_memory(trajectory), *(context.chunk for context in read)]
+    return fact.passage_id in passages or any(contains_value(text, fact.value) for text in texts)

@@ -25,7 +25,7 @@ DRIVER_S_PER_MILLION = 0.2
 """Seconds of the driver for a million tokens (`benchmarks/driver_step.py`: 0.15 to 0.18 on an idle core)."""
 CHUNKS = 8
 """Chunks of a text, which in truth its length decides: an assumption for agents that read."""
-INJECTED = {"question", "memory", "observation", "chunk", "marks"}
+INJECTED = {"question", "memory", "observation", "chunk", "document", "marks"}
 """The parts of a context that are not sampled."""
 
 

@@ -43,6 +43,7 @@ CONTEXTS = {
     "quickstart_mem1": range(1, 7),
     "quickstart_memagent": [5],
     "tiny_memtrain": [5],
+    "quickstart_full_text": [1],
 }
 """By config, how many contexts an attempt may have."""
 

@@ -34,6 +34,7 @@ MEMTRAIN = [
         ("react", "quickstart_react", []),
         ("memagent", "quickstart_memagent", []),
         ("memtrain", "tiny_memtrain", MEMTRAIN),
+        ("full_text", "quickstart_full_text", []),
     ],
 )
 def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, config, overrides, tmp_path):

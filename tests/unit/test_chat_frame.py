@@ -152,7 +152,8 @@ def test_promise_2_whatever_is_asked_found_read_and_sampled_only_the_template_ma
     budget = {"question_tokens": 200, "action_tokens": 120, "context_tokens": 8192}
     if agent in ("memsearcher", "memagent", "memtrain"):
         budget |= {"memory_tokens": 60, "memory_message_tokens": 120}
-    budget |= {"chunk_tokens": 40} if agent in ("memagent", "memtrain") else {"observation_tokens": 200, "max_turns": 3}
+    reads = {"memagent": {"chunk_tokens": 40}, "memtrain": {"chunk_tokens": 40}, "full_text": {"document_tokens": 4000}}
+    budget |= reads.get(agent, {"observation_tokens": 200, "max_turns": 3})
     renderer = make_renderer(parse_config({"agent": {"name": agent}, "budget": budget}), tokenizer=tokenizer)
     marks = [*renderer._role_texts, *(tokenizer.decode([i]) for i in renderer._role_marks)]
     tags = [f"<{slash}{tag}>" for tag in renderer.TAGS for slash in ("", "/")]

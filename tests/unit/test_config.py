@@ -172,6 +172,7 @@ SMALL = {
     "memory_message_tokens": 4,
     "observation_tokens": 5,
     "chunk_tokens": 6,
+    "document_tokens": 7,
 }
 
 
@@ -182,6 +183,7 @@ SMALL = {
         ("memagent", 13, "question 1 + memory 2 + chunk 6 + memory message 4"),
         ("mem1", 12, "question 1 + state 3 + observation 5 + action 3"),
         ("react", 12, "question 1 + action 3 + observation 5 + answer 3"),
+        ("full_text", 11, "question 1 + document 7 + answer 3"),
     ],
 )
 def test_the_parts_of_an_agents_largest_context_may_fill_it_exactly(agent, needed, parts):
@@ -194,7 +196,7 @@ def test_the_parts_of_an_agents_largest_context_may_fill_it_exactly(agent, neede
 
 
 def test_memagents_largest_context_may_be_the_last_one():
-    limits = {name: value for name, value in SMALL.items() if name != "observation_tokens"}
+    limits = {name: value for name, value in SMALL.items() if name not in ("observation_tokens", "document_tokens")}
     values = {"agent": {"name": "memagent"}, "budget": {**limits, "action_tokens": 11, "context_tokens": 14}}
     assert parse_config(values).budget.parts() == {"question": 1, "memory": 2, "answer": 11}
 

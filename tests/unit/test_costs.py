@@ -43,6 +43,7 @@ def planned(*overrides: str, gpus: int = 8, preset: str = "memsearcher_qwen2.5-3
         ("mem1_qwen2.5-7b", 16),
         ("memtrain_qwen3-4b", 16),
         ("memagent_qwen2.5-7b", 32),
+        ("full_text_qwen2.5-7b", 32),
     ],
 )
 def test_a_preset_on_the_gpus_that_it_names_waits_for_its_learner_alone(preset, gpus):

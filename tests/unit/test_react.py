@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tagged_builders import HOSTILE, PARTS, SEARCH, SEARCHES, TOKENIZER
 
+from mempipe.agents.full_text import FullText
 from mempipe.agents.mem1 import Mem1
 from mempipe.agents.memagent import MemAgent
 from mempipe.agents.memsearcher import MemSearcher
@@ -221,6 +222,7 @@ async def test_search_r1s_reward_of_answer_and_form_is_that_of_the_trajectory():
         ("memagent", MemAgent, ["m", "\\boxed{Paris}"]),
         ("mem1", Mem1, [ANSWER]),
         ("react", React, [ANSWER]),
+        ("full_text", FullText, ["\\boxed{Paris}"]),
     ],
 )
 async def test_promise_9_one_agent_code_every_agent_is_made_and_called_alike(name, kind, script):

@@ -40,6 +40,7 @@ QUICKSTARTS = {
     "react": "quickstart_react",
     "memagent": "quickstart_memagent",
     "memtrain": "tiny_memtrain",
+    "full_text": "quickstart_full_text",
 }
 AGENTS = tuple(name for name in BUILT_IN if agent_spec(name).script)
 SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
@@ -98,10 +99,10 @@ def test_without_noise_every_question_is_answered_right(agent, tokenizer):
         trajectory, messages = play(agent, question, tokenizer)
         assert trajectory.end_reason is EndReason.ANSWERED
         assert [(trajectory.answer or "").strip()] == question.golden_answers
-        turns = {"memsearcher": 2 * question.num_hops + 1, "memagent": 5, "memtrain": 5 + 4}.get(
+        turns = {"memsearcher": 2 * question.num_hops + 1, "memagent": 5, "memtrain": 5 + 4, "full_text": 1}.get(
             agent, question.num_hops + 1
         )
-        assert len(messages) == turns, "a turn per fact and one, or one per chunk and one, and the recalls"
+        assert len(messages) == turns, "a turn per fact or chunk and one, and the recalls; or one for all"
 
 
 @pytest.mark.slow
@@ -137,9 +138,9 @@ def test_memtrains_memory_holds_all_that_was_read_and_answers_every_recall(token
 
 
 def knows(trajectory: Trajectory, question: Question) -> bool:
-    """Returns whether the last memory holds the last fact that the question needs."""
-    evidence = question.evidence[-1]
-    noted = parse_facts(trajectory.contexts[-1].memory_before)
+    """Returns whether the last memory, or the message of an agent without one, holds the last needed fact."""
+    evidence, last = question.evidence[-1], trajectory.contexts[-1]
+    noted = parse_facts(last.memory_before or last.action)
     return any(evidence.passage_id.endswith(f"/{entity}") and value == evidence.value for entity, _, value in noted)
 
 
@@ -232,6 +233,7 @@ def test_mistakes_come_as_often_as_the_noise_says(agent, tokenizer):
         )
         counts["vague"] += len(searches(trajectory)) > 1
     expected = {"early": 0.3, "forgot": 0.4, "vague": 0.5} if agent in SEARCHING else {"forgot": 0.4}
+    expected |= {"early": 0.3} if agent == "full_text" else {}
     for mistake, share in expected.items():
         assert counts[mistake] / len(questions) == pytest.approx(share, abs=0.13), mistake  # three standard errors
 
@@ -275,4 +277,4 @@ def test_the_quickstarts_differ_only_in_agent_and_budget():
     configs = [config_of(agent).model_dump(exclude={"name", "agent", "budget"}) for agent in agents]
     assert all(config == configs[0] for config in configs)
     assert [config_of(agent).agent.name for agent in AGENTS] == list(AGENTS)
-    assert all(re.fullmatch(r"quickstart(-\w+)?", config_of(agent).name) for agent in agents)
+    assert all(re.fullmatch(r"quickstart(-[\w-]+)?", config_of(agent).name) for agent in agents)

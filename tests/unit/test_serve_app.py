@@ -324,6 +324,16 @@ def test_a_reading_agent_reads_a_text_and_a_document_in_pieces(reader):
     assert post(reader, question="x", document=document).status_code == 404
 
 
+def test_a_text_is_read_at_once_and_refused_where_it_does_not_fit(tokenizer, tmp_path):
+    whole = build_service(tokenizer, tmp_path, agent="full_text")
+    with running(whole):
+        reply = ask(whole, text=TWO_HOPS.context)
+        assert reply["answer"].strip() == GOLD and [turn["chunk"] for turn in reply["turns"]] == [TWO_HOPS.context]
+        refused = post(whole, question=TWO_HOPS.text, text=TWO_HOPS.context * 2)
+        assert refused.status_code == 400
+        assert "more than budget.document_tokens 84; raise it" in refused.json()["error"]["message"]
+
+
 def test_an_agent_that_reads_needs_a_text_and_one_that_searches_takes_none(reader, service):
     assert "memagent reads one" in post(reader, question=TWO_HOPS.text).json()["error"]["message"]
     assert post(service, question=TWO_HOPS.text, text="x").status_code == 400

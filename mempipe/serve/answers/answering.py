@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mempipe.agents.budget import MemoryBudget
-from mempipe.agents.memagent import MemAgentRenderer
 from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
 from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.agents.rendering import Renderer
@@ -243,8 +242,7 @@ class Answering:
         question = Question(id="of the request", text=asked, golden_answers=[], partition=partition, context=text)
         try:
             renderer.check(question)
-            if isinstance(renderer, MemAgentRenderer):
-                renderer.chunks(question)  # kept for the rollout, which must not hold up the others while it encodes
+            renderer.prepare(question)  # the rollout must not hold up the others while it encodes
         except UnfitQuestion as error:
             raise ApiError(400, str(error), param="question") from error
         if text and not self.agents[agent].agent_spec.reads:

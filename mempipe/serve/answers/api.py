@@ -44,6 +44,7 @@ class BudgetChanges(RequestBody):
     memory_tokens: Count | None = None
     observation_tokens: Count | None = None
     chunk_tokens: Count | None = None
+    document_tokens: Count | None = None
     max_turns: Count | None = None
 
 
