@@ -55,7 +55,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for num_gpus in SIZES:
         sized = balanced(config, shape, gpu, num_gpus)
-        made = plan(sized, Demand.of_training(sized), [num_gpus], gpu_bytes=int(gpu.gib * GIB))
+        made = plan(sized, Demand.of_training(sized), [num_gpus], gpu_bytes=int(gpu.usable_gib * GIB))
         run = Simulation(sized, shape, made, gpu, num_steps=arguments.steps)
         run.go()
         print(run.row(num_gpus), flush=True)
@@ -75,7 +75,7 @@ def balanced(config: RunConfig, shape: Shape, gpu: Gpu, num_gpus: int) -> RunCon
         )
 
     def seconds(candidate: RunConfig) -> float:
-        made = plan(candidate, Demand.of_training(candidate), [num_gpus], gpu_bytes=int(gpu.gib * GIB))
+        made = plan(candidate, Demand.of_training(candidate), [num_gpus], gpu_bytes=int(gpu.usable_gib * GIB))
         return step_costs(candidate, shape, made, gpu).total
 
     grain = max(1, num_gpus // 32)

@@ -33,7 +33,7 @@ def examine(
         raise ConfigError(f"--gpu {gpu} says the type of the GPUs, but not their number; say so by --devices N")
     devices = None
     if num_gpus is not None:
-        devices = Devices(num_gpus=num_gpus, gpu=gpu, **({"gpu_gib": GPUS[gpu].gib} if gpu else {}))
+        devices = Devices(num_gpus=num_gpus, gpu=gpu, **({"gpu_gib": GPUS[gpu].usable_gib} if gpu else {}))
     kind, config = load_job(path, overrides)
     findings = kind.findings(config, devices=devices, resume=resume)
     if not isinstance(config, RunConfig):

@@ -120,8 +120,14 @@ class GeneratorActor:
         await self._engine.shutdown()
 
     async def sleep(self) -> None:
-        """Gives the GPU's memory to others until the next weights come; completions wait meanwhile."""
+        """Gives the GPU's memory to others until `wake`; completions wait meanwhile."""
+        await self._awake()
         await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Samples again, from the weights that came during the sleep."""
+        await self._awake()
+        await self._engine.wake()
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """The rendezvous of a transfer between GPUs."""

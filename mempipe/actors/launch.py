@@ -110,22 +110,24 @@ class Roles(RolloutActors):
     ) -> list[dict[str, float]]:
         """Runs one learner step (`LearnerGroup.step`). With engine sleep mode the engines free their GPU memory first
         and stay asleep until the next `sync`."""
-        if not self.plan.sleeps:
-            return self.learners.step(updates, first=first, stop=stop)
-        self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
+        self._sleep()
         reports = self.learners.step(updates, first=first, stop=stop)
-        self.learners.release_memory()
+        self._release()
         return reports
 
     def sync(self, policy_version: int) -> dict[str, float]:
         """Brings the learner's weights to every engine as `policy_version`, and checks that they arrived; returns the
         metrics to be logged.
 
+        Engines that share their GPU and sleep get weights first and their cache when the learner's copy of the weights
+        is gone: there is no room for both (`mempipe.planning.ledger`).
+
         Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
         hold them, CanaryFailed when one computes otherwise.
         """
         reached("sync", version=policy_version)
         started = time.perf_counter()
+        self._sleep()  # at the first sync nothing has put them to sleep
         if self.plan.transfer != "mempipe_shm":
             self.learners.send_weights(policy_version, list(self.generators.values()))
         else:
@@ -135,8 +137,13 @@ class Roles(RolloutActors):
                 lambda engine: engine.load_weights.remote(weights, policy_version),
                 phase=f"loading weights of version {policy_version}",
             )
+        self._release()
+        if self.plan.sleeps:
+            self._all_engines(lambda engine: engine.wake.remote(), phase="waking engines")
         sent = {"sync/send_seconds": time.perf_counter() - started, "sync/megabytes": self._served_bytes() / 1e6}
-        return sent | self._check(policy_version)
+        checked = self._check(policy_version)
+        self._release()
+        return sent | checked
 
     def waited_for(self) -> str:
         """Says which role the trajectories in flight wait for. It asks every engine and retriever, and starts
@@ -155,6 +162,15 @@ class Roles(RolloutActors):
         if not counts.total():
             return "the reference or the code of agent, reward and tools: no engine and no retriever has anything to do"
         return ", ".join(f"{count} {work}" for work, count in counts.most_common() if count)
+
+    def _sleep(self) -> None:
+        if self.plan.sleeps:
+            self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
+
+    def _release(self) -> None:
+        """Ends a phase of the ranks: on GPUs they give back what they reserved and do not use."""
+        if self.plan.bundles:
+            self.learners.release_memory()
 
     def _served_bytes(self) -> int:
         if self._num_served_bytes is None:

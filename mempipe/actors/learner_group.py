@@ -56,10 +56,12 @@ class LearnerActor:
         return self._learner.update(index)
 
     def release_memory(self) -> None:
-        """Gives GPU memory that no tensor uses back to those who share the GPU."""
+        """Gives GPU memory that no tensor uses back to those who share the GPU, also what an engine had opened."""
         import torch
 
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._learner.score(sequences)

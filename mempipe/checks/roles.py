@@ -1,5 +1,5 @@
-"""Checks whether the roles of a run find GPUs and memory enough. The memory counted is a lower bound: a config that
-fails here fails on the machine too."""
+"""Checks whether the roles of a run find GPUs and memory enough. On GPUs the plan is refused that does not fit by the
+ledger (`mempipe.planning.ledger`); the memory counted for CPUs is a lower bound."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
-from mempipe.planning.capacity import (
-    GIB,
-    Shape,
-    engine_memory,
-    learner_memory,
-    model_shape,
-    reference_memory,
-    trained_parameters,
-    weight_width,
-)
+from mempipe.planning.capacity import GIB, Shape, model_shape, trained_parameters, weight_width
 from mempipe.planning.costs import step_costs
+from mempipe.planning.ledger import cache_bytes, engine_held
 from mempipe.planning.placement import Demand, Plan, needs_reference, plan
 from mempipe.settings import ConfigError
 
@@ -50,33 +42,25 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     findings.append(ok(f"model: {_short(shape.num_parameters)} parameters{of_them}"))
     if devices.num_gpus:
         planned = placed.applied(config)
-        findings += _gpu_memory(planned, shape, placed, devices.gpu_gib, training=training)
+        findings += _gpu_memory(planned, shape, placed, devices.gpu_gib)
         if devices.gpu and training and not any(finding.fatal for finding in findings):
             findings += _seconds(planned, shape, placed, devices)
         return findings
     return [*findings, *_host_memory(config, shape, trained, devices.host_gib, training=training)]
 
 
-def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float, *, training: bool) -> list[Finding]:
-    """Checks the memory of a learner rank, and of an engine with room for one full context at least."""
-    findings = []
-    if training:
-        needed = learner_memory(config, shape, num_ranks=placed.num_ranks).peak / GIB
-        ranks, tokens = placed.num_ranks, config.learner.max_tokens_per_micro_batch
-        text = f"learner rank of {ranks}: {needed:.1f} of {gib:.0f} GiB, with a micro-batch of {tokens} tokens"
-        findings.append(fatal(text) if needed > gib else ok(text))
-        if references := len(placed.seats("reference")):
-            needed = reference_memory(config, shape).peak / GIB
-            text = f"reference, {references} of them: {needed:.1f} of {gib:.0f} GiB"
-            findings.append(fatal(text) if needed > gib else ok(text))
-    weights = engine_memory(config, shape, tensor_parallel=placed.tensor_parallel).held
+def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> list[Finding]:
+    """Shows the ledger, and checks that an engine has room for one full context at least."""
+    ledger = placed.ledger(config, shape, gpu_bytes=int(gib * GIB))
+    weights = engine_held(config, shape, tensor_parallel=placed.tensor_parallel)
     room = gib * GIB * config.generation.gpu_memory_utilization - weights
-    context = _context_bytes(config, shape) / placed.tensor_parallel
+    context = cache_bytes(config, shape, contexts=1, tensor_parallel=placed.tensor_parallel)
     text = (
         f"engine: weights {weights / GIB:.1f} GiB, KV cache {context / GIB:.2f} GiB per full context; room for "
         f"{max(0, math.floor(room / context))} of them (generation.max_num_seqs {config.generation.max_num_seqs})"
     )
-    return [*findings, fatal(text) if room < context else ok(text)]
+    table = [ok("\n       ".join(["memory by phase", *ledger.table()]))] if ledger.cards else []
+    return [*table, fatal(text) if room < context else ok(text)]
 
 
 def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) -> list[Finding]:
@@ -108,14 +92,10 @@ def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, t
         needed += 4 * shape.num_parameters + 12 * trained + weights * needs_reference(config)
     text = f"all roles on CPUs: at least {needed / GIB:.1f} of this machine's {gib:.0f} GiB"
     findings = [fatal(f"{text}; a run of this size needs GPUs (--devices)") if needed > gib * GIB else ok(text)]
-    context = _context_bytes(config, shape) / GIB
+    context = cache_bytes(config, shape, contexts=1) / GIB
     if context > cache:
         findings.append(fatal(f"generation.cpu_kv_cache_gib is {cache}, but a full context takes {context:.2f} GiB"))
     return findings
-
-
-def _context_bytes(config: RunConfig, shape: Shape) -> int:
-    return shape.kv_bytes_per_token(weight_width(config.model)) * config.budget.context_tokens
 
 
 def _short(count: float) -> str:

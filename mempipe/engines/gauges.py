@@ -35,9 +35,10 @@ class TrainingFlops:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: of its GPU, or of the machine."""
+    """The most memory that this process has held so far: of its GPU (what torch reserved, which no other process can
+    use), or of the machine."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
+        return torch.cuda.max_memory_reserved(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 

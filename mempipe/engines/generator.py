@@ -79,6 +79,7 @@ class Generator:
         self._can_sleep = can_sleep
         self._alone = reproducible and self._device == "cpu"
         self._asleep = False
+        self._without_cache = False  # between `load_weights` of an engine that sleeps and `wake`
         self._engine: Engine | None = None
         self._ids = itertools.count()
         self._connected = False
@@ -192,7 +193,8 @@ class Generator:
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """From now on completions are sampled by `weights`, which are called `policy_version`.
 
-        Running completions finish first, under the old ones, or continue afterwards (`updates_in_flight`). `weights`
+        Running completions finish first, under the old ones, or continue afterwards (`updates_in_flight`). An engine
+        that sleeps takes the memory of its weights again; completions wait for `wake`. `weights`
         is a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
         store; those of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the
         phase; then completions that stood still raise it too.
@@ -213,16 +215,14 @@ class Generator:
                 self._transfer_failure = (
                     f"the engine holds no whole set of weights: loading version {policy_version} failed"
                 )
-                if self._asleep:
+                if self._asleep and not self._without_cache:
                     await self._call("wake for weights", lambda engine: engine.wake_up(tags=["weights"]))
+                    self._without_cache = True
                 if self._model.serves_adapter:
                     await self._replace_adapter(weights, policy_version)
                 else:
                     with self._as_handle(weights, policy_version) as handle:
                         await self._replace(handle, policy_version)
-                if self._asleep:
-                    await self._call("wake", lambda engine: engine.wake_up(tags=["kv_cache"]))
-                    self._asleep = False
                 if not await self._call("prefix cache", lambda engine: engine.reset_prefix_cache(running=in_flight)):
                     raise WeightTransferFailed(
                         f"weights {policy_version}: the engine kept its prefix cache, which belongs to the old weights"
@@ -237,11 +237,14 @@ class Generator:
                     await self._call("resume", lambda engine: engine.resume())
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of weights and cache, once the completions in flight have finished.
+        """Frees the GPU memory of weights and cache, once the completions in flight have finished; nothing for an
+        engine that sleeps already.
 
-        New ones wait until `load_weights`, which wakes the engine. Only for an engine that was made with `can_sleep`.
+        New ones wait until `load_weights` and then `wake`. Only for an engine that was made with `can_sleep`.
         """
         async with self._update:
+            if self._asleep:
+                return
             self._open.clear()
             await self._idle.wait()
             try:
@@ -252,6 +255,22 @@ class Generator:
             finally:
                 if not self._asleep:
                     self._open.set()
+
+    async def wake(self) -> None:
+        """Takes the memory of the cache again, after `load_weights`, and lets completions begin; nothing for an engine
+        that is awake.
+
+        It is a separate call, because on the GPU of a learner there is room for the cache only when the learner's copy
+        of the weights is gone. Raises WeightTransferFailed before `load_weights`.
+        """
+        async with self._update:
+            if not self._asleep:
+                return
+            if not self._without_cache:
+                raise WeightTransferFailed("the engine sleeps without weights; load_weights comes before wake")
+            await self._call("wake", lambda engine: engine.wake_up(tags=["kv_cache"]))
+            self._asleep = self._without_cache = False
+            self._open.set()
 
     def take_load(self) -> EngineLoad:
         """Returns what the engine counted since the last call, and begins again."""

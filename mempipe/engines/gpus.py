@@ -18,6 +18,11 @@ class Gpu:
     link_gigabytes_per_second: float
     """To other GPUs of the node, in one direction."""
 
+    @property
+    def usable_gib(self) -> float:
+        """Returns what CUDA reports: about 1 % less, 79.2 GiB on an H100 and 139.8 on an H200."""
+        return 0.99 * self.gib
+
 
 GPUS = {
     "A100": Gpu(gib=80, teraflops=312, terabytes_per_second=2.0, link_gigabytes_per_second=300),

@@ -1,6 +1,6 @@
-"""Memory that a run needs, calculated from the config and the model's shape (docs/scale.md explains it).
+"""Shapes of models, and the sizes that follow from a shape alone. All are in bytes.
 
-All sizes are in bytes, and all are of one GPU.
+What every role needs on a GPU, phase by phase, is in `mempipe.planning.ledger`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig
 from mempipe.settings import ConfigError
 
 GIB = 2**30
-CONTEXT = 3 * GIB
-"""A process on a GPU: CUDA context, communication buffers, logits (`engines.model.MAX_LOGITS`), fragments. Assumed, not
-measured; `make test-gpu` prints the peaks to compare with."""
-KERNELS = 2 * GIB
-"""An engine besides weights and cache: CUDA context, workspace, recorded graphs. Assumed, not measured."""
 SMALL_STORE = GIB // 2
-FULL_CONTEXTS = 16
-"""An engine whose cache holds fewer contexts does not sample while the learner works on the same GPU: it sleeps.
-Assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +39,11 @@ class Shape:
     def root_parameters(self) -> int:
         """Embedding and head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def head_parameters(self) -> int:
+        """Counts the head, which is as large as the embedding and the largest weight of a model."""
+        return self.vocab * self.hidden
 
     @property
     def num_parameters(self) -> int:
@@ -75,9 +71,12 @@ KNOWN = {
 
 
 def model_shape(model: ModelConfig) -> Shape | None:
-    """From the model folder's config.json, or from the table of known models."""
+    """From the model folder's config.json, or from the table of known models; None for one that is not here.
+
+    Raises ConfigError for a file that does not say the shape, and for a mixture of experts.
+    """
     file = Path(model.path) / "config.json"
-    if not file.is_file():
+    if not model.path or not file.is_file():
         return KNOWN.get(model.path)
     try:
         values: dict[str, Any] = json.loads(file.read_text())
@@ -130,50 +129,3 @@ def trained_parameters(model: ModelConfig, shape: Shape) -> int:
     layers = ((f".model.layers.{i}.{name}", size) for i in range(shape.layers) for name, size in sizes.items())
     targets = tuple(f".{target}" for target in model.lora_targets)
     return model.lora_rank * sum(size for name, size in layers if name.endswith(targets))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes that a role holds all the time, and those that it needs on top while it works."""
-
-    held: int
-    working: int
-
-    @property
-    def peak(self) -> int:
-        return self.held + self.working
-
-
-def learner_memory(config: RunConfig, shape: Shape, *, num_ranks: int) -> Memory:
-    """One learner rank.
-
-    Held: float32 master weights (4 bytes a parameter), and for each trained parameter a gradient and two moments of
-    AdamW (12 bytes), all split over the ranks. Working: one layer gathered and its gradient reduced (14 bytes a
-    parameter), embedding and head with their gradients, and the activations of one micro-batch; or the copy of the
-    weights that is sent.
-    """
-    width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
-    trained = trained_parameters(config.model, shape)
-    held = (4 * shape.num_parameters + 12 * trained) // num_ranks + CONTEXT
-    of_layer = tokens * (16 * shape.hidden + 8 * shape.intermediate) * width
-    states = tokens * shape.hidden * shape.layers * width
-    activations = states + of_layer if config.model.gradient_checkpointing else shape.layers * of_layer
-    root = shape.root_parameters * width * (1 if config.model.lora_rank else 2)
-    sync = shape.num_parameters * width  # a whole copy, while no gradient is computed
-    return Memory(held=held, working=max(14 * shape.layer_parameters + root + activations, sync))
-
-
-def reference_memory(config: RunConfig, shape: Shape) -> Memory:
-    """One reference model: its weights, and one layer's activations of a micro-batch that keeps none of them."""
-    width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
-    working = tokens * (8 * shape.hidden + 4 * shape.intermediate) * width
-    return Memory(held=shape.num_parameters * width + CONTEXT, working=working)
-
-
-def engine_memory(config: RunConfig, shape: Shape, *, tensor_parallel: int) -> Memory:
-    """One GPU of an engine: weights, and as working memory the cache of `FULL_CONTEXTS` full contexts."""
-    width = weight_width(config.model)
-    contexts = min(FULL_CONTEXTS, config.generation.max_num_seqs)
-    cache = contexts * shape.kv_bytes_per_token(width) * config.budget.context_tokens
-    held = shape.num_parameters * width // tensor_parallel + KERNELS
-    return Memory(held=held, working=cache // tensor_parallel)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import Gpu
-from mempipe.planning.capacity import GIB, Shape, engine_memory, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, Shape, trained_parameters, weight_width
+from mempipe.planning.ledger import engine_held
 from mempipe.planning.placement import Plan, needs_reference
 
 COMPUTE_SHARE = 0.4
@@ -128,8 +129,8 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
     width, tensor_parallel = weight_width(config.model), plan.tensor_parallel
     bandwidth = gpu.terabytes_per_second * 1e12 * MEMORY_SHARE * tensor_parallel
     cache_bytes = shape.kv_bytes_per_token(width) * context_tokens
-    held = engine_memory(config, shape, tensor_parallel=tensor_parallel).held
-    room = (gpu.gib * GIB * plan.gpu_memory_utilization - held) * tensor_parallel
+    held = engine_held(config, shape, tensor_parallel=tensor_parallel)
+    room = (gpu.usable_gib * GIB * plan.gpu_memory_utilization - held) * tensor_parallel
     return Engine(
         weight_seconds=width * shape.num_parameters / bandwidth,
         cache_seconds=cache_bytes / bandwidth,

@@ -1,9 +1,10 @@
 """Which role works on which GPUs: from the GPUs of every node and what the config asks for to one plan.
 
 `separate`: every role has its own GPUs, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
-rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits: separate;
-separate, but with the references on GPUs of the learner; colocated on all GPUs. The numbers of ranks and of engines and
-the tensor parallelism change nothing in the learned result, so with few GPUs a plan differs from the config in them.
+rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits, in number and
+in memory: separate; separate, but with the references on GPUs of the learner; colocated on all GPUs. The numbers of
+ranks and of engines and the tensor parallelism change nothing in the learned result, so with few GPUs a plan differs
+from the config in them.
 
 docs/scale.md has the rules with examples. Nothing here imports ray or torch.
 """
@@ -12,19 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import GIB, engine_memory, learner_memory, model_shape, reference_memory
+from mempipe.planning.capacity import Shape, model_shape
+from mempipe.planning.ledger import REMEDIES, Bundle, Ledger, Role, Transfer, engine_share, make_ledger
 from mempipe.settings import ConfigError
 
-Transfer = Literal["mempipe_shm", "nccl", "ipc"]
-"""How weights reach an engine: as bytes through the object store, from GPU to GPU, or on the GPU that both are on."""
-Role = Literal["learner", "generator", "reference", "retrieval"]
-Bundle = dict[Role, float]
-"""The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
 """Shares that Ray counts for the roles of a shared GPU. They must add up to 1 at most; a bundle reserves whole GPUs
 (`bundle_gpus`). Memory is divided by `Plan.gpu_memory_utilization`."""
@@ -98,6 +95,20 @@ class Plan:
     """Whether engines give their memory back while the learner works."""
     unused_gpus: int = 0
 
+    def ledger(self, config: RunConfig, shape: Shape, *, gpu_bytes: int) -> Ledger:
+        """Returns what every role needs on its GPU in each phase."""
+        return make_ledger(
+            config,
+            shape,
+            self.bundles,
+            gpu_bytes=gpu_bytes,
+            num_ranks=self.num_ranks,
+            tensor_parallel=self.tensor_parallel,
+            share=self.gpu_memory_utilization,
+            sleeps=self.sleeps,
+            transfer=self.transfer,
+        )
+
     def seats(self, role: Role) -> list[tuple[int, float]]:
         """(bundle, GPUs) of every actor of the role."""
         return [(i, bundle[role]) for i, bundle in enumerate(self.bundles) if role in bundle]
@@ -134,20 +145,44 @@ class Plan:
 def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Plan:
     """The plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
 
-    Raises ConfigError, which names the settings to change, when the demand does not fit.
+    Where the model's shape is known as well, every GPU has `ledger.SPARE` of its memory to spare in every phase. Raises
+    ConfigError, which names the settings to change, when the demand does not fit.
     """
     separate = _separate(demand)
     if not sum(gpus_per_node) or not separate:
         return _plan(config, demand, "cpu", [], gpus_per_node)
-    if _fits(separate, gpus_per_node) and (config.placement != "colocated" or not (demand.learners and demand.engines)):
-        return _plan(config, demand, "separate", separate, gpus_per_node)
-    if config.placement == "separate":
-        raise _shortage(config, demand, gpus_per_node)
+    sharing = _separate(demand, references_share=True)
+    together = demand.learners and demand.engines
+    ways: list[Callable[[], Plan]] = []
+    if config.placement != "colocated" or not together:
+        ways.append(lambda: _in_memory(config, _counted(config, demand, separate, gpus_per_node), gpu_bytes))
     if config.placement == "auto" and demand.learners >= demand.references > 0:
-        sharing = _separate(demand, references_share=True)
-        if _fits(sharing, gpus_per_node):
-            return _plan(config, demand, "separate", sharing, gpus_per_node)
-    return _fewer(config, demand, gpus_per_node, gpu_bytes=gpu_bytes)
+        ways.append(lambda: _in_memory(config, _counted(config, demand, sharing, gpus_per_node), gpu_bytes))
+    if config.placement != "separate":
+        ways.append(lambda: _in_memory(config, _fewer(config, demand, gpus_per_node, gpu_bytes=gpu_bytes), gpu_bytes))
+    for way in ways[:-1]:
+        try:
+            return way()
+        except ConfigError:  # the next way shares more
+            continue
+    return ways[-1]()
+
+
+def _counted(config: RunConfig, demand: Demand, bundles: list[Bundle], gpus_per_node: Sequence[int]) -> Plan:
+    """The separate plan of these bundles. Raises ConfigError when there are too few GPUs."""
+    if not _fits(bundles, gpus_per_node):
+        raise _shortage(config, demand, gpus_per_node)
+    return _plan(config, demand, "separate", bundles, gpus_per_node)
+
+
+def _in_memory(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
+    """The plan, when every GPU has room for its roles in every phase. Raises ConfigError when one has not."""
+    shape = model_shape(config.model)
+    if shape is None or gpu_bytes is None:
+        return made
+    if excess := made.ledger(config, shape, gpu_bytes=gpu_bytes).excess():
+        raise ConfigError(f"placement, {made.kind}: {excess}; {REMEDIES}")
+    return made
 
 
 def _separate(demand: Demand, *, references_share: bool = False) -> list[Bundle]:
@@ -178,8 +213,34 @@ def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, g
     bundles = [without] * (room - references) + [with_reference] * references
     if not bundles or not _fits(bundles + holders, gpus_per_node):
         raise _shortage(config, demand, gpus_per_node)
-    share, sleeps = _engine_share(config, num_ranks=room, reference=references > 0, gpu_bytes=gpu_bytes)
+    share, sleeps = _share(config, bundles, num_ranks=room, gpu_bytes=gpu_bytes)
     return _plan(config, demand, "colocated", bundles + holders, gpus_per_node, share=share, sleeps=sleeps)
+
+
+def _share(
+    config: RunConfig, bundles: Sequence[Bundle], *, num_ranks: int, gpu_bytes: int | None
+) -> tuple[float, bool]:
+    """An engine's part of the memory of a GPU that it shares, and whether it sleeps while the learner works.
+
+    Raises ConfigError when even turns do not help.
+    """
+    shape = model_shape(config.model)
+    if shape is None or gpu_bytes is None:
+        return min(config.generation.gpu_memory_utilization, UNKNOWN_UTILIZATION), True
+    return engine_share(
+        config,
+        shape,
+        bundles,
+        gpu_bytes=gpu_bytes,
+        num_ranks=num_ranks,
+        transfer=_transfer(config, "colocated"),
+    )
+
+
+def _transfer(config: RunConfig, kind: str) -> Transfer:
+    """How weights go from ranks to engines that both have GPUs. A sender of GPU memory knows full parameters only: an
+    adapter, or what it is merged with, goes as bytes."""
+    return "mempipe_shm" if config.model.lora_rank else "ipc" if kind == "colocated" else "nccl"
 
 
 def _holder_bundles(demand: Demand) -> list[Bundle]:
@@ -198,8 +259,6 @@ def _plan(
 ) -> Plan:
     engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
     ranks = sum("learner" in bundle for bundle in bundles)
-    # A sender of GPU memory knows full parameters only: an adapter, or what it is merged with, goes as bytes.
-    on_gpus = bool(engines and ranks and not config.model.lora_rank)
     return Plan(
         kind=kind,
         num_ranks=ranks or demand.learners,
@@ -207,7 +266,7 @@ def _plan(
         tensor_parallel=1 if kind == "colocated" else demand.tensor_parallel,
         gpu_memory_utilization=config.generation.gpu_memory_utilization if share is None else share,
         bundles=bundles,
-        transfer="mempipe_shm" if not on_gpus else "ipc" if kind == "colocated" else "nccl",
+        transfer=_transfer(config, kind) if engines and ranks else "mempipe_shm",
         sleeps=sleeps,
         unused_gpus=sum(gpus_per_node) - sum(map(bundle_gpus, bundles)) if bundles else 0,
     )
@@ -236,27 +295,4 @@ def _shortage(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int]) -
         f"placement is {config.placement!r}, and the roles need {sum(demand.by_role.values())} GPUs ({wanted}), but "
         f"the cluster has {sum(gpus_per_node)}{nodes}; lower learner.num_ranks, generation.num_replicas, "
         "generation.tensor_parallel or retrieval.num_gpus, or set placement to auto"
-    )
-
-
-def _engine_share(config: RunConfig, *, num_ranks: int, reference: bool, gpu_bytes: int | None) -> tuple[float, bool]:
-    """An engine's part of the memory of a GPU that it shares, and whether it sleeps while the learner works.
-
-    Raises ConfigError when even turns do not help.
-    """
-    most = config.generation.gpu_memory_utilization
-    shape = model_shape(config.model)
-    if shape is None or gpu_bytes is None:
-        return min(most, UNKNOWN_UTILIZATION), True
-    learner = learner_memory(config, shape, num_ranks=num_ranks)
-    engine = engine_memory(config, shape, tensor_parallel=1)
-    beside = gpu_bytes - (reference_memory(config, shape).peak if reference else 0)
-    for room, sleeps in ((beside - learner.peak, False), (beside - learner.held, True)):
-        if room >= engine.peak and (not sleeps or beside >= learner.peak):
-            return min(most, math.floor(100 * room / gpu_bytes) / 100), sleeps
-    needs = f"learner {learner.peak / GIB:.1f}, engine {engine.peak / GIB:.1f}"
-    raise ConfigError(
-        f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share has no room ({needs} GiB over {num_ranks} "
-        "ranks); set model.lora_rank or model.gradient_checkpointing, lower learner.max_tokens_per_micro_batch, or "
-        "take more GPUs"
     )

@@ -37,7 +37,7 @@ def device_to_itself(measured: dict[str, float]) -> Iterator[None]:
     start_afresh()
     yield
     if GPU:
-        measured.setdefault("GiB", torch.cuda.max_memory_allocated() / GIB)
+        measured.setdefault("GiB", torch.cuda.max_memory_reserved() / GIB)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

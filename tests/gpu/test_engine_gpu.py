@@ -148,6 +148,7 @@ async def test_weights_go_from_learner_to_engine_on_the_gpu(model, can_sleep, me
                     assert after - before > 2 * shape_of(SMALL).num_parameters, "its weights alone are as much"
                 train(learner, seed=version)
                 await asyncio.to_thread(sender.send, version)
+                await generator.wake()  # there is room for the cache when the copy that was sent is gone
                 measured |= await proven(generator, learner, version=version, tolerance=config.canary_tolerance)
     finally:
         learner.close()

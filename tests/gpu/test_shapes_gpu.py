@@ -26,7 +26,8 @@ from shapes import (
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.proof import check_canary
 from mempipe.engines.reference import ReferenceModel
-from mempipe.planning.capacity import GIB, learner_memory, reference_memory
+from mempipe.planning.capacity import GIB
+from mempipe.planning.ledger import rank_needs, reference_needs
 from mempipe.rl.packing import MicroBatch, pack_step
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def skip_unless_it_fits(num_bytes: int) -> None:
 def test_updates_fit_in_what_doctor_says_and_move_the_model(model, lora_rank, measured):
     name, folder = model
     config = run_config(folder, f"model.lora_rank={lora_rank}")
-    expected = learner_memory(config, shape_of(name), num_ranks=1).peak
+    expected = rank_needs(config, shape_of(name), num_ranks=1, transfer="ipc")["learn"]
     skip_unless_it_fits(expected)
     learner, batch = make_learner(config), micro_batch(name)
     try:
@@ -74,7 +75,7 @@ def test_updates_fit_in_what_doctor_says_and_move_the_model(model, lora_rank, me
 def test_the_reference_scores_as_the_learner_does(model, measured):
     name, folder = model
     config, samples = run_config(folder, "model.gradient_checkpointing=false"), make_samples(shape_of(name))
-    skip_unless_it_fits(learner_memory(run_config(folder), shape_of(name), num_ranks=1).peak)
+    skip_unless_it_fits(rank_needs(run_config(folder), shape_of(name), num_ranks=1, transfer="ipc")["learn"])
     tokens = config.learner.max_tokens_per_micro_batch
     learner = make_learner(config)
     try:
@@ -88,7 +89,7 @@ def test_the_reference_scores_as_the_learner_does(model, measured):
     gap = check_canary(frozen, trained, tolerance=config.canary_tolerance)
     measured |= {"canary mean": gap.mean, "canary max": gap.maximum}
     if GPU:
-        expected, peak = reference_memory(config, shape_of(name)).peak, torch.cuda.max_memory_allocated()
+        expected, peak = reference_needs(config, shape_of(name))["sample"], torch.cuda.max_memory_reserved()
         assert peak < expected, f"{peak / GIB:.1f} GiB; the arithmetic says {expected / GIB:.1f}"
 
 

@@ -96,13 +96,13 @@ def gpu_cluster() -> Iterator[None]:
 
 @contextmanager
 def stubs(gpus: int) -> Iterator[None]:
-    """Stub roles, on the first `gpus` GPUs of the cluster, of 76 GiB each."""
+    """Stub roles, on the first `gpus` GPUs of the cluster, of 79 GiB each."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LearnerActor", "GeneratorActor", "RetrieverActor"):
             patch.setattr(launching, name, Stub)
         (node,) = reservation.cluster_gpus()
         patch.setattr(launching, "cluster_gpus", lambda: {node: gpus})
-        patch.setattr(launching, "smallest_gpu", lambda _: 76 * GIB)
+        patch.setattr(launching, "smallest_gpu", lambda _: 79 * GIB)
         yield
 
 

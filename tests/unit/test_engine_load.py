@@ -99,7 +99,7 @@ def test_a_sync_logs_bytes_and_seconds(monkeypatch):
     )
     roles: Any = Roles(
         config=parse_config({}),
-        plan=SimpleNamespace(transfer="mempipe_shm"),  # pyrefly: ignore[bad-argument-type]
+        plan=SimpleNamespace(transfer="mempipe_shm", sleeps=False, bundles=[]),  # pyrefly: ignore[bad-argument-type]
         namespace="",
         generators={"generator-0": Immediate(load_weights=None, prove=proof, take_load=load, __ray_call__=2.0)},
         retrievers={},

@@ -33,6 +33,7 @@ ALLOWED = {
     "mempipe.http_client": (),
     "mempipe.cli": (),
     "mempipe.planning.capacity": (),
+    "mempipe.planning.ledger": (),
     "mempipe.planning.placement": (),
     "mempipe.planning.costs": (),
     "mempipe.template": (),

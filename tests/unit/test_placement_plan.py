@@ -111,7 +111,7 @@ def test_an_engine_of_several_gpus_needs_them_on_one_node():
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
     small = planned(quickstart("model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.dtype=bfloat16"), 1)
-    assert not small.sleeps and small.gpu_memory_utilization > 0.3
+    assert not small.sleeps and small.gpu_memory_utilization < 0.12  # what its short contexts can use
     full = planned(preset(), 1, gib=79)
     assert full.sleeps and 0.1 < full.gpu_memory_utilization < 0.4
     lora = planned(preset("model.lora_rank=32"), 1, gib=79)

@@ -1,0 +1,282 @@
+"""The ledger of memory: no plan that is accepted exceeds a GPU in any phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from mempipe.checks.findings import Finding
+from mempipe.checks.machine import Devices
+from mempipe.checks.roles import check_roles
+from mempipe.config import RunConfig
+from mempipe.engines import model as learner_model
+from mempipe.loader import load_config
+from mempipe.planning.capacity import GIB, KNOWN, Shape, trained_parameters, weight_width
+from mempipe.planning.ledger import (
+    CONTEXT,
+    KERNELS,
+    LOGITS,
+    PHASES,
+    RESERVED,
+    SPARE,
+    cache_bytes,
+    engine_held,
+    engine_needs,
+    rank_needs,
+    reference_needs,
+)
+from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.settings import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+H100 = 79.2
+EIGHT = Shape(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, tied=False)
+
+
+def preset(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"memsearcher_qwen2.5-{name}.yaml", overrides)
+
+
+def said(config: RunConfig, gpus: int, gib: float = H100) -> list[Finding]:
+    return check_roles(config, Devices(num_gpus=gpus, gpu_gib=gib))
+
+
+def least_needed(config: RunConfig, shape: Shape, made: Plan, gpu_bytes: int) -> dict[str, list[int]]:
+    """What is on every GPU at least, by phase: weights, states and the engine's share, and nothing of what is assumed.
+    Written apart from the ledger, so that both must be wrong to agree on too little."""
+    width, trained = weight_width(config.model), trained_parameters(config.model, shape)
+    weights = width * shape.num_parameters
+    share = int(made.gpu_memory_utilization * gpu_bytes)
+    state = (4 * shape.num_parameters + 8 * trained) // made.num_ranks
+    needed: dict[str, list[int]] = {"learn": [], "send": [], "sample": []}
+    for bundle in made.bundles:
+        rank, engine, reference = ("learner" in bundle, "generator" in bundle, "reference" in bundle)
+        always = state * rank + weights * reference
+        copied = weights if made.transfer == "ipc" and rank else 0
+        tokens = config.learner.max_tokens_per_micro_batch * shape.hidden * shape.layers * width
+        needed["learn"].append(
+            always + (4 * trained // made.num_ranks + tokens) * rank + share * engine * (not made.sleeps)
+        )
+        receiving = weights // made.tensor_parallel if made.sleeps else share
+        needed["send"].append(always + copied + receiving * engine)
+        needed["sample"].append(always + share * engine)
+    return needed
+
+
+SHAPES = st.builds(
+    lambda hidden, layers, heads, kv, intermediate, vocab, tied: Shape(
+        hidden=128 * hidden,
+        layers=layers,
+        heads=kv * heads,
+        kv_heads=kv,
+        head_dim=128,
+        intermediate=256 * intermediate,
+        vocab=vocab,
+        tied=tied,
+    ),
+    st.integers(4, 64),
+    st.integers(4, 80),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(8, 120),
+    st.sampled_from([32_000, 128_256, 152_064]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    shape=SHAPES,
+    gpus=st.integers(1, 16),
+    gib=st.sampled_from([24.0, 44.5, 79.2, 139.8, 178.0]),
+    ranks=st.integers(1, 8),
+    engines=st.integers(1, 6),
+    references=st.integers(0, 3),
+    tensor_parallel=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    lora_rank=st.sampled_from([0, 0, 32]),
+    checkpointing=st.booleans(),
+    placement=st.sampled_from(["auto", "auto", "separate", "colocated"]),
+    utilization=st.sampled_from([0.5, 0.85, 0.97]),
+)
+def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
+    shape,
+    gpus,
+    gib,
+    ranks,
+    engines,
+    references,
+    tensor_parallel,
+    dtype,
+    lora_rank,
+    checkpointing,
+    placement,
+    utilization,
+):
+    config = preset(
+        "3b",
+        "model.path=drawn",
+        f"model.dtype={dtype}",
+        f"model.lora_rank={lora_rank}",
+        f"model.gradient_checkpointing={checkpointing}",
+        f"learner.num_ranks={ranks}",
+        f"generation.num_replicas={engines}",
+        f"generation.tensor_parallel={tensor_parallel}",
+        f"generation.gpu_memory_utilization={utilization}",
+        f"reference.num_replicas={references or 1}",
+        f"algorithm.kl_coef={0.001 if references else 0}",
+        f"placement={placement}",
+    )
+    gpu_bytes = int(gib * GIB)
+    with patch.dict(KNOWN, {"drawn": shape}):
+        try:
+            made = plan(config, Demand.of_training(config), [gpus], gpu_bytes=gpu_bytes)
+        except ConfigError:
+            made = None
+    assume(made is not None)
+    limit = (1 - SPARE) * gpu_bytes
+    for phase, cards in least_needed(config, shape, made, gpu_bytes).items():
+        assert max(cards) <= limit, phase
+    ledger = made.ledger(config, shape, gpu_bytes=gpu_bytes)
+    assert len(ledger.cards) == len(made.bundles)
+    assert all(card.total(phase) <= limit for card in ledger.cards for phase in PHASES)
+
+
+def test_colocated_engines_that_sleep_leave_room_for_the_copy_that_is_sent():
+    """A 7B on four and an 8B on eight GPUs of 80 GB: the engine once had all that the rank's held state left, and the
+    sender's copy came on top."""
+    seven = preset("7b", "placement=colocated", "algorithm.kl_coef=0")
+    eight = preset("7b", "placement=colocated", "model.path=drawn")
+    with patch.dict(KNOWN, {"drawn": EIGHT}):
+        for config, shape, gpus in ((seven, SEVEN, 4), (eight, EIGHT, 8)):
+            made = plan(config, Demand.of_training(config), [gpus], gpu_bytes=int(H100 * GIB))
+            assert made.kind == "colocated" and made.sleeps
+            needed = least_needed(config, shape, made, int(H100 * GIB))
+            assert max(map(max, needed.values())) <= 0.94 * H100 * GIB
+        with_reference = preset("7b", "placement=colocated")
+        (problem,) = [finding.text for finding in said(with_reference, 4) if finding.fatal]
+    assert "phase send needs" in problem and "reference" in problem and "model.lora_rank" in problem
+
+
+def test_a_reference_on_the_gpu_of_a_rank_counts_with_it():
+    """A 7B with two ranks, an engine and a reference on three GPUs puts rank and reference on one, which is too
+    small."""
+    config = preset(
+        "7b", "learner.num_ranks=2", "generation.num_replicas=1", "reference.num_replicas=1", "placement=auto"
+    )
+    (problem,) = [finding.text for finding in said(config, 3) if finding.fatal]
+    assert "of a GPU of 79.2 GiB at most 74.4 are planned" in problem
+
+
+def test_a_gpu_that_all_roles_share_is_never_full():
+    """The 3B preset on one H200 once filled 139.0 of 139.8 GiB."""
+    config = preset("3b")
+    made = plan(config, Demand.of_training(config), [1], gpu_bytes=int(139.8 * GIB))
+    ledger = made.ledger(config, KNOWN[config.model.path], gpu_bytes=int(139.8 * GIB))
+    (card,) = ledger.cards
+    assert set(card.needs) == {"learner", "generator", "reference"}
+    assert 0.8 * 139.8 < max(card.total(phase) for phase in PHASES) / GIB <= 0.94 * 139.8
+
+
+def test_an_engine_takes_no_more_than_the_cache_that_it_can_use():
+    config = preset("3b", "model.path=Qwen/Qwen2.5-0.5B-Instruct", "generation.max_num_seqs=32")
+    shape = KNOWN[config.model.path]
+    made = plan(config, Demand.of_training(config), [1], gpu_bytes=int(H100 * GIB))
+    useful = engine_held(config, shape, tensor_parallel=1) + KERNELS + 2 * cache_bytes(config, shape, contexts=32)
+    assert not made.sleeps
+    assert useful <= made.gpu_memory_utilization * H100 * GIB < useful + 0.01 * H100 * GIB
+
+
+def test_a_share_that_leaves_nothing_for_the_weights_that_arrive_is_refused():
+    (problem,) = [f.text for f in said(preset("3b", "generation.gpu_memory_utilization=0.97", "placement=separate"), 8)]
+    assert "phase send needs" in problem and "generation.gpu_memory_utilization" in problem
+
+
+def test_a_rank_by_hand():
+    """A 7B over eight ranks, by nccl."""
+    config, p = preset("7b"), SEVEN.num_parameters
+    needs = rank_needs(config, SEVEN, num_ranks=8, transfer="nccl")
+    state = CONTEXT + 12 * p // 8
+    assert needs["sample"] == needs["evaluate"] == needs["wake"] == state
+    head = 152064 * 3584
+    gathered = 2 * head * 9 // 8
+    assert needs["send"] - state == pytest.approx(1.1 * (2 * gathered + 2 * GIB), rel=1e-6)
+    assert needs["checkpoint"] - state == pytest.approx(1.1 * 4 * head, rel=1e-6)
+    learn = 4 * p / 8 + 14 * SEVEN.layer_parameters + 4 * 2 * head + 4 * head
+    learn += 16384 * (3584 * 28 + 16 * 3584 + 8 * 18944) * 2 + 4 * 5 * 2**26
+    assert needs["learn"] - state == pytest.approx(1.1 * learn, rel=1e-6)
+    copy = rank_needs(config, SEVEN, num_ranks=8, transfer="ipc")["send"] - state
+    assert copy == pytest.approx(1.1 * (2 * p + gathered), rel=1e-6)
+
+
+def test_an_adapter_needs_masters_but_no_gradients_or_moments_of_the_base():
+    config = preset("7b", "model.lora_rank=32")
+    needs = rank_needs(config, SEVEN, num_ranks=4, transfer="mempipe_shm")
+    adapter = 32 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert needs["sample"] - CONTEXT == (4 * SEVEN.num_parameters + 8 * adapter) // 4
+
+
+def test_contexts_that_share_prefixes_are_whole_in_attention():
+    config = preset("7b")
+    shared = config.model_copy(update={"learner": config.learner.model_copy(update={"share_prefixes": True})})
+    one, other = (rank_needs(c, SEVEN, num_ranks=8, transfer="nccl") for c in (config, shared))
+    assert other["learn"] > one["learn"] and other["sample"] == one["sample"]
+
+
+def test_an_engine_that_sleeps_keeps_what_it_computes_with_and_takes_weights_before_its_cache():
+    config = preset("7b")
+    share = 40 * GIB
+    asleep = engine_needs(config, SEVEN, tensor_parallel=1, share_bytes=share, sleeps=True, transfer="ipc")
+    awake = engine_needs(config, SEVEN, tensor_parallel=1, share_bytes=share, sleeps=False, transfer="ipc")
+    weights, arriving = 2 * SEVEN.num_parameters, 2 * 152064 * 3584
+    assert asleep["learn"] == asleep["gather"] == KERNELS
+    assert asleep["send"] == weights + KERNELS + arriving
+    assert {asleep[phase] for phase in ("wake", "check", "sample", "evaluate", "checkpoint")} == {share}
+    assert awake["learn"] == share and awake["send"] == share + arriving
+
+
+def test_weights_and_cache_of_an_engine_are_divided_by_tensor_parallelism():
+    config = preset("7b")
+    one, two = (cache_bytes(config, SEVEN, contexts=16, tensor_parallel=n) for n in (1, 2))
+    assert one == 2 * two == 16 * 8192 * 2 * 28 * 4 * 128 * 2
+    held = [engine_held(config, SEVEN, tensor_parallel=n) for n in (1, 2)]
+    assert held[0] - held[1] == SEVEN.num_parameters
+
+
+def test_a_reference_holds_its_weights_in_every_phase():
+    needs = reference_needs(preset("7b"), SEVEN)
+    working = 16384 * (8 * 3584 + 4 * 18944) * 2 + 4 * 5 * 2**26
+    (always,) = set(needs.values())
+    assert set(needs) == {*PHASES}
+    assert always == pytest.approx(CONTEXT + 2 * SEVEN.num_parameters + (1 + RESERVED) * working)
+
+
+def test_logits_are_those_that_the_learner_makes_at_once():
+    assert LOGITS == learner_model.MAX_LOGITS
+
+
+def test_doctor_shows_the_ledger_and_names_the_tightest_phase():
+    (table,) = [finding.text for finding in said(preset("3b"), 1) if finding.text.startswith("memory by phase")]
+    lines = table.splitlines()
+    assert lines[1].split()[4:] == list(PHASES)
+    assert [line.split()[0] for line in lines[3:6]] == ["learner", "generator", "reference"]
+    total, parts = (lines[2].split()[-len(PHASES) :], [line.split()[1:] for line in lines[3:6]])
+    for column in range(len(PHASES)):
+        assert float(total[column]) == pytest.approx(sum(float(part[column]) for part in parts), abs=0.2)
+    assert lines[-1].strip().startswith("tightest: ") and "of 79.2 GiB" in lines[-1]
+    alone = check_roles(preset("3b"), Devices(num_gpus=8, gpu_gib=H100), training=False)
+    assert any("evaluate on generator" in finding.text for finding in alone)
+
+
+def test_the_ledger_of_more_ranks_is_never_larger():
+    config = preset("7b")
+    few, many = (rank_needs(config, SEVEN, num_ranks=n, transfer="ipc") for n in (4, 8))
+    assert all(many[phase] < few[phase] for phase in PHASES)
+    wider = rank_needs(config, replace(SEVEN, layers=32), num_ranks=8, transfer="ipc")
+    assert all(wider[phase] > many[phase] for phase in PHASES)
