@@ -1,29 +1,36 @@
-"""Checks whether a chain of trainings can start: every stage as if it began with the first one's model."""
+"""Checks whether a chain of trainings can start or resume."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mempipe.checks.evaluation import check_benchmark
 from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
 from mempipe.checks.run import check_run
-from mempipe.studies.chain import ChainConfig, chain_runs, chain_table
+from mempipe.config import RunConfig
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages
 
 
 def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[Finding]:
-    """Returns all findings about a chain; `devices` as in `check_run`. Raises ConfigError for settings that are wrong.
-
-    The model with which a later stage begins is not there yet, so the first one's stands for it.
-    """
+    """Returns all findings about a chain; `devices` as in `check_run`. Raises ConfigError for settings that are wrong,
+    and for a stage that was begun with another model than the stage before it has left."""
     runs = chain_runs(chain)
-    model = {name: getattr(runs[0].model, name) for name in ("path", "source")}
+    check_stages(chain, runs)
     findings = [
         replace(finding, text=f"stages: {run.name}: {finding.text}")
         for run in runs[: len(chain.stages)]
-        for finding in check_run(
-            run.model_copy(update={"model": run.model.model_copy(update=model)}), resume="auto", devices=devices
-        )
+        for finding in check_run(_with_a_model(run, runs[0]), resume="auto", devices=devices)
     ]
     chain_table(chain, runs, chain.tracking)  # raises ConfigError where no set is named
     return findings + [check_benchmark(benchmark, data_dir=chain.data_dir) for benchmark in chain.benchmarks]
+
+
+def _with_a_model(run: RunConfig, first: RunConfig) -> RunConfig:
+    """Returns the run as it can be checked now: while the stage before it has left no model, the first one's stands for
+    it. A run that was begun is checked with its own model, since it is resumed with no other."""
+    if Path(run.model.path).exists():
+        return run
+    model = {name: getattr(first.model, name) for name in ("path", "source")}
+    return run.model_copy(update={"model": run.model.model_copy(update=model)})

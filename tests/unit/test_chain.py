@@ -145,6 +145,14 @@ def three_runs(tmp_path) -> tuple[ChainConfig, list[RunConfig]]:
     return chain, runs
 
 
+def test_a_chain_that_was_interrupted_in_a_later_stage_goes_on(three_runs):
+    chain, runs = three_runs
+    Run(runs[1], resume="auto").update(finished=False, num_steps=1)
+    begun = str(runs[1].folder)
+    findings = [finding.text for finding in check_chain(chain) if begun in finding.text]
+    assert findings == [f"stages: two: {begun} is resumed after 1 steps"]
+
+
 def test_a_stage_whose_beginning_was_trained_again_is_refused(three_runs):
     chain, runs = three_runs
     trained(runs[0], weights="another seed, another run")
