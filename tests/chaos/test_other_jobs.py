@@ -16,8 +16,8 @@ def test_an_index_build_goes_on(watched, journal):
     build.begin()
     build.strike(["driver"], at("index.read", segment=3), then=at("index.encode", segment=8))
     build.strike(["here"], at("index.encode", segment=8), then=at("index.encode", segment=12))
-    build.strike(["driver"], at("index.encode", segment=12), then=at("index.read", segment=15))
-    build.strike(["driver"], at("index.read", segment=15), number=signal.SIGTERM, then=at("index.assembled"))
+    build.strike(["driver"], at("index.encode", segment=12), then=at("index.encode", segment=16))
+    build.strike(["driver"], at("index.encode", segment=16), number=signal.SIGTERM, then=at("index.assembled"))
     build.strikes([(["driver"], at("index.assembled")), (["driver"], at("index.move"))])
     build.finish()
 
