@@ -323,6 +323,11 @@ class RunConfig(Section):
                 f"reward.information_weight is {self.reward.information_weight}, but agent.name {name!r} writes no "
                 "memory to answer from"
             )
+        if self.reward.per_turn and self.agent_spec.grows:
+            raise ValueError(
+                f"reward.per_turn is {self.reward.per_turn}, but agent.name {name!r} has one context for the whole "
+                "attempt, so its turns have one advantage; leave it empty"
+            )
         if self.reward.format not in self.agent_spec.reward_formats:
             raise ValueError(
                 f"reward.format is {self.reward.format!r}, which does not read the messages of agent.name {name!r}"

@@ -26,6 +26,8 @@ from mempipe.request_seeds import RequestSeeds, SeededGenerateFn
 from mempipe.rl.advantages import with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, recall_match, recall_reward, score
+from mempipe.rl.turn_rewards import BUILT_IN as TURN_REWARDS
+from mempipe.rl.turn_rewards import TurnValues, weighted
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Group, Measure, Question, SearchResult, Trajectory
 from mempipe.user_code import load_user_object, user_code
@@ -238,7 +240,9 @@ async def _scored(trajectory: Trajectory, question: Question, config: RewardConf
     lengths = [c.num_new_memory_tokens for c in trajectory.contexts if c.num_new_memory_tokens]
     lost = overlong_penalty(longest, config) + memory_cost(lengths, config)
     trajectory = dataclasses.replace(trajectory, reward=trajectory.reward - lost)
-    return trajectory if gain is None else _with_gain(trajectory, gain, config)
+    if gain is not None:
+        trajectory = _with_gain(trajectory, gain, config)
+    return await _with_turn_rewards(trajectory, question, config) if config.per_turn else trajectory
 
 
 async def _gains(
@@ -287,6 +291,30 @@ def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
         reward=recall_reward(trajectory.reward, scores, weight=config.recall_weight),
         measures=[*trajectory.measures, Measure(name="recall", value=sum(scores) / len(scores))],
     )
+
+
+async def _with_turn_rewards(trajectory: Trajectory, question: Question, config: RewardConfig) -> Trajectory:
+    """Returns the trajectory with what each of its turns earned. Raises UserCodeError when a user-defined function
+    fails, or does not return a finite number or None for every context."""
+    values = {name: await _turn_values(name, trajectory, question) for name in config.per_turn}
+    turns = zip(trajectory.contexts, weighted(values, config.per_turn), strict=True)
+    contexts = [dataclasses.replace(context, turn_rewards=earned) for context, earned in turns]
+    return dataclasses.replace(trajectory, contexts=contexts)
+
+
+async def _turn_values(name: str, trajectory: Trajectory, question: Question) -> TurnValues:
+    if name in TURN_REWARDS:
+        return TURN_REWARDS[name](trajectory, question)
+    function = load_user_object(name, setting="reward.per_turn")
+    with user_code(f"reward.per_turn {name} failed for trajectory {trajectory.id} of question {question.id}"):
+        result = function(trajectory, question)
+        values = list(await result if inspect.isawaitable(result) else result)
+        if len(values) != len(trajectory.contexts):
+            raise ValueError(f"it returned {len(values)} values for {len(trajectory.contexts)} contexts")
+        numbers = [None if value is None else float(value) for value in values]
+        if wrong := [number for number in numbers if number is not None and not math.isfinite(number)]:
+            raise ValueError(f"it returned {wrong[0]}; expected finite numbers, or None for a turn without one")
+        return numbers
 
 
 async def _scored_by_user(trajectory: Trajectory, question: Question, path: str) -> Trajectory:

@@ -79,7 +79,7 @@ def unused_settings(spec: AgentSpec) -> set[str]:
     if spec.reward_formats == ("none",):
         unused |= {f"reward.{name}" for name in ("format", "structure_score", "retrieval_score", "attempt_score")}
     if spec.grows:
-        unused |= {"reward.memory_token_cost", "reward.information_weight"}
+        unused |= {"reward.memory_token_cost", "reward.information_weight", "reward.per_turn"}
     return unused
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import reprlib
 import types as python_types
 import typing
@@ -198,6 +199,16 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """A named number: one that a user-defined reward function returned in addition to the reward, or what a turn
+    earned.
+    """
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """One context of a trajectory: everything the model saw and wrote in it.
 
@@ -226,6 +237,7 @@ class Context:
     memory_truncated: bool = False
     generate_seconds: float = 0.0
     search_seconds: float = 0.0
+    turn_rewards: list[Measure] = field(default_factory=list)  # of `reward.per_turn`, each times its weight
     advantage: float | None = None  # None: the trajectory's
     ref_logprobs: Sequence[float] = field(default_factory=list)  # one per token, once the reference model has scored it
 
@@ -233,6 +245,11 @@ class Context:
     def num_sampled_tokens(self) -> int:
         """Counts the tokens in the loss."""
         return int(np.sum(self.loss_mask))
+
+    @property
+    def turn_reward(self) -> float | None:
+        """Returns what the turn itself earned; None where nothing was paid or could be."""
+        return math.fsum(measure.value for measure in self.turn_rewards) if self.turn_rewards else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,17 +267,10 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """A named number that a user-defined reward function returned in addition to the reward."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One attempt at a question. Reward and advantage belong to the trajectory; every context inherits them
-    (multi-context GRPO). `reward` is optimised; `em`, `f1` and `measures` are logged.
+    (multi-context GRPO), and what a single turn earned is added to its context. `reward` is optimised;
+    `em`, `f1` and `measures` are logged.
     """
 
     id: str
@@ -280,6 +290,11 @@ class Trajectory:
     def all_contexts(self) -> list[Context]:
         """Returns the contexts of the attempt itself, then those of its recall samples."""
         return [*self.contexts, *(recall.context for recall in self.recalls)]
+
+    @property
+    def earned(self) -> float:
+        """Returns the reward and what the turns earned."""
+        return math.fsum([self.reward, *(context.turn_reward or 0.0 for context in self.contexts)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

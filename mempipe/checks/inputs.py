@@ -29,7 +29,12 @@ def check_inputs(config: RunConfig) -> str:
     """
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     for path in filter(None, (config.data.train, config.data.validation)):
-        _check_questions(path, renderer, columns=config.data.columns)
+        with_evidence = _check_questions(path, renderer, columns=config.data.columns)
+        if path == config.data.train and "kept_fact" in config.reward.per_turn and not with_evidence:
+            raise ConfigError(
+                f"reward.per_turn pays kept_fact, but no question of data.train {path} has evidence; `mempipe data "
+                "evidence` finds it for MuSiQue, 2WikiMultihopQA and HotpotQA"
+            )
     parts = {**config.budget.parts(), "template": renderer.template_tokens}
     listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
     return f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}"
@@ -48,10 +53,12 @@ def hash_inputs(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _check_questions(path: str, renderer: Renderer, *, columns: Columns) -> None:
-    count, unfit = 0, []
+def _check_questions(path: str, renderer: Renderer, *, columns: Columns) -> int:
+    """Returns how many questions of the file have evidence. Raises ConfigError where some do not fit."""
+    count, with_evidence, unfit = 0, 0, []
     for question in iter_questions(path, columns=columns):
         count += 1
+        with_evidence += bool(question.evidence)
         try:
             renderer.check(question)
         except UnfitQuestion as error:
@@ -61,3 +68,4 @@ def _check_questions(path: str, renderer: Renderer, *, columns: Columns) -> None
             f"{path}: {len(unfit)} of {count} questions do not fit: {'; '.join(unfit[:3])}; raise the "
             "budget or leave them out"
         )
+    return with_evidence

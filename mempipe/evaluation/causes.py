@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from mempipe.evaluation.memory_quality import FactState, contains_value, contradicts, fact_states
+from mempipe.evaluation.memory_quality import contradicts
+from mempipe.facts import FactState, contains_value, fact_states
 from mempipe.types import EndReason, Evidence, Question, Trajectory
 
 _BROKEN = (

@@ -29,7 +29,7 @@ from mempipe.data.config import Columns
 from mempipe.data.corpus import corpus_files, read_segments
 from mempipe.data.qa import BY_NAME, iter_rows, write_questions
 from mempipe.data.shapes import documents_of, find, supporting_titles
-from mempipe.evaluation.memory_quality import contains_value
+from mempipe.facts import contains_value
 from mempipe.retrieval.manifest import MANIFEST, check_index, read_manifest
 from mempipe.retrieval.passages import read_batches
 from mempipe.settings import ConfigError

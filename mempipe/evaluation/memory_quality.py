@@ -43,17 +43,13 @@ of several objectives not for the answer.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
+from mempipe.facts import contains_value, finds, is_memory_turn, spaced, words_of
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Trajectory
 
-_WORD = re.compile(r"[^\W_]+")
-_ARTICLES = frozenset({"a", "an", "the"})
 _COPY_WORDS = 5
 _CUE_LETTERS = 4
 _SENTENCE_END = re.compile(r"[.;](?:\s+|$)|\n+")
@@ -132,59 +128,6 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
     return counts
 
 
-def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
-    """Returns whether the turn wrote a memory or had to, as the module's docstring defines it."""
-    context, is_last = trajectory.contexts[index], index + 1 == len(trajectory.contexts)
-    answered = is_last and trajectory.end_reason is EndReason.ANSWERED
-    return bool(context.memory_after) or not is_last or (bool(context.searches) and not answered)
-
-
-class FactState(StrEnum):
-    """Says what a turn did with a needed fact."""
-
-    MISSING = "missing"  # neither in memory nor found in the turn
-    FOUND = "found"  # it was found, and the memory of the turn does not know it
-    GAINED = "gained"
-    KNOWN = "known"
-    LOST = "lost"  # memory_before knew it, memory_after does not
-
-
-def fact_states(trajectory: Trajectory, question: Question) -> list[list[FactState]]:
-    """Returns, per turn, the state of each fact of `question.evidence`."""
-    states = []
-    for index, context in enumerate(trajectory.contexts):
-        wrote = is_memory_turn(trajectory, index)
-        turn = []
-        for fact in question.evidence:
-            before = contains_value(context.memory_before, fact.value)
-            after = contains_value(context.memory_after, fact.value) if wrote else before
-            if before or after:
-                turn.append(FactState.LOST if not after else FactState.KNOWN if before else FactState.GAINED)
-            else:
-                turn.append(FactState.FOUND if finds(context, fact) else FactState.MISSING)
-        states.append(turn)
-    return states
-
-
-def finds(context: Context, fact: Evidence) -> bool:
-    """Returns whether a search of the turn returned the fact's passage, or the turn read a chunk that knows it."""
-    returned = any(passage.id == fact.passage_id for search in context.searches for passage in search.passages)
-    return returned or contains_value(context.chunk, fact.value)
-
-
-def contains_value(text: str, value: str) -> bool:
-    """Returns whether the words of `value` occur in `text` next to each other; case, punctuation and articles do not
-    count.
-
-    A value of articles only is matched as words, one of punctuation only as it is. An empty one is in no text.
-    """
-    if _words(value):
-        return _spaced(_words(value)) in _spaced(_words(text))
-    if _all_words(value):  # nothing but articles
-        return _spaced(_all_words(value)) in _spaced(_all_words(text))
-    return bool(value.strip()) and value.strip() in text
-
-
 def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> MemoryQuality:
     known = [contains_value(context.memory_before, fact.value) for fact in question.evidence]
     known_after = [contains_value(context.memory_after, fact.value) for fact in question.evidence]
@@ -205,7 +148,7 @@ def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> Me
 
 
 def _memory_counts(context: Context) -> MemoryQuality:
-    memory = _words(context.memory_after)
+    memory = words_of(context.memory_after)
     read = [f"{passage.title} {passage.text}" for search in context.searches for passage in search.passages]
     return MemoryQuality(
         memory_turns=1,
@@ -213,7 +156,7 @@ def _memory_counts(context: Context) -> MemoryQuality:
         memory_tokens=context.num_new_memory_tokens,
         observation_tokens=context.num_observation_tokens,
         memory_words=len(memory),
-        copied_words=_num_copied(memory, [_words(text) for text in [*read, context.chunk]]),
+        copied_words=_num_copied(memory, [words_of(text) for text in [*read, context.chunk]]),
     )
 
 
@@ -230,8 +173,8 @@ def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passag
     needed = [(fact, read[fact.passage_id]) for fact in question.evidence if fact.passage_id in read]
     texts = [question.text, *(fact.value for fact in question.evidence)]
     texts += [text for _, passage in needed for text in (passage.title, passage.text)]
-    relevant = {word for text in texts for word in _words(text)}
-    words = _words(memory)
+    relevant = {word for text in texts for word in words_of(text)}
+    words = words_of(memory)
     held = [(statement, fact.value) for fact, passage in needed for statement in _statements(memory, fact, passage)]
     return MemoryQuality(
         judged_words=len(words),
@@ -253,15 +196,15 @@ def _statements(memory: str, fact: Evidence, passage: Passage) -> list[str]:
 
 
 def _is_about(text: str, passage: Passage, cue: str) -> bool:
-    return contains_value(text, passage.title) and cue in _words(text)
+    return contains_value(text, passage.title) and cue in words_of(text)
 
 
 def _cue(fact: Evidence, passage: Passage) -> str:
     """Returns the last longer word before the value in the first sentence that holds it; "" where there is none."""
-    value = _spaced(_words(fact.value))
+    value = spaced(words_of(fact.value))
     for sentence in _SENTENCE_END.split(passage.text):
-        before, found, _ = _spaced(_words(sentence)).partition(value)
-        if found and _words(fact.value):
+        before, found, _ = spaced(words_of(sentence)).partition(value)
+        if found and words_of(fact.value):
             return next((word for word in reversed(before.split()) if len(word) >= _CUE_LETTERS), "")
     return ""
 
@@ -278,17 +221,3 @@ def _num_copied(words: Sequence[str], sources: Sequence[Sequence[str]]) -> int:
 def _runs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yields every run of `_COPY_WORDS` consecutive words."""
     return zip(*(words[offset:] for offset in range(_COPY_WORDS)), strict=False)
-
-
-def _spaced(words: Sequence[str]) -> str:
-    """Returns the words with a space before and after each, so that looking up a text finds whole words only."""
-    return f" {' '.join(words)} "
-
-
-@functools.lru_cache(maxsize=256)  # attempts of a group read the same chunks
-def _words(text: str) -> tuple[str, ...]:
-    return tuple([word for word in _all_words(text) if word not in _ARTICLES])
-
-
-def _all_words(text: str) -> list[str]:
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mempipe.evaluation.judge import AskFn
-from mempipe.evaluation.memory_quality import is_memory_turn
+from mempipe.facts import is_memory_turn
 from mempipe.faults import InfrastructureFault
 from mempipe.rl.rewards import exact_match
 from mempipe.types import Question, Trajectory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
+from math import fsum
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -23,11 +24,13 @@ def rollout_metrics(
     """Returns the numbers that describe the trajectories of one step, or of one evaluation.
 
     Means over trajectories: reward, em, f1, format_rate (share that answered), turns, searches, `end_reason/…`
-    (shares), `measure/…` (MemTrain's recall, and what a user-defined reward measures), advantage_mean. Spread over
-    trajectories: reward_std, advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn
-    (prompt tokens). Over groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled
-    tokens, those of recall samples among them: sampled_tokens (sum); with `policy_version` (the learner's current one)
-    staleness_mean and staleness_max in versions. And the rates of `memory_quality`.
+    (shares), `measure/…` (MemTrain's recall, and what a user-defined reward measures), `turn_reward/…` (what the turns
+    earned, times their weights), advantage_mean. Mean over the trajectories whose F1 is 0: unanswered_reward, what an
+    attempt earned, its turns included, without a word of the answer. Spread over trajectories: reward_std,
+    advantage_std. Means over turns: context_tokens_per_turn and full_history_tokens_per_turn (prompt tokens). Over
+    groups: zero_variance_groups (share whose rewards are all equal), retries (sum). Over sampled tokens, those of
+    recall samples among them: sampled_tokens (sum); with `policy_version` (the learner's current one) staleness_mean
+    and staleness_max in versions. And the rates of `memory_quality`.
 
     With `growing` every message in a context is a turn (`prompt_tokens_by_turn`). Such an agent has no memory, and its
     history is the full one.
@@ -58,6 +61,9 @@ def rollout_metrics(
     for measure in chain.from_iterable(t.measures for t in trajectories):
         named[f"measure/{measure.name}"].append(measure.value)
     metrics |= {name: fmean(values) for name, values in named.items()}
+    metrics |= _turn_rewards(trajectories)
+    if unanswered := [trajectory.earned for trajectory in trajectories if trajectory.f1 == 0]:
+        metrics["unanswered_reward"] = fmean(unanswered)
     metrics |= {f"end_reason/{reason}": ends[reason] / len(trajectories) for reason in EndReason}
     if contexts:
         metrics["context_tokens_per_turn"] = fmean(chain.from_iterable(tokens))
@@ -68,6 +74,14 @@ def rollout_metrics(
     if contexts:
         metrics["full_history_tokens_per_turn"] = fmean(chain.from_iterable(map(full_history_tokens, trajectories)))
     return metrics | memory_quality(groups, memory_budget=memory_budget)
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns what the turns of an attempt earned together, by name, as a mean over the attempts."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for measure in (m for trajectory in trajectories for context in trajectory.contexts for m in context.turn_rewards):
+        sums[f"turn_reward/{measure.name}"].append(measure.value)
+    return {name: fsum(values) / len(trajectories) for name, values in sums.items()}
 
 
 def prompt_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int]:

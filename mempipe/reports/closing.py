@@ -34,8 +34,9 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         if f"{key}_start" in report and f"{key}_end" in report:
             table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
     console.print(table)
-    if "note" in report:
-        console.print(report["note"])
+    for name in ("note", "alarms"):
+        if name in report:
+            console.print(report[name])
     steps = next_steps(run.folder, run.config.model_dump(mode="json"))
     minutes = sum(run.seconds.values()) / 60
     longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])

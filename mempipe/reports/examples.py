@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from mempipe.data.partitions import main_partition
-from mempipe.evaluation.memory_quality import finds
+from mempipe.facts import finds
 from mempipe.reports.pages import cut
 from mempipe.types import Context, Group, Question, Trajectory
 

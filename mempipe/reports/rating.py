@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from mempipe.evaluation.memory_quality import is_memory_turn
+from mempipe.facts import is_memory_turn
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file

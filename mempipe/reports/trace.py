@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mempipe.evaluation.memory_quality import is_memory_turn
+from mempipe.facts import is_memory_turn
 from mempipe.reports.examples import choose_examples
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError

@@ -21,6 +21,7 @@ from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
 from mempipe.provenance import differences
+from mempipe.reports.alarms import alarms
 from mempipe.runs import read_state, saved_settings
 from mempipe.tracking.losses import read_losses
 from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
@@ -139,6 +140,8 @@ def summarise(data: ReportData) -> dict[str, Number]:
     numbers |= _comparison(data.before, data.after)
     if data.note:
         numbers["note"] = data.note
+    if raised := alarms(data.metrics, data.settings):
+        numbers["alarms"] = " ".join(raised)
     for name in ("context_tokens_per_turn", "full_history_tokens_per_turn"):
         numbers[name] = numbers.get(f"{name}_end", numbers.get(f"{name}_start"))
     numbers["memory_budget"] = data.memory_budget

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mempipe.evaluation.rollout_metrics import full_history_tokens, prompt_tokens_by_turn
+from mempipe.reports.alarms import alarms
 from mempipe.reports.charts import (
     SMALL,
     Bar,
@@ -103,6 +104,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
         name=data.name,
         facts=_facts(data, numbers),
         notices=data.notices,
+        alarms=alarms(data.metrics, data.settings),
         tiles=_tiles(numbers),
         sections=[
             _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),

@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mempipe.evaluation.memory_quality import FactState, fact_states, finds, is_memory_turn
+from mempipe.facts import FactState, fact_states, finds, is_memory_turn
 from mempipe.reports.examples import memory_diff
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.types import Group, Trajectory
+from mempipe.types import Context, Group, Trajectory
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-6) -> list[float]:
@@ -34,37 +33,80 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
     return [deviation / (std + eps) if normalize_std else deviation for deviation in deviations]
 
 
-def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
-    """Returns the trajectories of one group with their advantages: computed from the rewards of the group, and from the
-    recall scores that `config.recall_group` compares (MemTrain Eq. 3, arXiv 2606.03197).
+def compared(
+    scores: Sequence[float | None], peers: Sequence[Hashable], *, normalize_std: bool, lone: bool = True
+) -> list[float]:
+    """Returns the `group_advantages` of every score among those with the same key in `peers`; 0 for None.
+
+    This is the one rule for contexts that are scored separately: recall samples are compared within an attempt or a
+    question, turns with the same turn of the other attempts. With `lone` the only score of a key keeps its
+    value, since `group_advantages` compares it with 0; without, it gives 0.
     """
-    statistics = functools.partial(group_advantages, normalize_std=config.advantage == "grpo")
-    of_recalls = [[recall.score for recall in trajectory.recalls] for trajectory in trajectories]
-    if config.recall_group == "rollout":
-        own = [statistics(scores) if scores else [] for scores in of_recalls]
-    else:
-        pooled = list(itertools.chain.from_iterable(of_recalls))
-        rest = iter(statistics(pooled) if pooled else [])
-        own = [list(itertools.islice(rest, len(scores))) for scores in of_recalls]
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for place, (score, key) in enumerate(zip(scores, peers, strict=True)):
+        if score is not None:
+            places[key].append(place)
+    advantages = [0.0] * len(scores)
+    for those in places.values():
+        if lone or len(those) > 1:
+            own = group_advantages([scores[place] or 0.0 for place in those], normalize_std=normalize_std)
+            for place, advantage in zip(those, own, strict=True):
+                advantages[place] = advantage
+    return advantages
+
+
+def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
+    """Returns the trajectories of one group with their advantages, computed from the rewards of the group.
+
+    A recall sample has its own instead, among those that `config.recall_group` compares (MemTrain Eq. 3, arXiv
+    2606.03197). A turn that earned something adds its own: what it earned less the mean of the same turn of the other
+    attempts and its own, in the unit of the reward. It is not divided by the deviation, so that a weight keeps its
+    meaning, and a turn that no other attempt reached adds nothing.
+    """
+    normalize_std = config.advantage == "grpo"
+    rewards = group_advantages([t.reward for t in trajectories], normalize_std=normalize_std)
+    recalls = [(place, recall.score) for place, trajectory in enumerate(trajectories) for recall in trajectory.recalls]
+    of_recalls = iter(
+        compared(
+            [score for _, score in recalls],
+            [place if config.recall_group == "rollout" else 0 for place, _ in recalls],
+            normalize_std=normalize_std,
+        )
+    )
+    contexts = [context for trajectory in trajectories for context in trajectory.contexts]
+    of_turns = iter(
+        compared(
+            [context.turn_reward for context in contexts],
+            [context.index for context in contexts],
+            normalize_std=False,
+            lone=False,
+        )
+    )
     return [
         replace(
             trajectory,
             advantage=advantage,
+            contexts=[_with_turn(context, advantage, next(of_turns)) for context in trajectory.contexts],
             recalls=[
-                replace(recall, context=replace(recall.context, advantage=of_its_own))
-                for recall, of_its_own in zip(trajectory.recalls, advantages, strict=True)
+                replace(recall, context=replace(recall.context, advantage=next(of_recalls)))
+                for recall in trajectory.recalls
             ],
         )
-        for trajectory, advantage, advantages in zip(
-            trajectories, statistics([t.reward for t in trajectories]), own, strict=True
-        )
+        for trajectory, advantage in zip(trajectories, rewards, strict=True)
     ]
+
+
+def _with_turn(context: Context, of_attempt: float, of_turn: float) -> Context:
+    return replace(context, advantage=of_attempt + of_turn) if context.turn_rewards else context
 
 
 def has_signal(group: Group) -> bool:
     """Returns whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter,
-    arXiv 2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain).
+    arXiv 2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain). An
+    advantage of a single turn is a signal as well.
     """
+    if any(context.advantage for trajectory in group.trajectories for context in trajectory.contexts):
+        return True
     if any(trajectory.recalls for trajectory in group.trajectories):
         return len({trajectory.em for trajectory in group.trajectories}) > 1
     return len({trajectory.reward for trajectory in group.trajectories}) > 1

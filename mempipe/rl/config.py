@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mempipe.rl.turn_rewards import BUILT_IN as TURN_REWARDS
 from mempipe.settings import Section
 from mempipe.user_code import load_user_object
 
@@ -115,6 +116,30 @@ class RewardConfig(Section):
     function: str = ""
     """Your own reward, MODULE:NAME, called with (trajectory, question); see docs/extending.md. It replaces
     `answer` and what follows; exact match and F1 are still measured."""
+
+    per_turn: dict[str, float] = {}
+    """Rewards of single turns, each with its weight: kept_fact (needed facts that the turn found and its memory took,
+    less those it lost), answer_in_memory (the memory knows a golden answer), token_price (each sampled token costs 1),
+    or your own MODULE:NAME. A name alone has weight 1. What a turn earns is compared with the same turn of the other
+    attempts and changes the advantage of its context only; docs/memory.md."""
+
+    @field_validator("per_turn", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return ({value: 1.0} if value else {}) if isinstance(value, str) else value
+
+    @field_validator("per_turn")
+    @classmethod
+    def _turns_can_be_paid(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name, weight in weights.items():
+            if weight == 0:
+                raise ValueError(f"reward.per_turn: {name} has the weight 0; leave it out, or give it another weight")
+            if ":" not in name and name not in TURN_REWARDS:
+                known = ", ".join(TURN_REWARDS)
+                raise ValueError(f"reward.per_turn is {name!r}; it is {known}, or MODULE:NAME of your own function")
+            if ":" in name and not callable(load_user_object(name, setting="reward.per_turn")):
+                raise ValueError(f"reward.per_turn is {name!r}, which is not a function")
+        return weights
 
     @field_validator("function")
     @classmethod

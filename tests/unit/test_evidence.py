@@ -12,7 +12,8 @@ from mempipe.cli import main
 from mempipe.data.qa import iter_rows, read_questions
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.evidence import Fact, add_evidence, facts_of
-from mempipe.evaluation.memory_quality import contains_value, memory_quality
+from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.facts import contains_value
 from mempipe.retrieval.build import build_index
 from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Search, Trajectory

@@ -172,6 +172,7 @@ LAYERS = [
         "environment",
         "beacons",
         "credentials",
+        "facts",
         "moved",
     },
     {"rl"},

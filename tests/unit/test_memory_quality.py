@@ -5,14 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mempipe.evaluation.memory_quality import (
-    MemoryQuality,
-    contains_value,
-    fact_states,
-    memory_quality,
-    trajectory_quality,
-)
+from mempipe.evaluation.memory_quality import MemoryQuality, memory_quality, trajectory_quality
 from mempipe.evaluation.rollout_metrics import full_history_tokens, rollout_metrics
+from mempipe.facts import contains_value, fact_states
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 QUESTION = Question(

@@ -254,6 +254,15 @@ def test_a_report_is_made_from_what_a_run_saved(tmp_path):
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
+def test_a_report_raises_the_alarm_of_its_training(tmp_path):
+    metrics = [{"step": step, "unanswered_reward": 0.1 * step, "f1": 0.2 + 0.01 * (step % 2)} for step in range(1, 13)]
+    page, table = write_report(tmp_path, dataclasses.replace(make_data(), metrics=metrics))
+    assert "Form is rewarded without an answer" in Page(page.read_text()).text
+    assert json.loads(table.read_text())["alarms"].startswith("Form is rewarded without an answer")
+    quiet = write_report(tmp_path, dataclasses.replace(make_data(), metrics=metrics[:7]))
+    assert "Alarm" not in Page(quiet[0].read_text()).text and "alarms" not in json.loads(quiet[1].read_text())
+
+
 def test_a_report_says_what_is_not_on_record(tmp_path):
     data = make_data()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dict(data.settings)))

@@ -24,8 +24,8 @@ import yaml
 from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import write_trajectories
-from mempipe.evaluation.memory_quality import FactState, fact_states
 from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.facts import FactState, fact_states
 from mempipe.reports import viewer
 from mempipe.reports.rating import kappa_interval
 from mempipe.reports.traced import read_traced

@@ -1,0 +1,49 @@
+"""Finds what the numbers of a training warn of: a sentence each, for its report and its last lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, variance
+from typing import Any
+
+FEWEST_STEPS = 8
+"""Learner steps of the shortest training that is judged."""
+ERRORS = 3.0
+"""Standard errors by which a mean must have moved."""
+_PAYERS = ("function", "per_turn", "wrong_answer", "information_weight", "recall_weight")
+
+
+def alarms(metrics: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> list[str]:
+    """Returns the alarms of a training from its rows of metrics.jsonl and its config as nested plain values."""
+    found = form_alarm(metrics, reward=settings.get("reward") or {})
+    return [found] if found else []
+
+
+def form_alarm(metrics: Sequence[Mapping[str, float]], *, reward: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where form is rewarded without an answer: what an attempt without a word of the answer earned
+    (`unanswered_reward`) rose by more than three standard errors from the first quarter of the steps to the last one,
+    and F1 did not. None otherwise, and for fewer than 8 steps that have both.
+    """
+    rows = [row for row in metrics if row["step"] > 0 and "unanswered_reward" in row and "f1" in row]
+    if len(rows) < FEWEST_STEPS:
+        return None
+    window = len(rows) // 4
+    first, last = rows[:window], rows[-window:]
+    paid, answered = ([[row[name] for row in part] for part in (first, last)] for name in ("unanswered_reward", "f1"))
+    if not _rose(*paid) or _rose(*answered):
+        return None
+    names = [f"reward.{name}" for name in _PAYERS if reward.get(name)]
+    names += ["reward.format"] * (reward.get("format", "none") != "none")
+    return (
+        f"Form is rewarded without an answer: an attempt without a word of the answer earned {fmean(paid[0]):.3f} in "
+        f"the first {window} steps and {fmean(paid[1]):.3f} in the last {window}, while F1 went from "
+        f"{fmean(answered[0]):.3f} to {fmean(answered[1]):.3f}. What pays for more than the answer: "
+        f"{', '.join(names) or 'none of the settings of reward'}."
+    )
+
+
+def _rose(first: Sequence[float], last: Sequence[float]) -> bool:
+    """Returns whether the mean rose by more than `ERRORS` standard errors of the difference (Welch)."""
+    error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
+    return fmean(last) - fmean(first) > max(ERRORS * error, 1e-9)
