@@ -72,7 +72,7 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
         except ConfigError as error:
             if kept := run.kept():
                 raise ConfigError(
-                    f"{error}; {run.folder} keeps {kept}: continue it with --resume when this is mended, or begin "
+                    f"{error}\n{run.folder} keeps {kept}: continue it with --resume when this is mended, or begin "
                     "another run under another `name`"
                 ) from error
             raise
