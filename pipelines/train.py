@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -97,8 +98,8 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             check_inputs(config)
             run.check_inputs(hash_inputs(config))
             run.resolved(config)
-            if newest := latest(run.folder / "checkpoints"):
-                read_state(newest)  # raises CheckpointError for a damaged one
+            if verified := latest(run.folder / "checkpoints"):
+                read_state(verified)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
         with connected(
             config.ray_address, name=config.name, model=config.model, logs=run.folder / "ray_logs"
@@ -107,7 +108,10 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             stop.listen()  # Ray has put its own handler in place
             tracker = TrackerFront(config)
             try:
-                supervisor.attempt(partial(_phases, run, config, namespace, tracker, stop))
+                unused = [verified]  # another attempt compares the files again: what happened to them is not known
+                supervisor.attempt(
+                    lambda: _phases(run, config, namespace, tracker, stop, verified=unused.pop() if unused else None)
+                )
                 run.update(finished=True)
             finally:
                 status = "FINISHED" if run.state["finished"] else "KILLED" if stop.requested else "FAILED"
@@ -121,14 +125,23 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     return run
 
 
-def _phases(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
-    """All phases that need actors. Each skips what it finds done, so that another attempt continues."""
+def _phases(
+    run: Run,
+    config: RunConfig,
+    namespace: str,
+    tracker: TrackerFront,
+    stop: StopRequest,
+    *,
+    verified: Path | None = None,
+) -> None:
+    """All phases that need actors. Each skips what it finds done, so that another attempt continues. `verified` is the
+    checkpoint whose files were compared with its manifest already."""
     if config.warm_start is not None:
         if config.evaluation.untrained:
             evaluate_untrained(run, config, namespace, tracker)
         with run.phase("warm_start"):
             config = warm_start(run, config, stop)
-    _train(run, config, namespace, tracker, stop)
+    _train(run, config, namespace, tracker, stop, verified=verified)
     with run.phase("report"):
         reached("report")
         tracker.flush()  # the report lists the missing records
@@ -168,7 +181,15 @@ def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: Tra
             evaluate(run, actors, questions, label="untrained", step=0, tracker=tracker)
 
 
-def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, stop: StopRequest) -> None:
+def _train(
+    run: Run,
+    config: RunConfig,
+    namespace: str,
+    tracker: TrackerFront,
+    stop: StopRequest,
+    *,
+    verified: Path | None = None,
+) -> None:
     questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
     first = understood(config.data.train, columns=config.data.columns)
     say(f"{len(questions):,} training questions; the first: {first}")
@@ -183,7 +204,7 @@ def _train(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront, s
         tokenizer = load_tokenizer(config.model.path)
         roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
         newest = newest_usable(run)
-        position = roles.learners.load(newest) if newest is not None else Position()
+        position = Position() if newest is None else roles.learners.load(newest, verified=newest == verified)
         if taken_back := run.restart_at(position.step, num_updates=position.num_updates):
             say(taken_back)
         tracker.restart_at(position.step)

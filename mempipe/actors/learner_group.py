@@ -111,8 +111,8 @@ class LearnerActor:
     def finish_save(self) -> None:
         self._learner.finish_save()
 
-    def load(self, path: Path) -> Position:
-        return self._learner.load(path)
+    def load(self, path: Path, verified: bool) -> Position:
+        return self._learner.load(path, verified=verified)
 
     def export(self, folder: Path, source: str) -> None:
         reached("rank.export", rank=self._learner.rank)
@@ -238,9 +238,10 @@ class LearnerGroup:
         path = latest(folder.absolute())
         return None if path is None else self.load(path)
 
-    def load(self, path: Path) -> Position:
-        """Continues from the checkpoint at `path`; returns its position."""
-        return self._all("restore", lambda rank, _: rank.load.remote(path.absolute()))[0]
+    def load(self, path: Path, *, verified: bool = False) -> Position:
+        """Continues from the checkpoint at `path`; returns its position. The ranks compare its files with the manifest,
+        unless that was done (`verified`)."""
+        return self._all("restore", lambda rank, _: rank.load.remote(path.absolute(), verified))[0]
 
     def export(self, folder: Path, *, source: str) -> None:
         """Writes a Hugging Face folder; tokenizer and config come from `source`."""

@@ -271,12 +271,13 @@ class Learner:
         CheckpointError."""
         return self._checkpoints.finish()
 
-    def load(self, path: str | Path) -> Position:
-        """Continues from the checkpoint at `path`, together on all ranks; returns its position.
+    def load(self, path: str | Path, *, verified: bool = False) -> Position:
+        """Continues from the checkpoint at `path`, together on all ranks; returns its position. `verified`: its files
+        were compared with the manifest already.
 
         Bit-identical to a run that never stopped, when number and kind of ranks are the same. Raises CheckpointError.
         """
-        state = load_state(path)
+        state = load_state(path, verified=verified)
         tensors = self._tensors()
         rng_states = self._rng_states() if state.ranks == self._ranks else {}
         load_tensors(path, tensors | rng_states)

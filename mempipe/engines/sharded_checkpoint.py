@@ -101,11 +101,11 @@ def save_checkpoint(
     return target
 
 
-def load_state(path: str | Path) -> TrainingState:
+def load_state(path: str | Path, *, verified: bool = False) -> TrainingState:
     """Does what `read_state` does, where each rank compares its share of the files. Raises CheckpointError, on all
     ranks.
     """
-    return _on_every_rank(lambda: read_state(path, rank=_rank(), num_ranks=_world_size()), None)
+    return _on_every_rank(lambda: read_state(path, rank=_rank(), num_ranks=_world_size(), verified=verified), None)
 
 
 def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:

@@ -61,6 +61,8 @@ class StandInRun:
     strike: Strike
     num_launches: int = 0
     seen: list[str] = field(default_factory=list)
+    loaded: list[tuple[str, bool]] = field(default_factory=list)
+    """Checkpoints that the ranks took, and whether they were told that the files had been compared already."""
 
     def at(self, place: str) -> None:
         """A role is at work at `place`."""
@@ -229,8 +231,9 @@ class Learners:
         found = sorted(folder.glob("step-*"))
         return self.load(found[-1]) if found else None
 
-    def load(self, path: Path) -> Position:
+    def load(self, path: Path, *, verified: bool = False) -> Position:
         self._run.at("restore")
+        self._run.loaded.append((path.name, verified))
         state = json.loads((path / STATE).read_text())
         self.num_updates = state["num_updates_done"]
         return Position(**state["position"])

@@ -318,7 +318,9 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
         resumed.save(out / "hashed", Position(), keep=1)
         found["hashed"], names[:] = list(names), []
         load_state(out / "hashed" / "step-00000003")
-        found["verified"] = list(names)
+        found["verified"], names[:] = list(names), []
+        assert load_state(out / "hashed" / "step-00000003", verified=True).position == Position()
+        assert not names, "they were hashed before"
 
     with file_size_limit(10 if rank == 0 else -1):
         try:

@@ -212,3 +212,15 @@ def test_a_role_that_is_lost_again_and_again_ends_the_run_with_all_that_was_save
     assert len(re.findall(r"restart \d", said.out)) == 3
     assert len(re.findall(r"^error: ", said.err, re.MULTILINE)) == 1 and "a learner rank died" in said.err
     assert run.checkpoints() and run.run_folder.is_dir()
+
+
+def test_the_files_of_a_checkpoint_are_compared_once_when_a_run_is_resumed(tmp_path, monkeypatch):
+    """The command does it before anything starts, so the ranks need not. In a later attempt the ranks do."""
+    run = struck(tmp_path, monkeypatch, "collect", KeyboardInterrupt)
+    assert run.command() != 0
+    run.loaded.clear()
+    run.strike = Strike(place="sync", error=lambda: LearnerLost("a rank died"))
+    assert run.command("--resume") == 0
+    (first, verified), (again, unverified) = run.loaded
+    assert first == again
+    assert verified and not unverified

@@ -181,7 +181,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     evaluated: list[tuple[str, int]] = []
 
     class Learners:
-        def load(self, path: Path) -> Position:
+        def load(self, path: Path, *, verified: bool = False) -> Position:
             return position_of(path)
 
         def export(self, folder: Path, *, source: str) -> None:
