@@ -17,21 +17,24 @@ class TrainingFlops:
     """Counts the operations that a model needs for a forward and a backward pass (arXiv 2204.02311, appendix B).
 
     Recomputed activations do not count: they are a choice, not a need. Six operations per token and weight that
-    multiplies it, and for attention 12 per token, pair of positions, layer and hidden dimension, half of them since
-    attention looks back only.
+    multiplies it, but four where the weight is frozen and has no gradient; for attention 12 per token, pair of
+    positions, layer and hidden dimension, half of them since attention looks back only.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config.get_text_config()
         # A table that is only looked up multiplies nothing; a tied one is the head as well.
         looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        self._weights = sum(parameter.numel() for parameter in policy.lm.parameters()) - looked_up
+        operations = 6 if policy.lm.get_input_embeddings().weight.requires_grad else 4
+        self._of_weights = -operations * looked_up + sum(
+            (6 if parameter.requires_grad else 4) * parameter.numel() for parameter in policy.lm.parameters()
+        )
         self._attention = config.num_hidden_layers * config.hidden_size
 
     def of(self, lengths: Sequence[int], shared_lengths: Sequence[int]) -> int:
         """The operations of contexts of these lengths, whose shared tokens count once."""
         pairs = sum(length**2 for length in lengths) - sum(shared**2 for shared in shared_lengths)
-        return 6 * self._weights * (sum(lengths) - sum(shared_lengths)) + 6 * self._attention * pairs
+        return self._of_weights * (sum(lengths) - sum(shared_lengths)) + 6 * self._attention * pairs
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
+from mempipe.engines.experts import num_experts, refusal
 from mempipe.engines.tokenizer import MEND
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
@@ -75,17 +76,20 @@ class PolicyModel(nn.Module):
         states = states.index_select(0, source_positions)
         targets = token_ids.index_select(0, loss_positions)
         rows = max(1, MAX_LOGITS // self.lm.config.get_text_config().vocab_size)
+        gradient = _gradient_sum(cast(nn.Module, self.lm.get_output_embeddings()))
         if len(targets) <= rows:
-            return self._score(states, targets, temperature)
+            return self._score(states, targets, temperature, gradient)
         chunks = [
-            checkpoint(self._score, s, t, temperature, use_reentrant=False)
+            checkpoint(self._score, s, t, temperature, gradient, use_reentrant=False)
             for s, t in zip(states.split(rows), targets.split(rows), strict=True)
         ]
         logprobs, entropies = zip(*cast(list[tuple[Tensor, Tensor]], chunks), strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _score(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = _float32_logits(cast(nn.Module, self.lm.get_output_embeddings()), states)
+    def _score(
+        self, states: Tensor, targets: Tensor, temperature: float, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logits = _float32_logits(cast(nn.Module, self.lm.get_output_embeddings()), states, gradient)
         if temperature != 1.0:
             logits = logits / temperature
         all_logprobs = logits.log_softmax(-1)
@@ -94,33 +98,63 @@ class PolicyModel(nn.Module):
         return -nll_loss(all_logprobs, targets, reduction="none"), entropy
 
 
-def _float32_logits(head: nn.Module, states: Tensor) -> Tensor:
+def _float32_logits(head: nn.Module, states: Tensor, gradient: Tensor | None) -> Tensor:
     """Logits [N, vocabulary] of `states` [N, hidden], never rounded to 16 bits, as the engine computes them.
 
     In bfloat16 logits near 20 lie 0.125 apart, which is most of the difference that learner and engine would have.
+    `gradient` is the head's `_gradient_sum`.
     """
-    if type(head) is not nn.Linear or head.bias is not None or head.weight.dtype == torch.float32:
+    if gradient is None:
         return head(states).float()
-    logits = _WideHead.apply(states, head.weight)
+    logits = _WideHead.apply(states, cast(nn.Linear, head).weight.detach(), gradient)
     assert isinstance(logits, Tensor)
     return logits
 
 
+def _gradient_sum(head: nn.Module) -> Tensor | None:
+    """Returns a stand-in for the weight of a 16-bit head, to which all chunks add their gradients in float32; None for
+    another head."""
+    if type(head) is not nn.Linear or head.bias is not None or head.weight.dtype == torch.float32:
+        return None
+    total = _Float32Sum.apply(head.weight)
+    assert isinstance(total, Tensor)
+    return total
+
+
+class _Float32Sum(torch.autograd.Function):
+    """A 16-bit weight [V, H] as a float32 tensor without content, whose gradient is rounded once, when it is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return torch.zeros((), device=weight.device).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *total: Tensor) -> Tensor:
+        return total[0].to(ctx.dtype)
+
+
 class _WideHead(torch.autograd.Function):
-    """states [N, H] @ weight [V, H] transposed, from 16-bit values to float32 sums; gradients are 16-bit products."""
+    """states [N, H] @ weight [V, H] transposed, from 16-bit values to float32 sums. The gradients are products of
+    16-bit values: that of the states has 16 bits, that of the weight goes to its `_gradient_sum` in float32."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(states, weight)
-        if states.is_cuda:
-            return torch.mm(states, weight.t(), out_dtype=torch.float32)
-        return states.float() @ weight.float().t()
+        return _float32_product(states, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, Tensor | None]:
         states, weight = ctx.saved_tensors
         rounded = upstream[0].to(weight.dtype)
-        return rounded @ weight, rounded.t() @ states if ctx.needs_input_grad[1] else None
+        return rounded @ weight, None, _float32_product(rounded.t(), states) if ctx.needs_input_grad[2] else None
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two 16-bit matrices in float32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
@@ -152,6 +186,8 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
             f"model.path {config.path!r} lacks {len(wrong)} of its weights, {wrong[0]} among them, or holds them in "
             f"another shape; {MEND}"
         )
+    if experts := num_experts(lm.config.to_dict()):
+        raise ConfigError(refusal(config.path, kind=lm.config.model_type, experts=experts))
     for name in _UNSUPPORTED_HEADS:
         if getattr(lm.config, name, None) not in (None, 1.0):
             raise ConfigError(

@@ -84,8 +84,8 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     activations = kept if config.model.gradient_checkpointing else shape.layers * of_layer
     layers = (3 * width + 8) * shape.layer_parameters
     root = shape.root_parameters * width
-    if not config.model.lora_rank:  # their gradients, and the head's sum over chunks in float32
-        root += root + 4 * shape.head_parameters
+    if not config.model.lora_rank:  # their gradients; the head's sum over chunks in float32, and that of one chunk
+        root += root + 8 * shape.head_parameters
     logits = _logits(tokens, shape)
     gather = (width * shape.head_parameters * (num_ranks + 1)) // num_ranks
     sent = {"ipc": width * shape.num_parameters, "nccl": gather + PACKED, "mempipe_shm": 4 * shape.head_parameters}

@@ -7,9 +7,10 @@ import torch
 from learner_setup import VOCAB, load_plain, make_learner, pack, samples, save_model
 
 from mempipe.engines import gauges
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.gauges import TrainingFlops, peak_teraflops
 from mempipe.engines.learner import _metrics
-from mempipe.engines.model import PolicyModel
+from mempipe.engines.model import PolicyModel, load_policy
 from mempipe.engines.weights import pack_weights
 
 CPU = torch.device("cpu")
@@ -21,6 +22,15 @@ def test_training_takes_six_operations_a_weight_and_token_and_those_of_attention
     weights = sum(parameter.numel() for parameter in model.parameters()) - looked_up
     attention = 6 * 2 * 64 * (5**2 + 9**2)  # two layers of 64 dimensions
     assert TrainingFlops(PolicyModel(model)).of([5, 9], [0, 0]) == 6 * weights * 14 + attention
+
+
+def test_frozen_weights_need_no_gradient(tmp_path):
+    """Of four operations: forward, and the gradient that is passed on."""
+    policy = load_policy(ModelConfig(path=str(save_model(tmp_path, "qwen2_untied")), lora_rank=4))
+    adapter = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    base = sum(parameter.numel() for parameter in policy.parameters()) - adapter - VOCAB * 64
+    attention = 6 * 2 * 64 * 9**2
+    assert TrainingFlops(policy).of([9], [0]) == (4 * base + 6 * adapter) * 9 + attention
 
 
 def test_shared_tokens_take_their_operations_once(tmp_path):

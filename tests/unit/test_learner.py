@@ -389,7 +389,7 @@ def test_logits_of_a_bfloat16_model_are_not_rounded_and_have_its_gradients(train
     head = torch.nn.Linear(64, 300, bias=False).bfloat16().requires_grad_(train_head)
     states = (8 * torch.randn(20, 64, generator=generator)).bfloat16().requires_grad_()
     exact = states.double() @ head.weight.double().t()
-    logits = model_module._float32_logits(head, states)
+    logits = model_module._float32_logits(head, states, model_module._gradient_sum(head))
     assert logits.dtype == torch.float32
     assert (logits - exact).abs().max() < 1e-4 < (head(states) - exact).abs().max()
     upstream = torch.randn(20, 300, generator=generator)

@@ -208,7 +208,7 @@ def test_a_rank_by_hand():
     gathered = 2 * head * 9 // 8
     assert needs["send"] - state == pytest.approx(1.1 * (2 * gathered + 2 * GIB), rel=1e-6)
     assert needs["checkpoint"] - state == pytest.approx(1.1 * 4 * head, rel=1e-6)
-    learn = 4 * p / 8 + 14 * SEVEN.layer_parameters + 4 * 2 * head + 4 * head
+    learn = 4 * p / 8 + 14 * SEVEN.layer_parameters + 4 * 2 * head + 8 * head
     learn += 16384 * (3584 * 28 + 16 * 3584 + 8 * 18944) * 2 + 4 * 5 * 2**26
     assert needs["learn"] - state == pytest.approx(1.1 * learn, rel=1e-6)
     copy = rank_needs(config, SEVEN, num_ranks=8, transfer="ipc")["send"] - state

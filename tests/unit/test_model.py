@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_setup import VOCAB, assert_close, family, load_plain, pack, sample, samples, save_model
-from transformers import AutoModelForCausalLM
+from learner_setup import SIZES, VOCAB, assert_close, family, load_plain, pack, sample, samples, save_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from mempipe.engines import model as model_module
 from mempipe.engines.attention import ContextLayout
@@ -132,6 +132,34 @@ def test_a_head_in_chunks_gives_the_same_logprobs_and_gradients(qwen2, monkeypat
     torch.testing.assert_close(chunked[0], whole[0])
     torch.testing.assert_close(chunked[1], whole[1])
     assert_close(chunked[2], whole[2])
+
+
+def test_a_mixture_of_experts_is_not_trained(tmp_path):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"mixture of experts \(qwen3_moe, 4 experts\)"):
+        load_policy(ModelConfig(path=str(tmp_path)))
+
+
+def test_chunks_of_a_16_bit_head_are_summed_in_float32(tmp_path, monkeypatch):
+    """The gradient is rounded once. A sum of rounded chunks is off in most places."""
+    policy = load_policy(ModelConfig(path=str(save_model(tmp_path, "qwen2_untied"))), dtype=torch.bfloat16)
+    ((batch,),) = pack(samples(2))
+    head = policy.lm.get_output_embeddings().weight
+
+    def gradient() -> torch.Tensor:
+        policy.zero_grad()
+        loss_token_logprobs(policy, batch, temperature=1.0)[0].sum().backward()
+        assert head.grad is not None and head.grad.dtype == torch.bfloat16
+        return head.grad.clone()
+
+    whole = gradient()
+    monkeypatch.setattr(model_module, "MAX_LOGITS", VOCAB)
+    chunked = gradient()
+    assert (chunked != whole).float().mean() < 0.01
+    torch.testing.assert_close(chunked, whole, rtol=0.01, atol=1e-4)
 
 
 def test_gradient_checkpointing_changes_no_gradient(qwen2):
