@@ -22,7 +22,8 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: setup quickstart real test test-fast test-jobs test-gpu chaos lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
-	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) --resume-if-exists
+	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) \
+		$(if $(GPU),model.dtype=bfloat16) --resume-if-exists
 
 real: setup  ## train a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
 	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.engines.experts import is_named_as_mixture, num_experts, refusal
 from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
@@ -55,6 +56,19 @@ def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Fin
             )
         ]
     return [ok(f"{setting}: {path}")]
+
+
+def check_dense(path: str) -> list[Finding]:
+    """Checks that a policy is not a mixture of experts: by its config.json on this machine, else by its name."""
+    folder = model_folder(path)
+    if folder is None:
+        return [fatal(refusal(path))] if is_named_as_mixture(path) else []
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        experts = num_experts(values)
+    except (OSError, ValueError, AttributeError):  # `check_model` says it
+        return []
+    return [fatal(refusal(path, kind=str(values.get("model_type")), experts=experts))] if experts else []
 
 
 def check_encoder(path: str, *, setting: str) -> list[Finding]:

@@ -28,6 +28,13 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         return [fatal(str(error))]
     hint = "" if devices.num_gpus else " (no GPU here; --devices plans for a machine that has some)"
     findings = [ok(f"{placed}{hint}")]
+    if devices.num_gpus and config.model.dtype == "float32":
+        findings.append(
+            note(
+                "model.dtype is float32: attention kernels of a GPU's engine multiply in TF32, so that the canary "
+                "probably exceeds its tolerance for float32; set model.dtype to bfloat16"
+            )
+        )
     if config.world is not None:
         return findings
     if shape is None:

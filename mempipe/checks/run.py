@@ -8,7 +8,7 @@ from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
 from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
-from mempipe.checks.models import check_hub, check_model
+from mempipe.checks.models import check_dense, check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
@@ -31,7 +31,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     `devices` describes a cluster that is elsewhere. None means this machine's, or those of the cluster that the run
     connects to, which are counted there.
     """
-    findings = [_folder(config, resume), *check_prompts(config), *_lengths(config)]
+    findings = [_folder(config, resume), *check_prompts(config), *_lengths(config), *_correction(config)]
     if config.world is not None:
         findings += _world(config)
     else:
@@ -103,6 +103,20 @@ def _lengths(config: RunConfig) -> list[Finding]:
     return findings
 
 
+def _correction(config: RunConfig) -> list[Finding]:
+    """Notes a correction that was asked for and changes nothing."""
+    asked, source = config.algorithm.correction, config.learner.old_logprobs
+    if "correction" not in config.algorithm.model_fields_set or asked not in ("token", "sequence"):
+        return []
+    if source != "sampler":
+        return []
+    text = (
+        f"algorithm.correction is {asked}, which changes nothing with learner.old_logprobs sampler: the clipped ratio "
+        f"is the importance weight already; choose {asked}_mask, or set learner.old_logprobs to recompute"
+    )
+    return [note(text)]
+
+
 def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> list[Finding]:
     """Checks that the file is there and begins with a question; `mempipe.checks.inputs` reads the rest."""
     if not path:
@@ -162,7 +176,8 @@ def _model(config: RunConfig) -> list[Finding]:
     """The model, or what it is imported from."""
     model = config.model
     if not model.source:
-        return check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)
+        found = check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)
+        return [*found, *check_dense(model.path)]
     if model.path:
         return [fatal(f"model.path is {model.path!r} and model.source is {model.source!r}; set one of them")]
     return [attempt(lambda: find_gguf(model.source), f"model.source: {model.source}, to be imported")]

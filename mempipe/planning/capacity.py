@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.engines.config import ModelConfig
+from mempipe.engines.experts import num_experts
 from mempipe.settings import ConfigError
 
 GIB = 2**30
@@ -71,15 +72,18 @@ KNOWN = {
 
 
 def model_shape(model: ModelConfig) -> Shape | None:
-    """From the model folder's config.json, or from the table of known models; None for one that is not here.
+    """From the model folder's config.json, or from the table of known models; None for one that is not here, and for a
+    mixture of experts, whose layers have another shape.
 
-    Raises ConfigError for a file that does not say the shape, and for a mixture of experts.
+    Raises ConfigError for a file that does not say the shape.
     """
     file = Path(model.path) / "config.json"
     if not model.path or not file.is_file():
         return KNOWN.get(model.path)
     try:
         values: dict[str, Any] = json.loads(file.read_text())
+        if num_experts(values):
+            return None
         heads = values["num_attention_heads"]
         return Shape(
             hidden=values["hidden_size"],

@@ -16,9 +16,10 @@ pytestmark = [pytest.mark.gpu, played_anywhere]
 
 
 def test_a_run_is_placed_as_doctor_says_and_trains_what_it_samples(tmp_path, measured):
-    doctor = [sys.executable, "-m", "mempipe.cli", "doctor", str(QUICKSTART), f"output={tmp_path}"]
+    dtype = ["model.dtype=bfloat16"] if GPU else []  # as `make quickstart`
+    doctor = [sys.executable, "-m", "mempipe.cli", "doctor", str(QUICKSTART), f"output={tmp_path}", *dtype]
     said = subprocess.run(doctor, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    done = run(train_command(tmp_path), marked=Marked(), cwd=ROOT, writes=tmp_path)
+    done = run(train_command(tmp_path, dtype), marked=Marked(), cwd=ROOT, writes=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (plan,) = [line.split("(", 1)[1].rstrip(")") for line in done.stdout.splitlines() if "roles are up" in line]
     assert plan in said and ("GPU" in plan) == GPU

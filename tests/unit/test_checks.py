@@ -30,6 +30,7 @@ from mempipe.checks.run import check_run
 from mempipe.cli import main
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
+from mempipe.engines.experts import is_named_as_mixture
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_config
 from mempipe.planning.capacity import Shape, model_shape, trained_parameters
@@ -311,6 +312,66 @@ def test_the_published_runs_are_planned(name, gpus, billions, tiny, tmp_path, mo
     assert f"need {gpus} GPUs" in short and f"the cluster has {gpus - 1}" in short
     (small,) = fatals(check_run(config, devices=Devices(num_gpus=gpus, gpu_gib=8)))
     assert "weights and cache of an engine need" in small and "of a GPU of 8 GiB" in small
+
+
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048, "num_attention_heads": 32}
+
+
+def test_a_mixture_of_experts_is_refused_by_name(settings, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "_ask_hub", lambda name: pytest.fail("the hub was asked"))
+    folder = tmp_path / "moe"
+    shutil.copytree(tiny / "model", folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | MIXTURE))
+    for path, known in ((str(folder), " (qwen3_moe, 128 experts)"), ("Qwen/Qwen3-30B-A3B", "")):
+        config = parse_config(settings | {"model": {"path": path}})
+        assert fatals(check_run(config, devices=PLENTY)) == [
+            f"model.path {path!r} is a mixture of experts{known}, which mempipe does not train; take a dense model, "
+            "e.g. Qwen/Qwen3-4B-Instruct-2507"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "mixed"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", True),
+        ("Qwen/Qwen1.5-MoE-A2.7B", True),
+        ("deepseek-ai/DeepSeek-R1", True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False),
+        ("Qwen/Qwen2.5-3B-Instruct", False),
+        ("Qwen/Qwen3-4B-Instruct-2507", False),
+    ],
+)
+def test_names_of_mixtures_are_known(name, mixed):
+    assert is_named_as_mixture(name) is mixed
+
+
+def test_a_correction_that_changes_nothing_is_noted_where_it_was_asked_for(settings):
+    def noted(correction: dict[str, Any], **learner: Any) -> list[str]:
+        asked = settings | {"algorithm": settings["algorithm"] | correction}
+        config = parse_config(asked | {"learner": settings["learner"] | learner})
+        return [f.text for f in check_run(config, devices=PLENTY) if "algorithm.correction" in f.text]
+
+    (text,) = noted({"correction": "token"})
+    assert "choose token_mask" in text and "learner.old_logprobs to recompute" in text
+    assert not noted({}) and not noted({"correction": "token_mask"}) and not noted({"correction": "none"})
+    assert not noted({"correction": "sequence"}, old_logprobs="recompute")
+
+
+def test_float32_on_a_gpu_is_noted(settings):
+    config = parse_config(settings)
+    assert any("TF32" in finding.text for finding in check_roles(config, PLENTY))
+    assert not any("TF32" in finding.text for finding in check_roles(config, Devices(num_gpus=0)))
+    wide = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    assert not any("TF32" in finding.text for finding in check_roles(wide, PLENTY))
+
+
+def test_make_quickstart_computes_in_bfloat16_on_a_gpu():
+    """`make` itself expands the recipe, for a machine with and without a GPU."""
+    for gpu, wanted in (("GPU 0: a card", True), ("", False)):
+        asked = ["make", "-n", "-o", "setup", f"GPU={gpu}", "quickstart"]
+        said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert "jobs/configs/quickstart.yaml" in said and ("model.dtype=bfloat16" in said) == wanted
 
 
 def test_the_parameters_of_a_model_folder_are_counted(tiny, settings):
