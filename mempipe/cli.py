@@ -341,7 +341,7 @@ def _add_data_commands(commands: Any) -> None:
         data, "cloze", _data_cloze, "generate questions from any text without labels, as files of three splits"
     )
     cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
-    cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, cloze.json")
+    cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, corpus.parquet")
     cloze.add_argument(
         "overrides", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"
     )

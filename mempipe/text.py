@@ -1,10 +1,9 @@
-"""Small things about text that every room needs: characters that UTF-8 cannot hold, tags in untrusted text, the forms
-of an entity, sentences, and chunks that are cut between words.
+"""Small things about text that every room needs: characters that UTF-8 cannot hold, tags in untrusted text, sentences,
+and chunks that are cut between words.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,14 +84,6 @@ class Neutralizer:
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub(lambda match: match[0] + self._breaker, text)
-
-
-@functools.lru_cache(maxsize=1024)
-def surface_pattern(forms: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds every form of an entity, the longest first; without a form it finds nothing."""
-    longest_first = sorted(filter(None, forms), key=len, reverse=True)
-    listed = "|".join(map(re.escape, longest_first)) or r"(?!)"
-    return re.compile(rf"(?<!\w)(?:{listed})(?!\w)", re.IGNORECASE)
 
 
 def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) -> Iterator[str]:

@@ -4,8 +4,8 @@ section.
     find      sentences of every passage with one entity hidden     Ray Data, one finder per core
     choose    rules of rejection, pairs of passages, splits         polars
 
-The folder holds train.parquet, validation.parquet, test.parquet and cloze.json; for plain text also its passages
-(corpus.parquet), from which an index is built.
+The folder holds train.parquet, validation.parquet, test.parquet, cloze.json and the passages (corpus.parquet), from
+which an index is built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import polars as pl
 
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import corpus_files
-from mempipe.data.plain_text import check_source, is_plain_text, write_corpus
+from mempipe.data.plain_text import check_source, write_corpus
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
 from mempipe.masking.entities import make_finder
@@ -58,8 +58,7 @@ def build_cloze(
         return _finished(folder, settings)
     check_source(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
-        made_of = partial / "corpus.parquet"
-        source = str(write_corpus(corpus, made_of, words=config.passage_words)) if is_plain_text(corpus) else corpus
+        source = str(write_corpus(corpus, partial / "corpus.parquet", words=config.passage_words))
         with connected(ray_address, name=name):
             num_passages = _write_candidates(source, partial / "candidates", config)
         made = choose_questions(pl.scan_parquet(partial / "candidates" / "*.parquet"), num_passages, config)

@@ -25,7 +25,8 @@ from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import encode_pieces
 from mempipe.agents.tools import SearchLimits
 from mempipe.agents.turn import Memory, OnContext, Turn
-from mempipe.text import BOX, TARGET, check_mask, chunks_of, surface_pattern
+from mempipe.spelling import is_written, replaced
+from mempipe.text import BOX, TARGET, check_mask, chunks_of
 from mempipe.types import Context, Question, Recall, Trajectory
 
 
@@ -152,8 +153,7 @@ class MemTrainRenderer(MemAgentRenderer):
         """Returns the targets that occur in each chunk, without the document's own answer."""
         folded = set(map(str.casefold, answers))
         others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
-        patterns = [(target, surface_pattern(target)) for target in others]
-        return [[target for target, form in patterns if form.search(chunk.text)] for chunk in self._cut(text)]
+        return [[target for target in others if is_written(chunk.text, target)] for chunk in self._cut(text)]
 
 
 class MemTrain(MemAgent):
@@ -227,8 +227,8 @@ def make_renderer(
 
 
 def hide(text: str, forms: Sequence[str]) -> str:
-    """Returns the text with [TARGET] for every form of an entity that occurs in it as whole words, in any case."""
-    return surface_pattern(tuple(forms)).sub(TARGET, text)
+    """Returns the text with [TARGET] for every form of an entity, however it is spelled (`mempipe.spelling`)."""
+    return replaced(text, forms, TARGET)[0]
 
 
 AGENT = AgentSpec(

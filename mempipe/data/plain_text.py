@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage
+from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage, read_segments
 from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, is_hidden, read_rows
 from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
@@ -78,15 +78,26 @@ def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS) -> Iterat
 
 
 def write_corpus(source: str | Path, file: Path, *, words: int = PASSAGE_WORDS) -> Path:
-    """Writes the passages of `read_plain_text` as a corpus that an index is built from, and returns its path. It holds
-    `_ROWS_AT_ONCE` of them in memory.
+    """Writes the passages of `read_plain_text`, or those of a corpus as they are, as one file from which an index is
+    built, and returns its path. It holds `_ROWS_AT_ONCE` of them in memory.
+
+    Raises ConfigError as `read_plain_text` and `read_segments` do.
     """
-    passages = read_plain_text(source, words=words)
     with parquet_writer(file, PASSAGE_COLUMNS) as writer:
-        while part := list(islice(passages, _ROWS_AT_ONCE)):
-            columns = {name: [getattr(passage, name) for passage in part] for name in PASSAGE_COLUMNS.names}
-            writer.write_table(pa.table(columns, schema=PASSAGE_COLUMNS))
+        for batch in _cut_batches(source, words) if is_plain_text(source) else _batches(source):
+            writer.write_table(pa.Table.from_batches([batch]))
     return file
+
+
+def _cut_batches(source: str | Path, words: int) -> Iterator[pa.RecordBatch]:
+    passages = read_plain_text(source, words=words)
+    while part := list(islice(passages, _ROWS_AT_ONCE)):
+        columns = {name: [getattr(passage, name) for passage in part] for name in PASSAGE_COLUMNS.names}
+        yield pa.record_batch(columns, schema=PASSAGE_COLUMNS)
+
+
+def _batches(source: str | Path) -> Iterator[pa.RecordBatch]:
+    return (batch for batch, _ in read_segments(corpus_files(source), size=_ROWS_AT_ONCE))
 
 
 def _cut(source: str | Path, words: int) -> Iterator[Passage]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import polars as pl
 from pydantic import Field, model_validator
 
-from mempipe.masking.entities import Finder, Kind, can_be_read, forms_pattern
+from mempipe.masking.entities import Finder, Kind, can_be_read, hide
 from mempipe.masking.rules import WORDS, answer_key, around, common_answers, guessable_answers, trivial_rule
 from mempipe.settings import ConfigError, Section
 from mempipe.text import sentences
@@ -261,10 +261,12 @@ def _pairs(kept: pl.DataFrame) -> pl.DataFrame:
     bare = pl.col("title").str.replace(r"\s*\([^)]*\)$", "").str.to_lowercase()  # "Apink (group)" is named as "Apink"
     about = kept.unique(subset=["passage_id"], keep="first", maintain_order=True).with_columns(bare.alias("link"))
     shared = about.select("title", *keys).unique().group_by(keys).len().filter(pl.col("len") > 1)
-    links = kept.filter(pl.col("kind") == "name").with_columns(pl.col("answer").str.to_lowercase().alias("link"))
+    links = kept.filter(pl.col("kind").is_in(["person", "name"])).with_columns(
+        pl.col("answer").str.to_lowercase().alias("link")
+    )
     links = links.join(shared, on=keys, how="anti")  # a name that two titles share leads nowhere
     links = links.unique(subset=keys, keep="first", maintain_order=True).select(
-        *keys, pl.col("passage_id", "title", "sentence", "start", "answer").name.prefix("link_")
+        *keys, pl.col("passage_id", "title", "sentence", "start", "answer", "kind").name.prefix("link_")
     )
     joined = about.join(links, on=keys, how="inner", maintain_order="left")
     return joined.filter(pl.col("title") != pl.col("link_title"))
@@ -302,11 +304,11 @@ def _question(row: dict, config: ClozeConfig) -> Question | None:
 
 def _pair_question(row: dict) -> Question | None:
     """A question about two sentences; None when its text would tell the answer or the link."""
-    link = row["link_answer"]
+    link, link_kind = row["link_answer"], row["link_kind"]
     described = _gapped(row["link_sentence"], row["link_start"], link, mark=LINK)
-    about = forms_pattern(link, "name").sub(LINK, _gapped(row["sentence"], row["start"], row["answer"]))
+    about, _ = hide(_gapped(row["sentence"], row["start"], row["answer"]), link, link_kind, LINK)
     text = f"{described} / {LINK}: {about}"
-    if can_be_read(text, row["answer"], row["kind"]) or can_be_read(text, link, "name") or GAP not in about:
+    if can_be_read(text, row["answer"], row["kind"]) or can_be_read(text, link, link_kind) or GAP not in about:
         return None
     return Question(
         id=f"cloze-{row['link_passage_id']}+{row['passage_id']}-{row['start']}",

@@ -17,7 +17,8 @@ from typing import Any
 from mempipe.data.scripted_agents import NO_NOISE, Noise, last_between
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
-from mempipe.text import TARGET, surface_pattern
+from mempipe.spelling import written
+from mempipe.text import TARGET
 from mempipe.types import Question
 
 KNOWS_NOTHING = "nothing yet"
@@ -161,8 +162,8 @@ class ReadingDemonstration(Demonstration):
         """Returns what to note of a section, in its order."""
         mask, lines = self.agent["mask"], []
         for subject, text in _passages(section):
-            places = [surface_pattern(tuple(target)).search(text) for target in self.question.recall_targets]
-            notes = {place.start(): place[0] for place in places if place}
+            places = [written(text, target)[:1] for target in self.question.recall_targets]
+            notes = {start: text[start:end] for place in places for start, end in place}
             if (start := text.find(mask)) >= 0:
                 before, after = text[:start].split(), text[start + len(mask) :].split()
                 notes[start] = " ".join([*before[-_NUM_WORDS:], mask, *after[:_NUM_WORDS]])

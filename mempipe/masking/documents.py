@@ -29,7 +29,7 @@ REJECTIONS = {
     "in_title": "the entity can be read in the pivot's title",
     "everywhere": "too many passages name the entity",
     "guessable": "the words around the entity are nearly always followed by it in the corpus",
-    "readable": "after masking, the entity can still be read in another spelling",
+    "readable": "after masking, the entity can still be read in the text or in the question",
     "too_short": "the document has fewer tokens than one chunk",
     "no_recall": "no passage of the document has another entity, which a recall could ask for",
 }
@@ -258,14 +258,15 @@ def _masked(
     """Returns the document without the entity; None when it can be read all the same."""
     answer = " ".join(entity.text.split())
     text, num_masks = hide(whole, answer, entity.kind, config.mask)
-    if not num_masks or can_be_read(text, answer, entity.kind):
+    question = config.question.replace("{mask}", config.mask)
+    if not num_masks or can_be_read(text, answer, entity.kind) or can_be_read(question, answer, entity.kind):
         return None
     count_once = functools.cache(count_tokens)  # chunks are counted while they are cut, and again for their lengths
     chunks = chunks_of(text, config.chunk_tokens, count_once, config.mask)
     _, number = material.seed
     return Document(
         id=f"memtrain-{number:08d}",
-        text=config.question.replace("{mask}", config.mask),
+        text=question,
         golden_answers=_answer_first(answer, entity.kind),
         context=text,
         recall_targets=[],

@@ -5,7 +5,7 @@ Questions without labels hide an entity and ask for it: `mempipe.masking.cloze` 
 can be read nowhere else.
 
 `SpacyFinder` uses a trained spaCy pipeline. `RuleFinder` needs none; it goes by capital letters, so it finds only
-numbers in a script without them.
+numbers in a script without them, and takes a name for a person's where no word of it says otherwise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol
 
+from mempipe.masking.name_words import LIGHT, NO_NAMES, NOT_FIRST_NAMES, NOT_PERSONS, PARTICLES
 from mempipe.settings import ConfigError
+from mempipe.spelling import is_written, replaced
 from mempipe.text import sentences
 
-Kind = Literal["name", "title", "date", "number"]
-KINDS: tuple[Kind, ...] = ("name", "title", "date", "number")
+Kind = Literal["person", "name", "title", "date", "number"]
+KINDS: tuple[Kind, ...] = ("person", "name", "title", "date", "number")
+"""A name is that of anything but a person."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,161 +57,17 @@ _TITLE = re.compile(r"[\"“]([A-Z0-9][^\"“”\n]{1,80})[\"”]")
 _WORD = r"[^\W\d_](?:[^\W_]|['’\-.](?=[^\W_]))*"
 _INITIAL = r"(?:[A-Z]\.)+(?=[\s,;)]|$)|(?:St|Dr|Mr|Mrs|Ms|Sr|Prof|Gen|Col|Lt|Sgt|Rev|Hon)\.(?= [A-Z])"
 _TOKEN = re.compile(rf"{_INITIAL}|{_WORD}|[^\w\s]|\d+|\s+")
-_PARTICLES = frozenset(
-    [
-        "of",
-        "the",
-        "and",
-        "de",
-        "da",
-        "di",
-        "del",
-        "della",
-        "van",
-        "von",
-        "der",
-        "den",
-        "la",
-        "le",
-        "du",
-        "al",
-        "bin",
-        "ibn",
-        "y",
-        "e",
-        "for",
-        "in",
-        "on",
-        "at",
-        "to",
-    ]
-)
-_LIGHT = frozenset(
-    ["of", "the", "de", "da", "di", "del", "della", "van", "von", "der", "den", "la", "le", "du", "al", "bin", "ibn"]
-)
-"""Lower-case words that may occur inside a name: "University of Oxford", "Leonardo da Vinci"."""
-_NO_NAMES = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "these",
-        "those",
-        "it",
-        "its",
-        "he",
-        "she",
-        "his",
-        "her",
-        "him",
-        "they",
-        "their",
-        "them",
-        "we",
-        "our",
-        "us",
-        "you",
-        "your",
-        "i",
-        "my",
-        "me",
-        "in",
-        "on",
-        "at",
-        "to",
-        "of",
-        "for",
-        "from",
-        "by",
-        "with",
-        "as",
-        "and",
-        "or",
-        "but",
-        "if",
-        "when",
-        "while",
-        "where",
-        "who",
-        "which",
-        "what",
-        "whose",
-        "how",
-        "why",
-        "there",
-        "here",
-        "after",
-        "before",
-        "during",
-        "since",
-        "until",
-        "although",
-        "though",
-        "because",
-        "however",
-        "also",
-        "then",
-        "thus",
-        "both",
-        "each",
-        "every",
-        "all",
-        "some",
-        "many",
-        "most",
-        "other",
-        "another",
-        "such",
-        "no",
-        "not",
-        "only",
-        "one",
-        "two",
-        "three",
-        "first",
-        "second",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "being",
-        "has",
-        "have",
-        "had",
-        "do",
-        "does",
-        "did",
-        "can",
-        "could",
-        "will",
-        "would",
-        "may",
-        "might",
-        "must",
-        "shall",
-        "should",
-        "according",
-        "despite",
-        "following",
-        "founded",
-        "located",
-        "born",
-        "known",
-        "based",
-        "early",
-        "late",
-        "today",
-        "currently",
-        "originally",
-        "formerly",
-    ]
-)
-"""Words that begin a sentence with a capital and are not names."""
-_NO_FIRST = _NO_NAMES | _PARTICLES
+_NO_FIRST = NO_NAMES | PARTICLES
+_AFTER_NAMES = re.compile(r"(?:Jr|Sr|Esq|PhD|MD)\.?|[IVX]+|,")
+_LONGEST_PERSON = 4
+"""Words, without those of `_AFTER_NAMES`."""
+_NO_PART_OF_NAMES = re.compile(r"[<>&/|\\\"“”„‟«»‹›()\[\]{}*_=#~^]|(?<![^\W\d_])['’‘`´]|['’‘`´](?![^\W\d_])")
+"""Signs before which a name ends. An apostrophe between letters is part of the name."""
+_BEFORE_ENTITY = re.compile(r"(?:[\s\"“”„‟«»‹›'’‘`´*_,;:>|\\\u200b-\u200d])*")
+_THE = re.compile(r"\b[Tt]he $")
+_OWNS = re.compile(r"['’]s?$")
+_ARTICLE = re.compile(r"[Tt]he\s+")
+_AFTER_ENTITY = ' \t\n"“”„‟«»‹›*_,;:-–—<>|\\=#~^([{\u200b\u200c\u200d'
 _LETTERS = re.compile(r"\w+")
 _WORD_BOUNDARY = re.compile(r"\b")
 _BEFORE_NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789,;")
@@ -224,7 +82,7 @@ class RuleFinder:
     A capital at the start of a sentence alone makes no name.
     """
 
-    name = "rules-1"
+    name = "rules-2"
 
     def find(self, texts: Sequence[str]) -> list[list[Entity]]:
         return [self._of(text) for text in texts]
@@ -239,14 +97,14 @@ class RuleFinder:
                 if kind != "title" or _looks_like_title(written):
                     found.append(Entity(written, kind, start, start + len(written)))
         found += _names(text)
-        return _without_overlaps(found)
+        return _without_overlaps(_trimmed(found))
 
 
 class SpacyFinder:
     """The entities of an installed spaCy pipeline."""
 
     _KINDS: ClassVar[dict[str, Kind]] = {
-        "PERSON": "name", "NORP": "name", "FAC": "name", "ORG": "name", "GPE": "name", "LOC": "name",
+        "PERSON": "person", "NORP": "name", "FAC": "name", "ORG": "name", "GPE": "name", "LOC": "name",
         "PRODUCT": "name", "EVENT": "name", "WORK_OF_ART": "title", "LAW": "title", "LANGUAGE": "name",
         "DATE": "date", "PERCENT": "number", "MONEY": "number", "QUANTITY": "number", "CARDINAL": "number",
     }  # fmt: skip
@@ -259,7 +117,7 @@ class SpacyFinder:
             self._nlp: Any = spacy.load(pipeline, exclude=["lemmatizer", "attribute_ruler"])
         except (ImportError, OSError) as error:
             raise ConfigError(f"entities: the spaCy pipeline {pipeline!r} cannot be loaded: {error}") from error
-        self.name = f"spacy-{self._nlp.meta['name']}-{self._nlp.meta['version']}"
+        self.name = f"spacy-{self._nlp.meta['name']}-{self._nlp.meta['version']}-2"
 
     def find(self, texts: Sequence[str]) -> list[list[Entity]]:
         found = []
@@ -267,10 +125,9 @@ class SpacyFinder:
             entities = []
             for each in document.ents:
                 kind = self._KINDS.get(each.label_)
-                text = re.sub(r"^[Tt]he ", "", each.text)
-                if kind and text.strip() and (kind != "date" or any(character.isdigit() for character in text)):
-                    entities.append(Entity(text, kind, each.end_char - len(text), each.end_char))
-            found.append(_without_overlaps(entities))
+                if kind and (kind != "date" or any(character.isdigit() for character in each.text)):
+                    entities.append(Entity(each.text, kind, each.start_char, each.end_char))
+            found.append(_without_overlaps(_trimmed(entities)))
         return found
 
 
@@ -292,17 +149,16 @@ def make_finder(kind: str = "auto") -> Finder:
 
 
 def forms(entity: str, kind: Kind) -> list[str]:
-    """Every text by which the entity could be read, longest first: itself, without accents, without "the", and shorter
-    names.
+    """Every text that names the entity, longest first: itself, without accents, without "the", and shorter names.
 
-    Of a name of several words the last one ("Obama") and the initials ("NATO") count as forms; of a date its other
-    order.
+    Of a person's name the last word ("Obama") is a form, of every name of several words its initials ("NATO"); of a
+    date its other order.
     """
     found = {entity, _plain(entity), re.sub(r"^[Tt]he ", "", entity)}
     words = entity.split()
-    if kind == "name" and len(words) > 1:
-        if len(words[-1]) > 3 and words[-1][0].isupper():
-            found |= {words[-1], _plain(words[-1])}
+    if kind == "person" and (last := _last_name(words)):
+        found |= {last, _plain(last)}
+    if kind in ("person", "name") and len(words) > 1:
         initials = "".join(word[0] for word in words if word[0].isupper())
         if len(initials) > 2:
             found |= {initials, ".".join(initials) + "."}
@@ -315,25 +171,24 @@ def forms(entity: str, kind: Kind) -> list[str]:
     return sorted((form for form in found if form.strip()), key=lambda form: (-len(form), form))
 
 
-@lru_cache(maxsize=4096)
-def forms_pattern(entity: str, kind: Kind) -> re.Pattern[str]:
-    """Finds every form of the entity as whole words, in any case."""
-    listed = "|".join(re.escape(form) for form in forms(entity, kind))
-    return re.compile(rf"(?<!\w)(?:{listed})(?!\w)", re.IGNORECASE)
-
-
 def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
-    """The text with `mark` for every form of the entity, and how many there were."""
-    return forms_pattern(entity, kind).subn(lambda _: mark, text)
+    """The text with `mark` for every form of the entity, however it is spelled, and how many there were."""
+    return replaced(text, forms(entity, kind), mark)
 
 
 def can_be_read(text: str, entity: str, kind: Kind) -> bool:
-    """Returns whether the text contains some form of the entity, accents aside."""
-    pattern = forms_pattern(entity, kind)
-    if pattern.search(text):
-        return True
-    plain = _plain(text)  # of a long document this takes longer than the search
-    return plain != text and bool(pattern.search(plain))
+    """Returns whether the text writes some form of the entity, however it is spelled (`mempipe.spelling`)."""
+    return is_written(text, forms(entity, kind))
+
+
+def _last_name(words: Sequence[str]) -> str | None:
+    """Returns the last of several words that is part of a person's name: not "Jr." and not "III"."""
+    words = list(words)
+    while len(words) > 1 and _AFTER_NAMES.fullmatch(words[-1]):
+        words.pop()
+    last = words[-1] if len(words) > 1 else ""
+    is_name = len(last) > 1 and last[0].isupper() and last.lower() not in _NO_FIRST
+    return last if is_name else None
 
 
 def _plain(text: str) -> str:
@@ -363,7 +218,49 @@ def _names(text: str) -> Iterator[Entity]:
         (word, start, _), end = run[0], run[-1][2]
         if len(run) > 1 or start not in starts or word in known:
             name = re.sub(r"['’]s?$", "", text[start:end])
-            yield Entity(name, "name", start, start + len(name))
+            is_person = _may_be_a_person(name) and not _THE.search(text, max(start - 5, 0), start)
+            yield Entity(name, "person" if is_person else "name", start, start + len(name))
+
+
+def _may_be_a_person(name: str) -> bool:
+    """Returns whether a run of capitalised words has the form of a person's name, and no word of another one's."""
+    words = [word for word in name.split() if not _AFTER_NAMES.fullmatch(word)]
+    plain = {word.lower().rstrip(".") for word in words}
+    return (
+        2 <= len(words) <= _LONGEST_PERSON
+        and not plain & NOT_PERSONS
+        and words[0].lower().rstrip(".") not in NOT_FIRST_NAMES
+        and not any(_OWNS.search(word) or (len(word) > 2 and word.isupper() and word.isalpha()) for word in words)
+    )
+
+
+def _trimmed(entities: Iterable[Entity]) -> Iterator[Entity]:
+    """Yields the entities without signs at their ends; names only up to a sign that no name has, and all but titles
+    without an article before them.
+    """
+    for entity in entities:
+        is_name = entity.kind in ("person", "name")
+        for start, end in _parts(entity.text) if is_name else [(0, len(entity.text))]:
+            start = _past(_BEFORE_ENTITY, entity.text, start)
+            if entity.kind != "title":
+                start = _past(_ARTICLE, entity.text, start)
+                start = _past(_BEFORE_ENTITY, entity.text, start)
+            text = entity.text[start:end].rstrip(_AFTER_ENTITY)
+            if text and text.lower() not in _NO_FIRST:
+                yield Entity(text, entity.kind, entity.start + start, entity.start + start + len(text))
+                break
+
+
+def _parts(name: str) -> Iterator[tuple[int, int]]:
+    """Yields start and end of each part between the signs that no name has."""
+    signs = [match.span() for match in _NO_PART_OF_NAMES.finditer(name)]
+    starts, ends = [0, *(end for _, end in signs)], [*(start for start, _ in signs), len(name)]
+    yield from zip(starts, ends, strict=True)
+
+
+def _past(pattern: re.Pattern[str], text: str, start: int) -> int:
+    match = pattern.match(text, start)
+    return match.end() if match else start
 
 
 def _capitalised_runs(text: str) -> Iterator[list[_Token]]:
@@ -382,7 +279,7 @@ def _capitalised_runs(text: str) -> Iterator[list[_Token]]:
             word = tokens[following][0]
             if _is_capitalised(word) and text[tokens[following - 1][2] : tokens[following][1]] == " ":
                 last = following
-            elif word not in _LIGHT:
+            elif word not in LIGHT:
                 break
             following += 1
         yield tokens[index : last + 1]

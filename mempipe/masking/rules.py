@@ -9,6 +9,7 @@ import re
 import polars as pl
 
 from mempipe.masking.entities import Kind, can_be_read
+from mempipe.spelling import letters
 
 WORDS = re.compile(r"\w+(?:['’.-]\w+)*")
 LEAST_COMMON = 20
@@ -19,9 +20,9 @@ GUESSABLE = (5, 0.5)
 
 def trivial_rule(answer: str, kind: Kind, title: str) -> str | None:
     """Returns the rule that an entity breaks in any passage of this title: "short", "in_title", or None."""
-    if len(answer.strip()) < 2:
+    if len(letters(answer)) < 2:
         return "short"
-    if can_be_read(title, answer, kind) or can_be_read(answer, title, "name"):
+    if can_be_read(title, answer, kind) or can_be_read(answer, title, "person"):  # any title may be a person's name
         return "in_title"
     return None
 

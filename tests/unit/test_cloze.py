@@ -63,6 +63,11 @@ def test_the_title_is_named_when_it_is_wanted():
         ("long", "It " + "was big and " * 15 + "met by Anna Miller in the long and very wet winter of that year."),
         ("in_title", "The stone bridge over the quiet river was called Old Bridge by people living nearby."),
         ("not_alone", "The stone bridge over the river was designed by Anna Miller, and Miller paid for all of it."),
+        ("not_alone", "The bridge over the quiet river was designed by Anna Miller, and _Miller_ paid for all of it."),
+        (
+            "not_alone",
+            "The bridge over the quiet river was designed by Anna Miller; ÁNNA-MÍLLER> is what people wrote.",
+        ),
         ("unsearchable", "He was the one who was there before Anna Miller and all of us."),
     ],
 )
@@ -129,6 +134,13 @@ def test_two_passages_are_joined_by_the_entity_that_leads_from_one_to_the_other(
         f"She learned the craft of building long stone arches as a young woman in {GAP} village."
     )
     assert [fact.value for fact in question.evidence] == ["Anna Miller", "Steinbach"] and question.num_hops == 2
+
+
+def test_the_last_word_of_an_organisation_is_not_its_name():
+    text = "The press at home wrote that Oxford University Press printed the book about bridges in early spring."
+    (question,) = make(passage("Old Bridge", text)).questions["train"]
+    assert question.text == text.replace("Oxford University Press", GAP)
+    assert question.golden_answers == ["Oxford University Press"]
 
 
 def test_a_name_that_two_titles_share_leads_nowhere():

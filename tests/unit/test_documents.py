@@ -73,7 +73,7 @@ def make(
 
 def test_every_form_of_the_entity_is_masked_in_all_passages():
     document, _ = make()
-    assert document is not None and (document.golden_answers[0], document.kind) == ("Anna Miller", "name")
+    assert document is not None and (document.golden_answers[0], document.kind) == ("Anna Miller", "person")
     text = document.context
     assert "designed by [MASK] in spring" in text and "[MASK]\n[MASK] was an engineer. [MASK] built" in text
     assert document.num_masks == text.count(MASK) == 4 and "A mill in Vernon grinds" in text
@@ -117,7 +117,7 @@ def test_random_passages_fill_a_document_up_and_are_left_out_of_a_long_one(min_t
             BRIDGE,
             {"common": GUESSABLE},
         ),
-        ("readable", BRIDGE, {"others": [passage(9, "Ánna Míller", "x " * 90)], "related": []}),
+        ("readable", passage(1, "Old Bridge", "The stone bridge was designed by Mask in spring."), {}),
         ("too_short", BRIDGE, {"others": [], "related": []}),
         ("no_recall", BRIDGE, {"related": []}),
     ],
@@ -132,6 +132,17 @@ def test_another_entity_is_taken_where_one_is_rejected():
     made = [make(pivot, number=number) for number in range(8)]
     assert all(document is not None and document.golden_answers[0] == "1920" for document, _ in made)
     assert {tuple(rejected) for _, rejected in made} == {(), ("in_title",)}
+
+
+def test_other_spellings_of_the_entity_are_masked_and_words_of_other_names_are_not():
+    others = [passage(2, "Ánna Míller", "We met _Anna_Miller_ in Vernon. Anna-Miller's mill, MILLER> said.")]
+    document, _ = make(related=others)
+    assert document is not None
+    assert "[MASK]\nWe met _[MASK]_ in Vernon. [MASK]'s mill, [MASK]> said." in document.context
+    press = passage(1, "Old Bridge", "The book about it was printed by Oxford University Press in spring.")
+    document, _ = make(press, related=[passage(2, "Paper", "The press in Vernon wrote of it.")])
+    assert document is not None and document.golden_answers[0] == "Oxford University Press"
+    assert "Press" not in document.golden_answers and "The press in Vernon" in document.context
 
 
 def test_masks_of_the_corpus_itself_do_not_stand_in_a_document():

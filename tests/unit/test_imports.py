@@ -166,6 +166,7 @@ LAYERS = [
         "settings",
         "faults",
         "text",
+        "spelling",
         "storage",
         "user_code",
         "http_client",

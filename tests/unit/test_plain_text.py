@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -269,6 +270,16 @@ def test_a_table_of_passages_is_a_corpus(tmp_path, name):
     ]
     assert list(read_plain_text(tmp_path / name)) == expected
     assert list(read_corpus(write_corpus(tmp_path / name, tmp_path / "c.parquet"))) == expected
+
+
+def test_passages_of_a_corpus_are_written_as_they_are(tmp_path):
+    rows = [{"id": str(i), "contents": f'"Title {i}"\nText {i}.'} for i in range(3)]
+    (tmp_path / "wiki.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = write_corpus(tmp_path / "wiki.jsonl", tmp_path / "corpus.parquet")
+    assert list(read_corpus(made)) == list(read_corpus(tmp_path / "wiki.jsonl"))
+    (tmp_path / "wiki.jsonl").write_text('{"id": "1"}\n')
+    with pytest.raises(ConfigError, match=r"wiki.jsonl.*line 1"):
+        write_corpus(tmp_path / "wiki.jsonl", tmp_path / "corpus.parquet")
 
 
 def test_what_is_not_there_is_refused_by_every_kind_of_source(tmp_path):

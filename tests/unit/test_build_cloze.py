@@ -1,0 +1,44 @@
+"""The files that `mempipe data cloze` leaves, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mempipe.data.corpus import CorpusFile, read_corpus, read_segments
+from mempipe.masking.cloze import ClozeConfig, find_candidates
+from mempipe.masking.entities import make_finder
+from mempipe.settings import ConfigError
+from mempipe.types import Passage
+from pipelines import build_cloze
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch) -> None:
+    def stream_candidates(files: list[CorpusFile], config: ClozeConfig) -> Iterator[Any]:
+        passages = [Passage(**row) for batch, _ in read_segments(files, size=8) for row in batch.to_pylist()]
+        yield len(passages), find_candidates(passages, make_finder(config.entities), config)
+
+    monkeypatch.setattr(build_cloze, "stream_candidates", stream_candidates)
+    monkeypatch.setattr(build_cloze, "connected", lambda *_, **__: contextlib.nullcontext())
+
+
+def test_the_passages_of_a_corpus_lie_beside_its_questions(tmp_path):
+    corpus, folder = tmp_path / "wiki.jsonl", tmp_path / "made"
+    sentence = "In the cold spring Ada{} Loman walked across {} frozen fields toward the old mill."
+    rows = [{"id": str(i), "contents": f'"House {i}"\n{sentence.format(i, 30 + i)}'} for i in range(30)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = build_cloze.build_cloze(str(corpus), folder, ClozeConfig(entities="rules"))
+    assert made.corpus == str(folder / "corpus.parquet") and made.counts["questions"] > 0
+    assert list(read_corpus(made.corpus)) == list(read_corpus(corpus))
+
+
+def test_a_corpus_with_a_bad_row_leaves_no_folder(tmp_path):
+    (tmp_path / "wiki.jsonl").write_text('{"id": "1"}\n')
+    with pytest.raises(ConfigError, match=r"wiki.jsonl.*line 1"):
+        build_cloze.build_cloze(str(tmp_path / "wiki.jsonl"), tmp_path / "made", ClozeConfig(entities="rules"))
+    assert not (tmp_path / "made").exists()
