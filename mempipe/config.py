@@ -200,6 +200,11 @@ class RunConfig(Section):
         """Returns `generation.canary_tolerance`, or what follows from the model's dtype."""
         return self.generation.canary_tolerance or CANARY_TOLERANCE[self.model.dtype]
 
+    @property
+    def mismatch_tolerance(self) -> float:
+        """Returns `generation.mismatch_tolerance`, or the canary's."""
+        return self.generation.mismatch_tolerance or self.canary_tolerance
+
     @model_validator(mode="before")
     @classmethod
     def _made_by_the_run(cls, values: Any) -> Any:

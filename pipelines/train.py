@@ -33,10 +33,12 @@ from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import SamplingConfig
+from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, say, waiting, watched
 from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, read_record, write_record
+from mempipe.reports.alarms import MISMATCH, mismatch_alarm
 from mempipe.reports.closing import closing_table
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
@@ -313,6 +315,7 @@ def learn(
     It resumes from `position`, which a checkpoint holds.
     """
     config = roles.config
+    settings = config.model_dump(mode="json")
     exports = _exports(run, roles)
 
     def do_what_is_due(step: int) -> None:
@@ -356,11 +359,18 @@ def learn(
                 break
             checkpoints.begin(batch)
             first = position.num_updates if goes_on else 0
-            metrics = train_step(roles, batch, step=step, first=first, stop=stop)
+            try:
+                metrics = train_step(roles, batch, step=step, first=first, stop=stop)
+            except SamplingMismatch as error:
+                tracker.log_metrics({MISMATCH: error.mean}, step=step + 1)
+                write_report(run.folder)  # with its alarm: the run ends here
+                raise
             reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
             tracker.log_metrics(metrics, step=step + 1)
+            if alarm := mismatch_alarm([metrics | {"step": step + 1}], settings):
+                progress.note(alarm)
             tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
             run.update(num_steps=step + 1)
             checkpoints.finish()

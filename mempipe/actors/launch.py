@@ -314,6 +314,7 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
         temperature=config.sampling.temperature,
         num_updates=config.num_steps * config.algorithm.updates_per_step,
         seed=config.seed,
+        mismatch_tolerance=config.mismatch_tolerance,
     )
 
 

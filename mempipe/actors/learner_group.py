@@ -20,6 +20,7 @@ from mempipe.actors.lost import LearnerFailed, LearnerLost, one_line
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
+from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest
@@ -258,7 +259,8 @@ class LearnerGroup:
         self, phase: str, references: Sequence[Any], *, timeout_s: float | None = None, beside: Sequence[Handle] = ()
     ) -> list[Any]:
         """Gets the object refs of one phase. Checks every WATCH_S seconds that the actors in `beside` are alive, since
-        ranks that wait for a dead engine would hang until the timeout. Raises LearnerLost or LearnerFailed."""
+        ranks that wait for a dead engine would hang until the timeout. Raises LearnerLost, LearnerFailed or
+        SamplingMismatch."""
         timeout_s = timeout_s or self._timeout_s
         deadline, pending = time.monotonic() + timeout_s, list(references)
         try:
@@ -275,6 +277,8 @@ class LearnerGroup:
         except RayTaskError as error:
             if death := self._death():
                 raise LearnerLost(f"{phase}: a learner rank died: {one_line(death)}") from error
+            if isinstance(error.cause, SamplingMismatch):
+                raise error.cause from error
             raise LearnerFailed(f"{phase}: {one_line(error)}") from error
 
     def _death(self) -> RayActorError | None:

@@ -41,8 +41,9 @@ from mempipe.engines.model import (
     to_device,
     weight_checksums,
 )
+from mempipe.engines.proof import SamplingMismatch, check_sampled
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
-from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss
+from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss, same_version_mismatch
 from mempipe.rl.packing import Floats, MicroBatch
 from mempipe.storage.files import in_turn
 
@@ -130,7 +131,8 @@ class Learner:
     def update(self, index: int) -> dict[str, float]:
         """The optimiser update number `index` of the step that was begun; returns its metrics, over all ranks.
 
-        Raises FloatingPointError when a gradient is not finite.
+        Raises FloatingPointError when a gradient is not finite, and SamplingMismatch when engines computed otherwise
+        what they sampled; the weights are unchanged then.
         """
         report = self._update(*self._step[index])
         gathered: list[Any] = [report]
@@ -166,6 +168,10 @@ class Learner:
                 config=self.settings.algorithm,
                 **columns,
             )
+            if self._is_of_one_version:
+                versions = to_device(micro_batch.policy_versions, self._device)
+                sampled = columns["old_logprobs"] if sampler_logprobs is None else sampler_logprobs
+                sums |= same_version_mismatch(logprobs, sampled, real & (versions == self._version))
         loss.backward()
         return sums | {"entropy": entropy[real].sum().item()}
 
@@ -305,6 +311,7 @@ class Learner:
             "num_tokens": sum(b.num_tokens for b in real),
             "num_contexts": sum(len(b.sequence_lengths) for b in real),
         }
+        self._check_sampled(sums)
         lr = self.lr
         norm = self.optim_step()
         return {
@@ -318,6 +325,29 @@ class Learner:
             "peak_memory_gib": peak_memory_gib(self._device),
             "peak_teraflops": self._peak_teraflops,
         }
+
+    @property
+    def _version(self) -> int:
+        """Returns the version that engines were sent before the present step."""
+        return self.num_updates_done // self.settings.algorithm.updates_per_step
+
+    @property
+    def _is_of_one_version(self) -> bool:
+        """Returns whether the weights are those of `_version` still, and not between two updates of a step."""
+        return not self.num_updates_done % self.settings.algorithm.updates_per_step
+
+    def _check_sampled(self, sums: Mapping[str, float]) -> None:
+        """Compares the step's tokens of one version with the engines, over all ranks. Raises SamplingMismatch, on all
+        ranks and with the gradient gone."""
+        names = ("same_version/abs_logprob_diff", "same_version/tokens")
+        found = torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(found)
+        try:
+            check_sampled(found[0].item(), int(found[1].item()), tolerance=self.settings.mismatch_tolerance)
+        except SamplingMismatch:
+            self._optimizer.zero_grad()
+            raise
 
     def _logprobs(self, micro_batch: MicroBatch) -> Tensor:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,5 +25,7 @@ class LearnerSettings:
     num_updates: int
     """Optimiser updates of the whole run; cosine and linear schedules end with its last step."""
     seed: int = 1
+    mismatch_tolerance: float = math.inf
+    """Largest mean |Δ log-prob| to the engines over a step's tokens of the present version."""
     objective: Objective = "policy"
     """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""

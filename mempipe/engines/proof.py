@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mempipe.engines.config import FEWEST_TOKENS
+
 CANARY_LOOSENESS = 20
 """The largest difference of one canary token may be this many times `generation.canary_tolerance`."""
 
@@ -33,6 +35,30 @@ class HeldWeights:
 
 class CanaryFailed(RuntimeError):
     """Engine and learner disagree about the log-probs of the canary sequences more than rounding explains."""
+
+
+class SamplingMismatch(RuntimeError):
+    """Engines gave the tokens of a step other log-probs than the learner does under the same weights."""
+
+    def __init__(self, mean: float, num_tokens: int, tolerance: float) -> None:
+        super().__init__(mean, num_tokens, tolerance)
+        self.mean = mean
+        self._num_tokens, self._tolerance = num_tokens, tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"engine and learner differ by {self.mean:.6g} in log-prob on average on {self._num_tokens:,} tokens of "
+            f"this step that the learner's own version sampled; generation.mismatch_tolerance allows "
+            f"{self._tolerance:g}. The step's update was not made. Engines compute otherwise while they sample "
+            "(recorded graphs, cached prefixes, adapters): try generation.enforce_eager"
+        )
+
+
+def check_sampled(difference: float, num_tokens: int, *, tolerance: float) -> None:
+    """Judges the sum of |Δ log-prob| over tokens of one version; fewer than `FEWEST_TOKENS` say nothing. Raises
+    SamplingMismatch when their mean exceeds the tolerance, or is not a number."""
+    if num_tokens >= FEWEST_TOKENS and not difference / num_tokens <= tolerance:
+        raise SamplingMismatch(difference / num_tokens, num_tokens, tolerance)
 
 
 def added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 from typing import Any
 
+from mempipe.engines.config import CANARY_TOLERANCE, FEWEST_TOKENS
+
+MISMATCH = "learner/same_version/abs_logprob_diff"
 FEWEST_STEPS = 8
 """Learner steps of the shortest training that is judged."""
 ERRORS = 3.0
@@ -16,8 +19,31 @@ _PAYERS = ("function", "per_turn", "wrong_answer", "information_weight", "recall
 
 def alarms(metrics: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> list[str]:
     """Returns the alarms of a training from its rows of metrics.jsonl and its config as nested plain values."""
-    found = form_alarm(metrics, reward=settings.get("reward") or {})
-    return [found] if found else []
+    found = [form_alarm(metrics, reward=settings.get("reward") or {}), mismatch_alarm(metrics, settings)]
+    return [alarm for alarm in found if alarm]
+
+
+def mismatch_alarm(metrics: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where engine and learner drifted apart: the mean |Δ log-prob| over a step's tokens of the
+    learner's own version exceeded half of generation.mismatch_tolerance. None otherwise."""
+    generation, dtype = settings.get("generation") or {}, (settings.get("model") or {}).get("dtype", "bfloat16")
+    tolerances = (generation.get(name) for name in ("mismatch_tolerance", "canary_tolerance"))
+    tolerance = next((value for value in tolerances if value), CANARY_TOLERANCE[dtype])
+    gaps = {row["step"]: row[MISMATCH] for row in metrics if MISMATCH in row and _is_judged(row)}
+    wide = {step: gap for step, gap in gaps.items() if not gap <= tolerance / 2}
+    if not wide:
+        return None
+    worst = max(wide, key=lambda step: math.inf if math.isnan(wide[step]) else wide[step])
+    return (
+        f"Engine and learner drift apart: in {len(wide)} of {len(gaps)} steps, first in step {min(wide):.0f}, they "
+        f"gave tokens of the same version log-probs that differ by more than {tolerance / 2:g} on average, by "
+        f"{wide[worst]:.3g} in step {worst:.0f}. The run ends where that exceeds {tolerance:g} "
+        "(generation.mismatch_tolerance)."
+    )
+
+
+def _is_judged(row: Mapping[str, float]) -> bool:
+    return row.get("learner/same_version/tokens", math.inf) >= FEWEST_TOKENS
 
 
 def form_alarm(metrics: Sequence[Mapping[str, float]], *, reward: Mapping[str, Any]) -> str | None:

@@ -54,7 +54,11 @@ _SMALL_CHARTS = [
     (
         "Engine against learner, |Δ log-prob|",
         number,
-        [("abs_logprob_diff", "mean"), ("canary_mean_difference", "canary")],
+        [
+            ("abs_logprob_diff", "mean"),
+            ("same_version/abs_logprob_diff", "tokens of the same version"),
+            ("canary_mean_difference", "canary"),
+        ],
     ),
     ("KL to the reference, per token", number, [("kl_ref", "KL")]),
     ("Entropy, nats per token", number, [("entropy", "entropy")]),

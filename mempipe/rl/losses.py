@@ -126,6 +126,16 @@ def importance_weights(
     return ratio.clamp(max=config.max_importance_ratio), beyond.to(ratio)
 
 
+def same_version_mismatch(logprobs: Tensor, sampled: Tensor, of_present: Tensor) -> dict[str, float]:
+    """Sums |Δ| between the learner's log-probs [N] and the engine's over the tokens that the present version sampled
+    (`of_present` [N] bool), to which only computation contributes. {} when there is none. The mean is
+    "same_version/abs_logprob_diff"."""
+    if not of_present.any():
+        return {}
+    difference = (logprobs - sampled)[of_present].detach().abs()
+    return {"same_version/tokens": float(len(difference)), "same_version/abs_logprob_diff": difference.sum().item()}
+
+
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Returns exp(d) - d - 1 with d = ref - logprob, cut at `MAX_KL`. [N] -> [N].
 

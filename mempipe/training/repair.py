@@ -3,7 +3,7 @@
 A run that fails or is interrupted saves the learner and the finished groups, unless the learner itself failed in the
 middle of a step. It continues by itself when a role was lost (an engine, a rank, a node; `config.max_restarts` times an
 hour), since another start can do better then. It ends when it failed for a reason that would come again: a full disk,
-stale weights, a gradient that is not finite, an error in user-defined code.
+stale weights, engines that compute otherwise, a gradient that is not finite, an error in user-defined code.
 """
 
 from __future__ import annotations

@@ -259,6 +259,14 @@ def test_defaults_are_the_published_settings():
     assert (config.budget.memory_tokens, config.budget.max_turns, config.budget.context_tokens) == (1024, 5, 8192)
 
 
+def test_the_tokens_of_a_step_are_judged_as_the_canary_unless_set():
+    assert parse_config({"model": {"dtype": "bfloat16"}}).mismatch_tolerance == 0.05
+    assert parse_config({"generation": {"canary_tolerance": 0.2}}).mismatch_tolerance == 0.2
+    assert parse_config({"generation": {"canary_tolerance": 0.2, "mismatch_tolerance": 0.4}}).mismatch_tolerance == 0.4
+    with pytest.raises(ConfigError, match=r"generation\.mismatch_tolerance"):
+        parse_config({"generation": {"mismatch_tolerance": 0}})
+
+
 def test_the_canary_is_as_strict_as_the_dtype_allows_unless_set():
     assert parse_config({"model": {"dtype": "float32"}}).canary_tolerance == 0.001
     assert parse_config({"model": {"dtype": "bfloat16"}}).canary_tolerance == 0.05

@@ -6,6 +6,7 @@ The roles are stand-ins (`stand_in_run`); command, loop, checkpoints, collector,
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,10 @@ from ray.exceptions import (
 from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, stand_in_run
 
 from mempipe.actors.lost import LOST_IN_RAY, LearnerFailed, LearnerLost, RoleLost
+from mempipe.engines.proof import SamplingMismatch
+from mempipe.reports.training import write_report
 from mempipe.user_code import UserCodeError
+from pipelines import train
 
 WITH_RANKS = ("learn", "sync", "checkpoint", "export")
 STREAMS = ("evaluate untrained", "evaluate before", "collect", "evaluate step", "evaluate after")
@@ -212,6 +216,23 @@ def test_a_role_that_is_lost_again_and_again_ends_the_run_with_all_that_was_save
     assert len(re.findall(r"restart \d", said.out)) == 3
     assert len(re.findall(r"^error: ", said.err, re.MULTILINE)) == 1 and "a learner rank died" in said.err
     assert run.checkpoints() and run.run_folder.is_dir()
+
+
+def test_a_run_whose_engines_compute_otherwise_ends_with_a_sentence_and_an_alarm(tmp_path, monkeypatch, capsys):
+    run = stand_in_run(
+        tmp_path, monkeypatch, Strike(place="learn", error=lambda: SamplingMismatch(0.2, 900, 0.05), after=2)
+    )
+    monkeypatch.setattr(train, "write_report", write_report)
+    assert run.command() == 1
+    captured = capsys.readouterr()
+    check_words(captured.out + captured.err)
+    assert captured.err.count("generation.mismatch_tolerance allows 0.05") == 1
+    assert len(run.checkpoints()) == 1, "the step before is kept"
+    told = json.loads((run.run_folder / "report.json").read_text())["alarms"]
+    assert told.startswith("Engine and learner drift apart: in 1 of 1 steps, first in step 2")
+    assert run.command("--resume") == 0
+    check_finished(run)
+    assert "alarms" not in json.loads((run.run_folder / "report.json").read_text())
 
 
 def test_the_files_of_a_checkpoint_are_compared_once_when_a_run_is_resumed(tmp_path, monkeypatch):

@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
 from mempipe.engines.checksums import checksum
-from mempipe.engines.config import ModelConfig, OptimizerConfig
+from mempipe.engines.config import FEWEST_TOKENS, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
 from mempipe.engines.model import accumulate_locally, shard
-from mempipe.engines.proof import added
+from mempipe.engines.proof import SamplingMismatch, added
 from mempipe.engines.reference import ReferenceModel
 from mempipe.rl.packing import MicroBatch
 from mempipe.types import TrainingSample
@@ -437,6 +437,52 @@ def test_reference_logprobs_lie_where_the_loss_is(qwen2):
         ((batch,),) = pack([s])
         assert [bool(value) for value in row] == [bool(bit) for bit in s.loss_mask]
         np.testing.assert_allclose(np.array(row)[np.array(s.loss_mask) == 1], expected.logprobs(batch), atol=1e-5)
+
+
+def sampled_like(folder: Path, *, off: float, version: int = 0) -> list[MicroBatch]:
+    """An update whose tokens, more than `FEWEST_TOKENS`, were sampled by `version` with log-probs that are `off`."""
+    learner, step = make_learner(folder), samples(12, lengths=[60] * 6)
+    scores = learner.score([s.token_ids for s in step])
+    logprobs = [
+        [0.0] + [(score + off) * bit for score, bit in zip(row, s.loss_mask[1:], strict=True)]
+        for s, row in zip(step, scores, strict=True)
+    ]
+    versions = [[version if bit else -1 for bit in s.loss_mask] for s in step]
+    changed = zip(step, logprobs, versions, strict=True)
+    return pack([dataclasses.replace(s, logprobs=own, policy_versions=by) for s, own, by in changed])[0]
+
+
+def test_engines_that_computed_otherwise_what_they_sampled_end_the_step_before_its_update(qwen2):
+    learner = make_learner(qwen2, mismatch_tolerance=0.05)
+    before = learner.full_state_dict()
+    with pytest.raises(
+        SamplingMismatch, match=r"differ by 0\.1 in .* generation.mismatch_tolerance allows 0\.05"
+    ) as error:
+        learner.step([sampled_like(qwen2, off=0.1)])
+    assert error.value.mean == pytest.approx(0.1, abs=1e-5)
+    assert learner.num_updates_done == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.full_state_dict().items())
+    (metrics,) = learner.step([sampled_like(qwen2, off=0.01)])
+    assert metrics["same_version/abs_logprob_diff"] == pytest.approx(0.01, abs=1e-5), "no gradient was left"
+
+
+def test_tokens_of_other_versions_and_later_updates_of_a_step_say_nothing_of_the_engines(qwen2):
+    learner = make_learner(qwen2, mismatch_tolerance=0.05, updates_per_step=2, lr=1e-2)
+    right, older = sampled_like(qwen2, off=0.0), sampled_like(qwen2, off=0.5, version=3)
+    first, second = learner.step([right, right])
+    assert first["same_version/abs_logprob_diff"] < 1e-5 and "same_version/tokens" not in second
+    assert second["abs_logprob_diff"] > 0.05, "the first update moved the policy"
+    (third, _) = learner.step([older, older])
+    assert "same_version/tokens" not in third
+    few = make_learner(qwen2, mismatch_tolerance=1e-6)
+    (metrics,) = few.step(pack(samples(1, lengths=[6, 5])))
+    assert 0 < metrics["same_version/tokens"] < FEWEST_TOKENS
+
+
+def test_the_mismatch_is_the_samplers_where_the_learner_computes_old_logprobs_again(qwen2):
+    learner = make_learner(qwen2, mismatch_tolerance=0.05, old_logprobs="recompute")
+    with pytest.raises(SamplingMismatch):
+        learner.step([sampled_like(qwen2, off=0.1)])
 
 
 def test_recomputed_old_logprobs_make_the_first_ratio_one_and_keep_the_samplers_mismatch(qwen2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from mempipe.actors import learner_group
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.lost import LearnerFailed, LearnerLost
 from mempipe.engines import learner
+from mempipe.engines.proof import SamplingMismatch
 from mempipe.stop import StopRequest
 
 
@@ -115,6 +117,19 @@ class BrokenMethod:
 
     def remote(self, *arguments: Any) -> Exception | None:
         return self.raised
+
+
+def test_engines_that_computed_otherwise_are_told_by_name(monkeypatch):
+    mismatch = pickle.loads(pickle.dumps(SamplingMismatch(0.3, 70, 0.05)))  # as it comes from a rank
+    assert mismatch.mean == 0.3 and "70 tokens" in str(mismatch)
+
+    def get(*_: Any, **__: Any) -> Any:
+        raise RayTaskError("update", "", mismatch)
+
+    monkeypatch.setattr(learner_group.ray, "get", get)
+    monkeypatch.setattr(LearnerGroup, "_death", lambda _: None)
+    with pytest.raises(SamplingMismatch, match=r"mismatch_tolerance allows 0\.05"):
+        LearnerGroup([BrokenRank(None, None)], timeout_s=30.0).finish_save()
 
 
 BROKEN = RayTaskError("update", "", RuntimeError("Connection closed by peer"))

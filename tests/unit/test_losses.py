@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss
+from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss, same_version_mismatch
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
@@ -208,6 +208,16 @@ def test_the_entropy_bonus_is_the_weighted_entropy_of_what_is_sampled_from():
     p, h = logprobs.exp().detach(), entropies.detach()
     expected = 0.01 * weights[:, None] * p * (p.log() + h[:, None])  # -dH/dlogit = p (log p + H)
     assert logits.grad is not None and torch.allclose(logits.grad, expected)
+
+
+def test_the_mismatch_of_one_version_leaves_out_tokens_of_others():
+    logprobs, sampled = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([-1.5, -2.25, 9.0])
+    sums = same_version_mismatch(logprobs, sampled, torch.tensor([True, True, False]))
+    assert mean_metrics(merge_metrics([sums, sums])) == {
+        "same_version/tokens": 4.0,
+        "same_version/abs_logprob_diff": 0.375,
+    }
+    assert same_version_mismatch(logprobs, sampled, torch.zeros(3, dtype=torch.bool)) == {}
 
 
 def test_mismatch_is_told_by_context_index():
