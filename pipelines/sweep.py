@@ -23,11 +23,11 @@ from mempipe.beacons import reached
 from mempipe.evaluation.suite import resolve_run
 from mempipe.planning.placement import Demand, bundle_gpus, plan
 from mempipe.progress import say
-from mempipe.reports.budgets import verdicts, write_budget_report
+from mempipe.reports.budgets import write_budget_report
+from mempipe.reports.closing import closing_study
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError
 from mempipe.storage.files import lock, write_text
-from mempipe.studies.budgets import BudgetStudy
 from mempipe.studies.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
 from mempipe.tracking.tracker import Tracker
 from mempipe.training.parent_run import parent_run
@@ -148,7 +148,7 @@ def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
     paths = write_budget_report(sweep.folder, study, name=sweep.name) if study.whole.curves else []
     for path in paths:
         tracker.log_artifact(path.absolute())
-    _print(study, paths)
+    closing_study(study, paths=paths)
     return paths
 
 
@@ -161,11 +161,3 @@ def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
         for command, file in write_configs(sweep.folder, trial)
     ]
     return TrialCommands(name=trial.name, commands=commands, log=str(log.resolve()))
-
-
-def _print(study: BudgetStudy, paths: Sequence[Path]) -> None:
-    for text in verdicts(study):
-        say(text)
-    for path in paths:
-        if path.suffix == ".html":
-            say(f"Report: {path}")

@@ -53,7 +53,8 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
     page = render(
         "evaluation.html",
         name=f"{name}: how much memory is enough?",
-        facts=verdicts(study),
+        facts=[],
+        findings=verdicts(study),
         tiles=[],
         examples=[],
         sections=_sections(study),

@@ -1,15 +1,19 @@
-"""The last lines of a run on the terminal: its results, the places of its files, and the commands that come next."""
+"""The last lines of a run and of a sweep on the terminal: results, the places of files, and the next commands."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from mempipe.evaluation.table import percent_text
+from mempipe.reports.budgets import verdicts
 from mempipe.reports.next_steps import next_steps
 from mempipe.runs import Run
+from mempipe.studies.budgets import BudgetStudy
 
 _ROWS = (
     ("exact match", "em"),
@@ -50,6 +54,27 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     )
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
+
+
+def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:
+    """Prints the score of each agent under each memory budget, how much memory is enough, and where the report is."""
+    console = Console()
+    table = Table(title="percent over all questions, with 95 % intervals", title_justify="left")
+    for column in ("agent", "memory tokens", study.metric, "tokens per question"):
+        table.add_column(column, justify="left" if column == "agent" else "right")
+    rows = [
+        (curve.agent, f"{point.memory_tokens:,}", point.measured)
+        for curve in study.whole.curves
+        for point in curve.points
+    ]
+    rows += [(reference.agent, "no budget", reference.measured) for reference in study.whole.references]
+    for agent, budget, measured in rows:
+        table.add_row(agent, budget, percent_text(measured.score), f"{measured.tokens_per_question:,.0f}")
+    if rows:
+        console.print(table)
+    pages = [f"Report: {path}" for path in paths if path.suffix == ".html"]
+    for line in [*verdicts(study), *pages]:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _short(value: float) -> str:

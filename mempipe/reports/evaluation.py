@@ -109,6 +109,7 @@ def write_evaluation_report(
             "evaluation.html",
             name=suite.name,
             facts=[*_head(suite), "a question that failed counts with 0"],
+            findings=[],
             tiles=_tiles(tables),
             examples=side_by_side(folder, cells, configs),
             sections=sections,

@@ -18,6 +18,7 @@ from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
 from mempipe.evaluation.statistics import ClusteredMean, clustered_mean, difference_interval
 from mempipe.reports.budget_figures import causes_by_budget, figures_by_hops, score_by_part
 from mempipe.reports.budgets import budget_lines, verdict, verdicts, write_budget_report
+from mempipe.reports.closing import closing_study
 from mempipe.settings import ConfigError
 from mempipe.studies.budgets import ALPHA, BudgetStudy, Verdict, study_evaluation, study_runs
 from mempipe.studies.measured import MeasuredRun, ModelSize, Sets, measured_runs, pooled
@@ -110,7 +111,7 @@ def test_one_question_tells_nothing(tmp_path):
     assert "inf " not in text and "nan" not in text
 
 
-def test_a_multi_hop_loss_is_not_hidden_by_the_mean_over_sets():
+def test_a_multi_hop_loss_is_not_hidden_by_the_mean_over_sets(capsys):
     """NQ falls with the budget and MuSiQue rises; their mean says nothing of either."""
     scores = {512: (0.60, 0.20), 1024: (0.52, 0.30), 2048: (0.45, 0.38)}
     hops = [2 + i % 2 for i in range(2000)]
@@ -132,6 +133,10 @@ def test_a_multi_hop_loss_is_not_hidden_by_the_mean_over_sets():
         "musique, 2 hops": ["not enough", "not enough"],
         "musique, 3 hops": ["not enough", "not enough"],
     }
+    closing_study(result, paths=[Path("sweep/budgets.html")])
+    printed = capsys.readouterr().out
+    assert all(f"{100 * point.measured.score.value:.2f} (" in printed for point in result.whole.curves[0].points)
+    assert all(text in printed for text in verdicts(result)) and printed.endswith("Report: sweep/budgets.html\n")
     said = verdicts(result)
     assert said[0] == "a, nq: 512 tokens are enough: they lose less than 2 points against 2048 tokens."
     assert said[1] == (
