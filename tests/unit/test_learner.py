@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
+from mempipe.engines import proof
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import FEWEST_TOKENS, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
@@ -221,6 +222,15 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     except ValueError as error:
         found["uneven"] = str(error)
     found["metrics"] = full.step([mine, mine[::-1]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "FEWEST_TOKENS", 1)
+        guarded = learner(mismatch_tolerance=1e-9)
+        one_sided = mine if rank else pack(step[:1], max_tokens=30)[0] * len(mine)
+        one_sided = [dataclasses.replace(b, policy_versions=b.policy_versions + (1 - rank)) for b in one_sided]
+        try:
+            guarded.step([one_sided])
+        except SamplingMismatch as error:
+            found["mismatch"] = str(error)
     found["weights"] = full.full_state_dict()
     found["checksums"] = full.checksums()
 
@@ -409,6 +419,12 @@ def test_two_ranks_score_as_one_does(qwen2, two_ranks):
 
 def test_a_forward_pass_without_backward_leaves_the_sharded_weights_in_place(two_ranks):
     assert two_ranks[0]["weights_intact"]
+
+
+def test_all_ranks_end_the_step_when_the_tokens_of_one_were_computed_otherwise(two_ranks):
+    """The first rank has no token of the present version, and would wait in the optimiser for the second."""
+    assert two_ranks[0]["mismatch"] == two_ranks[1]["mismatch"]
+    assert "The step's update was not made" in two_ranks[0]["mismatch"]
 
 
 def test_ranks_with_unequal_micro_batch_counts_are_told_instead_of_hanging(two_ranks):
