@@ -81,14 +81,15 @@ def main(suite: EvaluationSuite) -> list[Path]:
         lock(suite.folder)  # two evaluations in it would both ask the missing questions
     except OSError as error:
         raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
-    for number, each in enumerate(planned, start=1):
-        if not all(job.results.finished for job in each.jobs):
-            say(f"{each.run.name}: {number} of {len(planned)} runs")
-            with (
-                StopRequest(each.config.grace_s).listening() as stop,
-                connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
-            ):
-                stop.listen()  # Ray has put its own handler in place
+    if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
+        say("connecting to Ray")
+        with (
+            StopRequest(max(each.config.grace_s for each in unfinished)).listening() as stop,
+            connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
+        ):
+            stop.listen()  # Ray has put its own handler in place
+            for number, each in enumerate(unfinished, start=1):
+                say(f"{each.run.name}: {number} of {len(unfinished)} runs")
                 Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, namespace))
     return report(suite, planned)
 
