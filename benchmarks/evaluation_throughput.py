@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run
+from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run, warm_started
 from mempipe import environment
 from mempipe.actors.cluster import connected
 from mempipe.actors.launch import RolloutActors, launch_rollout_actors
@@ -40,7 +40,6 @@ from mempipe.runs import Run
 from mempipe.streams.groups import stream_groups
 from mempipe.types import Question, Trajectory
 from pipelines.prepare import prepare
-from pipelines.warm_start import warm_start
 from tools.vllm_server import vllm_server
 
 NUM_THREADS = 30
@@ -66,7 +65,7 @@ def main() -> None:
             run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_start(run, config) if arguments.run is None else config
+            config = warm_started(run, config, namespace) if arguments.run is None else config
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
             server = vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)

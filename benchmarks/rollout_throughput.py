@@ -46,7 +46,7 @@ from mempipe.actors.admission import Admission
 from mempipe.actors.cluster import connected
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
-from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE
+from mempipe.actors.launch import MAX_CALLS, WEIGHT_STORE, launch
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.actors.weight_store import WeightStore
@@ -59,10 +59,11 @@ from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.runs import Run
+from mempipe.stop import StopRequest
 from mempipe.streams.groups import Collector, DriverSpec, StepGroups, stream_groups
 from mempipe.types import Completion, Group, Question
 from pipelines.prepare import prepare
-from pipelines.warm_start import warm_start
+from pipelines.warm_start import recorded_demonstrations, warm_start, warm_start_folder
 
 QUICKSTART = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 SETTINGS = [
@@ -96,10 +97,18 @@ def main() -> None:
             run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_start(run, config) if arguments.run is None else config
+            config = warm_started(run, config, namespace) if arguments.run is None else config
             with started(config, namespace, num_questions=num_questions, num_skewed=arguments.skewed) as contest:
                 rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]
     report(rounds)
+
+
+def warm_started(run: Run, config: RunConfig, namespace: str) -> RunConfig:
+    """Returns the config with a model that was trained on the demonstrations of the run."""
+    with launch(config, namespace) as roles:
+        warm_start(run, roles, recorded_demonstrations(run, config), StopRequest(config.grace_s))
+    model = config.model.model_copy(update={"path": str(warm_start_folder(run))})
+    return config.model_copy(update={"model": model})
 
 
 def of_run(run: Path, settings: dict[str, Any]) -> RunConfig:

@@ -1,7 +1,7 @@
 """Train an agent with multi-context GRPO (arXiv 2511.02805): the whole main job, readable from top to bottom.
 
     prepare     world, index and tiny model (only if the config has a `world`)
-    launch      engines, retrievers, reference, learner ranks
+    launch      engines, retrievers, reference, learner ranks, once for all phases below
     warm start  (only if the config has one)                               checkpoint 0
     evaluate    held-out questions, before
     train       [ collect groups -> reference -> learn -> sync ] x steps   a checkpoint every so often
@@ -15,9 +15,9 @@ checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,14 +25,14 @@ from statistics import fmean
 from typing import Any
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.launch import Roles, RolloutActors, launch, launch_rollout_actors
+from mempipe.actors.launch import Roles, RolloutActors, launch
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions, understood
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
-from mempipe.engines.config import SamplingConfig
+from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
@@ -55,7 +55,7 @@ from mempipe.training.training_rows import TrainingRows
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
-from pipelines.warm_start import warm_start
+from pipelines.warm_start import recorded_demonstrations, warm_start, warm_start_folder
 
 NUM_CANARIES = 4
 """Sequences that learner and engines score after each sync: the first questions, without the chat template. Not
@@ -138,12 +138,13 @@ def _phases(
 ) -> None:
     """All phases that need actors. Each skips what it finds done, so that another attempt continues. `verified` is the
     checkpoint whose files were compared with its manifest already."""
-    if config.warm_start is not None:
-        if config.evaluation.untrained:
-            evaluate_untrained(run, config, namespace, tracker)
-        with run.phase("warm_start"):
-            config = warm_start(run, config, stop)
-    _train(run, config, namespace, tracker, stop, verified=verified)
+    questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
+    first = understood(config.data.train, columns=config.data.columns)
+    say(f"{len(questions):,} training questions; the first: {first}")
+    run.update(trained_on=questions.sources())
+    validation = held_out_questions(config)
+    with _ready_to_train(run, config, validation, namespace, tracker, stop) as roles:
+        _train(run, roles, questions, validation, tracker, stop, verified=verified)
     with run.phase("report"):
         reached("report")
         tracker.flush()  # the report lists the missing records
@@ -166,6 +167,55 @@ def phases(config: RunConfig) -> list[str]:
     return [part for part in (imitating, asking, training, asking and f"{asking} again", "a report") if part]
 
 
+@contextmanager
+def _ready_to_train(
+    run: Run,
+    config: RunConfig,
+    validation: Sequence[Question],
+    namespace: str,
+    tracker: TrackerFront,
+    stop: StopRequest,
+) -> Iterator[Roles]:
+    """Starts the roles, does the untrained evaluation and the warm start if they are not done yet, and yields the
+    roles. They are started once. Exception: if engines serve an adapter, all roles start again after the warm start,
+    because an engine cannot put its adapter on another base model.
+    """
+    is_asked = _is_asked_untrained(run, config, validation)
+    wanted = None if warm_start_folder(run).exists() else config.warm_start
+    if wanted is not None and wanted.teacher is not None:
+        with run.phase("warm_start"):
+            recorded_demonstrations(run, config)  # before the start: a teacher may take hours, and GPUs would idle
+    if is_asked or wanted is not None:
+        with _launched(run, config, namespace) as roles:
+            shown = None
+            if wanted is not None:
+                with run.phase("warm_start"):
+                    shown = recorded_demonstrations(run, config)  # while the roles load
+            if is_asked:
+                with run.phase("launch"), waiting("waiting for engines and retrievers"):
+                    roles.wait()
+                roles.weights_sha256 = model_sha256(config.model.path)
+                evaluate(run, roles, validation, label="untrained", step=0, tracker=tracker)
+            if shown is not None:
+                with run.phase("warm_start"):
+                    warm_start(run, roles, shown, stop)
+            if not config.model.serves_adapter:
+                yield roles
+                return
+    with _launched(run, config.model_copy(update={"model": _first_model(run, config)}), namespace) as roles:
+        yield roles
+
+
+@contextmanager
+def _launched(run: Run, config: RunConfig, namespace: str) -> Iterator[Roles]:
+    """Starts all roles without waiting, and counts the time as the phase "launch"."""
+    say("starting engines, retrievers and learner")
+    started = time.perf_counter()
+    with launch(config, namespace) as roles:
+        run.add_seconds("launch", time.perf_counter() - started)
+        yield roles
+
+
 def held_out_questions(config: RunConfig) -> list[Question]:
     """The questions of every evaluation of this run."""
     if not config.data.validation:
@@ -174,57 +224,57 @@ def held_out_questions(config: RunConfig) -> list[Question]:
     return draw_questions(questions, config.evaluation.num_questions, seed=config.seed)
 
 
-def evaluate_untrained(run: Run, config: RunConfig, namespace: str, tracker: TrackerFront) -> None:
-    """Answers the held-out questions with the model as it came; an evaluation that is finished is kept."""
-    questions, weights = held_out_questions(config), model_sha256(config.model.path)
-    if questions and _kept(run, "untrained", _made_of(run, config, questions, step=0, weights=weights)) is None:
-        with launch_rollout_actors(config, namespace) as actors:
-            actors.weights_sha256 = weights
-            evaluate(run, actors, questions, label="untrained", step=0, tracker=tracker)
+def _is_asked_untrained(run: Run, config: RunConfig, questions: Sequence[Question]) -> bool:
+    """Returns whether the untrained evaluation is wanted and has no result yet."""
+    if config.warm_start is None or not config.evaluation.untrained or not questions:
+        return False
+    made_of = _made_of(run, config, questions, step=0, weights=model_sha256(config.model.path))
+    return _kept(run, "untrained", made_of) is None
+
+
+def _first_model(run: Run, config: RunConfig) -> ModelConfig:
+    """Returns the model that training starts from."""
+    if config.warm_start is None:
+        return config.model
+    return config.model.model_copy(update={"path": str(warm_start_folder(run))})
 
 
 def _train(
     run: Run,
-    config: RunConfig,
-    namespace: str,
+    roles: Roles,
+    questions: QuestionTable,
+    validation: Sequence[Question],
     tracker: TrackerFront,
     stop: StopRequest,
     *,
     verified: Path | None = None,
 ) -> None:
-    questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
-    first = understood(config.data.train, columns=config.data.columns)
-    say(f"{len(questions):,} training questions; the first: {first}")
-    run.update(trained_on=questions.sources())
-    validation = held_out_questions(config)
-    started = time.perf_counter()
-    with ExitStack() as stack:
-        with waiting("starting engines, retrievers and learner"):
-            roles = stack.enter_context(launch(config, namespace))
-        run.add_seconds("launch", time.perf_counter() - started)
-        say(f"all roles are up after {time.perf_counter() - started:.0f} s ({roles.plan})")
-        tokenizer = load_tokenizer(config.model.path)
-        roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
-        newest = newest_usable(run)
-        position = Position() if newest is None else roles.learners.load(newest, verified=newest == verified)
-        if taken_back := run.restart_at(position.step, num_updates=position.num_updates):
-            say(taken_back)
-        tracker.restart_at(position.step)
-        roles.sync(position.step)
-        reached("restored", step=position.step)
-        if position.step or position.num_updates:
-            before = _evaluated_before(run, validation)
-        else:
-            before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
-        learn(run, roles, questions, validation, position, tracker, stop)
-        after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
-        _exports(run, roles).validated(after, step=run.state["num_steps"])
-        write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
-        with run.phase("export"):
-            reached("export")
-            roles.learners.export(run.folder / "huggingface", source=config.model.path)
-            made_of = {"step": run.state["num_steps"], "weights": roles.weights_sha256}
-            write_record(run.folder / "huggingface" / MADE_OF, made_of)
+    """Trains from the newest checkpoint on, evaluates before and after, and exports the model."""
+    with run.phase("launch"), waiting("loading the model into all roles"):
+        roles.load_policy(_first_model(run, roles.config))
+    say(f"all roles are up ({roles.plan})")
+    tokenizer = load_tokenizer(roles.config.model.path)
+    roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
+    newest = newest_usable(run)
+    position = Position() if newest is None else roles.learners.load(newest, verified=newest == verified)
+    if taken_back := run.restart_at(position.step, num_updates=position.num_updates):
+        say(taken_back)
+    tracker.restart_at(position.step)
+    roles.sync(position.step)
+    reached("restored", step=position.step)
+    if position.step or position.num_updates:
+        before = _evaluated_before(run, validation)
+    else:
+        before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
+    learn(run, roles, questions, validation, position, tracker, stop)
+    after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
+    _exports(run, roles).validated(after, step=run.state["num_steps"])
+    write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
+    with run.phase("export"):
+        reached("export")
+        roles.learners.export(run.folder / "huggingface", source=roles.config.model.path)
+        made_of = {"step": run.state["num_steps"], "weights": roles.weights_sha256}
+        write_record(run.folder / "huggingface" / MADE_OF, made_of)
 
 
 def _exports(run: Run, roles: Roles) -> Exports:

@@ -8,13 +8,12 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from mempipe.actors.launch import launch_learners, learner_settings
+from mempipe.actors.launch import Roles, learner_settings
 from mempipe.actors.learner_group import LearnerGroup
 from mempipe.beacons import reached
 from mempipe.config import RunConfig, WarmStartConfig
@@ -37,32 +36,45 @@ MIN_ROW = 1024  # tokens that a micro-batch may always hold
 PARTS = ("clean", "noisy", "held_out")
 
 
-def warm_start(run: Run, config: RunConfig, stop: StopRequest | None = None) -> RunConfig:
-    """The config with the warm-started model in `model.path`; a model that is there already is kept. When `stop` was
-    requested, the learner is saved and Interrupted is raised.
+def warm_start(run: Run, roles: Roles, shown: Demonstrations, stop: StopRequest) -> None:
+    """Trains the model of the config on the demonstrations `shown`, and writes it to `warm_start_folder`.
+
+    When `stop` was requested, the learner is saved and Interrupted is raised.
     """
-    stop = stop or StopRequest(config.grace_s)
-    folder = run.folder / "warm_start"
-    if not folder.exists():
-        wanted = config.warm_start
-        assert wanted is not None, "a warm start needs its section in the config"
+    config, wanted = roles.config, roles.config.warm_start
+    assert wanted is not None, "a warm start needs its section in the config"
+    samples = _samples(shown, order=wanted.order, seed=config.seed)
+    updates = list(_updates(samples, wanted.tokens_per_step))
+    if faulty := _said_of_faults(shown, updates, wanted):
+        say(faulty)
+    settings = replace(
+        learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
+    )
+    with waiting("loading the model into the learner"):
+        roles.start_learner(settings)
+    roles.put_engines_to_sleep()
+    _train(run, roles.learners, config, updates, held_out=_samples_of(shown.held_out), stop=stop)
+    reached("warm_start.export")
+    roles.learners.export(warm_start_folder(run), source=config.model.path)
+    shutil.rmtree(_checkpoints(run), ignore_errors=True)
+
+
+def warm_start_folder(run: Run) -> Path:
+    """Returns the folder of the model that the warm start makes."""
+    return run.folder / "warm_start"
+
+
+def recorded_demonstrations(run: Run, config: RunConfig) -> Demonstrations:
+    """Returns the demonstrations. They are kept as files (`mempipe trace` shows them), so that a resumed warm start
+    uses the same ones."""
+    reached("demonstrations")
+    folder = run.folder / "demonstrations"
+    if not (folder / "held_out.parquet").exists():  # written last
         with waiting("writing the demonstrations of the warm start"):
-            shown = _recorded(run.folder / "demonstrations", config)
-        samples = _samples(shown, order=wanted.order, seed=config.seed)
-        updates = list(_updates(samples, wanted.tokens_per_step))
-        if faulty := _said_of_faults(shown, updates, wanted):
-            say(faulty)
-        settings = replace(
-            learner_settings(config), objective="sft", optimizer=_optimizer(wanted), num_updates=len(updates)
-        )
-        with ExitStack() as stack:
-            with waiting("starting the learner"):
-                learners = stack.enter_context(launch_learners(config, settings))
-            _train(run, learners, config, updates, held_out=_samples_of(shown.held_out), stop=stop)
-            reached("warm_start.export")
-            learners.export(folder, source=config.model.path)
-        shutil.rmtree(_checkpoints(run), ignore_errors=True)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+            made = demonstrations(config)
+        for part in PARTS:
+            write_trajectories(folder / f"{part}.parquet", getattr(made, part))
+    return Demonstrations(**{part: read_trajectories(folder / f"{part}.parquet") for part in PARTS})
 
 
 def _said_of_faults(shown: Demonstrations, updates: Sequence[Sequence[TrainingSample]], wanted: WarmStartConfig) -> str:
@@ -132,16 +144,6 @@ def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample]) -> float:
         if mask
     ]
     return sum(kept) / len(kept)
-
-
-def _recorded(folder: Path, config: RunConfig) -> Demonstrations:
-    """The demonstrations as files (`mempipe trace` shows them), so that a start that continues imitates the same
-    ones."""
-    if not (folder / "held_out.parquet").exists():  # written last
-        made = demonstrations(config)
-        for part in PARTS:
-            write_trajectories(folder / f"{part}.parquet", getattr(made, part))
-    return Demonstrations(**{part: read_trajectories(folder / f"{part}.parquet") for part in PARTS})
 
 
 def _checkpoints(run: Run) -> Path:

@@ -1,5 +1,8 @@
 """From a config to running roles: makes every actor once, waits until each answers, owns all handles, and cleans up.
 
+All actors of a training start at the same time, and `launch` returns before they are ready. Engines start with the
+weights of `model.path`. Ranks start without a model: warm start and training load their models into the same processes.
+
 A named Ray actor dies when its last handle is dropped, so `Roles` holds them all for as long as the run lasts.
 """
 
@@ -35,7 +38,7 @@ from mempipe.actors.retriever import RetrieverActor, ShardActor
 from mempipe.actors.weight_store import WeightStore
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
-from mempipe.engines.config import SamplingConfig
+from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings
@@ -66,6 +69,13 @@ class RolloutActors:
     store: Handle
     weights_sha256: str = ""
     """The hash of the weights that the engines serve, by which kept results name their policy."""
+    starting: dict[str, Any] = field(default_factory=dict)
+    """Ray's references to the first answer of every engine and retriever, by name; empty after `wait`."""
+
+    def wait(self) -> None:
+        """Waits until engines and retrievers answer. Raises as `wait_for` does."""
+        wait_for(self.starting, phase="start", timeout_s=START_TIMEOUT_S)
+        self.starting = {}
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
         """Returns what a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
@@ -105,12 +115,34 @@ class Roles(RolloutActors):
             adopted=adopted,
         )
 
+    def start_learner(self, settings: LearnerSettings) -> None:
+        """Makes a learner of `settings` on the ranks. It replaces the learner that they had before."""
+        if self.plan.kind == "colocated":  # an engine measures the free memory of its GPU while it starts
+            self.wait()
+        self.learners.start(settings)
+
+    def load_policy(self, model: ModelConfig) -> None:
+        """Loads `model`, from which training starts, into the ranks, and waits until every role is ready. The engines
+        get its weights by the next `sync`."""
+        self.config = self.config.model_copy(update={"model": model})
+        self.start_learner(learner_settings(self.config))
+        self.wait()
+        if self.plan.transfer != "mempipe_shm":
+            engines = list(self.generators.values())
+            self.learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
+
+    def put_engines_to_sleep(self) -> None:
+        """With engine sleep mode, makes the engines free their GPU memory until the next `sync`; else does nothing."""
+        if self.plan.sleeps:
+            self.wait()
+            self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
+
     def learn(
         self, updates: Sequence[Sequence[Sequence[MicroBatch]]], *, first: int = 0, stop: StopRequest | None = None
     ) -> list[dict[str, float]]:
         """Runs one learner step (`LearnerGroup.step`). With engine sleep mode the engines free their GPU memory first
         and stay asleep until the next `sync`."""
-        self._sleep()
+        self.put_engines_to_sleep()
         reports = self.learners.step(updates, first=first, stop=stop)
         self._release()
         return reports
@@ -127,7 +159,7 @@ class Roles(RolloutActors):
         """
         reached("sync", version=policy_version)
         started = time.perf_counter()
-        self._sleep()  # at the first sync nothing has put them to sleep
+        self.put_engines_to_sleep()  # at the first sync nothing has done so
         if self.plan.transfer != "mempipe_shm":
             self.learners.send_weights(policy_version, list(self.generators.values()))
         else:
@@ -162,10 +194,6 @@ class Roles(RolloutActors):
         if not counts.total():
             return "the reference or the code of agent, reward and tools: no engine and no retriever has anything to do"
         return ", ".join(f"{count} {work}" for work, count in counts.most_common() if count)
-
-    def _sleep(self) -> None:
-        if self.plan.sleeps:
-            self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
 
     def _release(self) -> None:
         """Ends a phase of the ranks: on GPUs they give back what they reserved and do not use."""
@@ -259,7 +287,9 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
 
 @contextmanager
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
-    """All roles, started side by side. Leaves no actor, process or placement group behind, whatever happens inside."""
+    """Starts all roles of a training and does not wait for them. `Roles.wait` waits for engines and retrievers,
+    `Roles.load_policy` waits for all roles. No actor, process or placement group is left, whatever happens inside.
+    """
     with _launched(config, namespace, Demand.of_training(config)) as started:
         yield started.roles()
 
@@ -268,27 +298,13 @@ def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
 def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[RolloutActors]:
     """RolloutActors under the weights of `model.path`, and retrievers; without `generators` somebody else completes.
 
-    Cleans up as `launch` does.
+    They are ready when the block begins. Cleans up as `launch` does.
     """
     demand = Demand.of_rollouts(config)
     with _launched(config, namespace, demand if generators else replace(demand, engines=0)) as started:
         actors = started.rollout_actors()
-        started.wait()
+        actors.wait()
         yield actors
-
-
-@contextmanager
-def launch_learners(config: RunConfig, settings: LearnerSettings) -> Iterator[LearnerGroup]:
-    """Only the learner ranks, for supervised phases."""
-    reservation = reserve(config, Demand(learners=config.learner.num_ranks))
-    group = _learner_group(reservation.plan.applied(config), reservation)
-    try:
-        group.start(settings)
-        yield group
-    finally:
-        for rank in group.ranks:
-            ray.kill(rank)
-        reservation.remove()
 
 
 def reserve(config: RunConfig, demand: Demand) -> Reservation:
@@ -318,11 +334,6 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
     )
 
 
-def _learner_group(config: RunConfig, reservation: Reservation) -> LearnerGroup:
-    ranks = [start_actor(LearnerActor, reservation.options("learner")) for _ in range(config.learner.num_ranks)]
-    return LearnerGroup(ranks, timeout_s=config.learner.timeout_s)
-
-
 @contextmanager
 def _launched(config: RunConfig, namespace: str, demand: Demand) -> Iterator[_Started]:
     """Reserves the GPUs of `demand` and yields a launcher. On exit shuts the engines down, kills every actor that was
@@ -348,22 +359,18 @@ class _Started:
         self.reservation = reservation
         self.actors: list[Handle] = []
         self.generators: dict[str, Handle] = {}
-        self._pending: dict[str, Any] = {}
 
     def roles(self) -> Roles:
-        """Everything that training needs, ready."""
+        """Starts everything that training needs, without waiting."""
         rollout_actors = self.rollout_actors()
+        learner = self.config.learner
+        ranks = [self._start(LearnerActor, self.reservation.options("learner")) for _ in range(learner.num_ranks)]
         reached("launch")
-        if self.plan.kind == "colocated":  # an engine measures the free memory of its GPU while it starts
-            self.wait()
-        learners = _learner_group(self.config, self.reservation)
-        self.actors += learners.ranks
-        learners.start(learner_settings(self.config))
-        self.wait()
-        if self.plan.transfer != "mempipe_shm":
-            engines = list(rollout_actors.generators.values())
-            learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
-        return Roles(**vars(rollout_actors), learners=learners, references=self._references())
+        return Roles(
+            **vars(rollout_actors),
+            learners=LearnerGroup(ranks, timeout_s=learner.timeout_s),
+            references=self._references(),
+        )
 
     def _references(self) -> ReferencePool | None:
         """Returns what the trajectory stream starts its reference models with."""
@@ -373,8 +380,8 @@ class _Started:
         return ReferencePool(size=size, options=self.reservation.pool_options("reference"))
 
     def rollout_actors(self) -> RolloutActors:
-        """Starts engines and retrievers and returns their handles without waiting; call `wait` before use. Starts no
-        retriever when neither retrieval.index nor retrieval.url is set."""
+        """Starts engines and retrievers and returns their handles without waiting. Starts no retriever when neither
+        retrieval.index nor retrieval.url is set."""
         config = self.config
         store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
@@ -412,7 +419,6 @@ class _Started:
             )
             for i in range(retrieval.num_replicas if retrieval.index or retrieval.url else 0)
         }
-        self._pending |= {name: actor.ready.remote() for name, actor in [*self.generators.items(), *retrievers.items()]}
         return RolloutActors(
             config=config,
             plan=self.plan,
@@ -420,13 +426,8 @@ class _Started:
             generators=self.generators,
             retrievers=retrievers,
             store=store,
+            starting={name: actor.ready.remote() for name, actor in (self.generators | retrievers).items()},
         )
-
-    def wait(self) -> None:
-        """Blocks until every actor started since the last call is ready, at most START_TIMEOUT_S. Raises as `wait_for`
-        does."""
-        wait_for(self._pending, phase="start", timeout_s=START_TIMEOUT_S)
-        self._pending = {}
 
     def _start(self, cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
         self.actors.append(start_actor(cls, options, *args, **kwargs))

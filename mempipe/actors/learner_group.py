@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -16,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from mempipe import environment
 from mempipe.actors.handles import Handle
-from mempipe.actors.lost import LearnerFailed, LearnerLost, one_line
+from mempipe.actors.lost import LearnerFailed, LearnerLost, is_lost, one_line
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
@@ -32,7 +33,11 @@ DEATH_S = 10.0
 
 
 class LearnerActor:
-    """One rank; its Learner is made once all ranks know where to meet."""
+    """One rank. `start` makes its Learner when all ranks know where to meet. The next `start` replaces that Learner by
+    another one in the same process."""
+
+    def __init__(self) -> None:
+        import mempipe.engines.learner  # noqa: F401  # takes seconds, while the other roles start
 
     def address(self) -> tuple[str, int]:
         """This node's address, and a port that is free on it."""
@@ -44,8 +49,11 @@ class LearnerActor:
     def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
         if interface := _interface(ray.util.get_node_ip_address()):
             os.environ.setdefault(environment.GLOO_INTERFACE, interface)
-        from mempipe.engines.learner import Learner  # seconds of imports, which the driver needs not wait for
+        from mempipe.engines.learner import Learner
 
+        if vars(self).pop("_learner", None) is not None:  # its memory must be free before the next one is made
+            gc.collect()
+            self.release_memory()
         host, port = address
         self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
 
@@ -149,7 +157,7 @@ class LearnerGroup:
         self._timeout_s = timeout_s
 
     def start(self, settings: LearnerSettings) -> None:
-        """Makes a `Learner` on every rank; they meet on rank 0's node."""
+        """Makes a `Learner` on every rank, which replaces the one before. The ranks meet on rank 0's node."""
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
@@ -197,10 +205,8 @@ class LearnerGroup:
     ) -> None:
         """Connects the ranks with the engines, so that `send_weights` goes from GPU memory to GPU memory."""
         address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
-        self._all(
-            "opening the weight transfer",
-            lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address, backend),
-        )
+        opened = [rank.open_transfer.remote(engines, tensor_parallel, address, backend) for rank in self.ranks]
+        self._get("opening the weight transfer", opened, beside=engines)
 
     def send_weights(self, policy_version: int, engines: Sequence[Handle]) -> None:
         """Gives the engines of `open_transfer` the current weights as `policy_version`; returns when all serve them."""
@@ -279,7 +285,8 @@ class LearnerGroup:
                 raise LearnerLost(f"{phase}: a learner rank died: {one_line(death)}") from error
             if isinstance(error.cause, SamplingMismatch):
                 raise error.cause from error
-            raise LearnerFailed(f"{phase}: {one_line(error)}") from error
+            kind = LearnerLost if is_lost(error) else LearnerFailed  # a rank may itself wait for an engine
+            raise kind(f"{phase}: {one_line(error)}") from error
 
     def _death(self) -> RayActorError | None:
         """Returns the error of a rank that has died, if there is one. Its death breaks the connections of the others,

@@ -15,7 +15,7 @@ from aftermath import check_mlflow, check_record
 from campaign import Campaign
 from journal import Journal
 from miniature import QUICKSTART
-from starting_point import GROUPS_PER_STEP, NUM_VALIDATION, train_arguments
+from starting_point import GROUPS_PER_STEP, NUM_VALIDATION, train_arguments, whole_training_arguments
 from watched import Missed, Watched
 
 from mempipe.data.trajectories import read_trajectories
@@ -28,12 +28,20 @@ SEGMENT = 300
 
 
 def training(
-    watched: Watched, journal: Journal, start: Path, *, num_steps: int, overrides: Sequence[str] = (), name: str = "run"
+    watched: Watched,
+    journal: Journal,
+    start: Path | None,
+    *,
+    num_steps: int,
+    overrides: Sequence[str] = (),
+    name: str = "run",
 ) -> Campaign:
-    """A training from the starting point."""
-    arguments = train_arguments(
-        start, name=name, output=watched.output, overrides=[f"num_steps={num_steps}", *overrides]
-    )
+    """A training from the starting point, or with None a whole one, which begins with its world and its warm start."""
+    overrides = [f"num_steps={num_steps}", *overrides]
+    if start is None:
+        arguments = whole_training_arguments(name=name, output=watched.output, overrides=overrides)
+    else:
+        arguments = train_arguments(start, name=name, output=watched.output, overrides=overrides)
     folder = watched.output / name
 
     def check() -> None:

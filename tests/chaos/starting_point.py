@@ -61,7 +61,7 @@ def starting_point() -> Path:
             watched.start(
                 ["train", str(QUICKSTART), *WORLD, *TRAINING, *MAKING, "num_steps=1", f"output={watched.output}"]
             )
-            with watched.held(at("launch"), seconds=MAKING_S):  # all that is wanted is there
+            with watched.held(at("restored"), seconds=MAKING_S):  # all that is wanted is there
                 made = watched.output / "run"
                 if not all((made / part).is_dir() for part in PARTS):
                     raise Missed(f"no starting point was made: {watched.last_words()}")
@@ -72,6 +72,12 @@ def starting_point() -> Path:
                 partial.rename(folder)
         shutil.rmtree(watched.output, ignore_errors=True)
     return folder
+
+
+def whole_training_arguments(*, name: str, output: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """Returns the arguments of `mempipe` for a training that makes its world and its warm start itself."""
+    settings = [*WORLD, *TRAINING, "evaluation.untrained=true", f"name={name}", f"output={output}"]
+    return ["train", str(QUICKSTART), *settings, *overrides]
 
 
 def train_arguments(start: Path, *, name: str, output: Path, overrides: Sequence[str] = ()) -> list[str]:

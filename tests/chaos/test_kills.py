@@ -71,6 +71,30 @@ def test_every_actor_may_die_in_every_phase(train, undisturbed, journal):
         check_equal_weights(run.folder, undisturbed)
 
 
+def test_every_actor_may_die_before_training(watched, journal, tmp_path_factory):
+    """Engines, retrievers and ranks are started once, and wait where others work: an idle one may die as well."""
+    with Watched(tmp_path_factory.mktemp("whole")) as other:
+        whole = commands.training(other, Journal("undisturbed: "), None, num_steps=1, overrides=SAME_RESULT)
+        whole.begin()
+        whole.finish()
+        run = commands.training(watched, journal, None, num_steps=1, overrides=SAME_RESULT)
+        run.begin()
+        plan = [
+            (["rank"], at("launch")),
+            (["engine"], at("demonstrations")),
+            (["rank", "engine"], at("evaluate", label="untrained", groups=0)),
+            (["engine", "retriever", "weight store"], at("warm_start", updates=0)),
+            (["here"], at("rank.update", rank=1)),
+            (["engine"], at("warm_start.export")),
+            (["here"], at("rank.export", rank=0)),
+            (["engine", "retriever"], at("restored", step=0)),
+        ]
+        run.strikes(plan)
+        run.finish()
+        with journal.fault("weights", "beside an undisturbed run", number=0):
+            check_equal_weights(run.folder, whole.folder)
+
+
 def test_the_driver_may_die_anywhere(train):
     run = train(NUM_STEPS, SMALL)
     places = [

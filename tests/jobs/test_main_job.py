@@ -78,6 +78,7 @@ class Job:
     survivors_of_kill: list[str]
     survivors_of_end: list[str]
     exit_code: int
+    stdout_of_killed: str
     stdout: str
     stderr: str
 
@@ -119,6 +120,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
             survivors_of_kill=survivors_of_kill,
             survivors_of_end=marked.survivors(),
             exit_code=resumed.returncode,
+            stdout_of_killed=driver.stdout,
             stdout=resumed.stdout,
             stderr=resumed.stderr,
         )
@@ -244,9 +246,16 @@ def _mlflow_client(job: Job) -> mlflow.MlflowClient:
 def test_the_terminal_shows_the_run_and_nothing_else(job):
     titles = [line.split(":")[0] for line in job.stdout.splitlines() if re.match(r"[a-z ]+: \d+/\d+", line)]
     assert list(dict.fromkeys(titles)) == ["train", "evaluate after"]
-    assert "checked; loading" in job.stdout.splitlines()[0] and "all roles are up after" in job.stdout
+    assert "checked; loading" in job.stdout.splitlines()[0] and "all roles are up" in job.stdout
     assert str(job.folder / "report.html") in job.stdout
     assert not [word for word in ("WARNING", "INFO", "Warning", "Traceback") if word in job.stdout + job.stderr]
+
+
+def test_each_command_starts_its_roles_once_for_all_that_it_does(job):
+    """The first one trains supervised, evaluates and trains by reward; the second one goes on."""
+    assert "warm start:" in job.stdout_of_killed and "evaluate before:" in job.stdout_of_killed
+    for stdout in (job.stdout_of_killed, job.stdout):
+        assert stdout.count("starting engines, retrievers and learner") == stdout.count("all roles are up") == 1
 
 
 @pytest.mark.learning
@@ -442,6 +451,7 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         connected(config.ray_address, name=config.name) as namespace,
         launch(config, namespace) as roles,
     ):
+        roles.load_policy(config.model)
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
         spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)

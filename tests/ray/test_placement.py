@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import ray
 from mempipe.actors import launch as launching
 from mempipe.actors import reservation
 from mempipe.actors.handles import start_actor
-from mempipe.actors.launch import Roles, launch, launch_learners, launch_rollout_actors
+from mempipe.actors.launch import Roles, launch, launch_rollout_actors, learner_settings
 from mempipe.config import RunConfig
+from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
@@ -58,8 +60,8 @@ class Stub:
     async def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def start(self, *args: Any) -> None:
-        pass
+    async def start(self, settings: LearnerSettings, *args: Any) -> None:
+        self._events.append(("start", settings.objective, settings.model.path))
 
     async def open_transfer(self, engines: Any, tensor_parallel: int, address: Any, backend: str) -> None:
         self._events.append((len(engines), tensor_parallel, backend))
@@ -133,6 +135,7 @@ def reference_gpus(roles: Roles) -> list[list[str]]:
 @contextmanager
 def launched(gpus: int, config: RunConfig) -> Iterator[Roles]:
     with stubs(gpus), launch(config, "placement") as roles:
+        roles.load_policy(config.model)
         yield roles
 
 
@@ -144,7 +147,7 @@ def test_with_gpus_enough_every_role_has_its_own_and_nobody_else_sees_any(gpu_cl
         assert len(set(taken)) == len(taken) == 4
         assert gpus_of([*roles.retrievers.values()]) == [[]]  # not None: it would see all of them
         assert all(place["allocator"] == "expandable_segments:True" for place in places(roles.learners.ranks))
-        assert places(roles.learners.ranks)[0]["events"] == [(1, 1, "nccl")]
+        assert places(roles.learners.ranks)[0]["events"][1:] == [(1, 1, "nccl")]
         assert places([*roles.generators.values()])[0]["transfer"] == "nccl"
 
 
@@ -161,7 +164,7 @@ def test_on_few_gpus_a_rank_and_an_engine_share_each_one(gpu_cluster, gpus):
         assert ranks == engines and len({gpu for (gpu,) in ranks}) == len(ranks) == gpus
         assert reference_gpus(roles)[0] in ranks
         assert roles.config.learner.num_ranks == roles.config.generation.num_replicas == gpus
-        assert places(roles.learners.ranks)[0]["events"] == [(gpus, 1, "ipc")]
+        assert places(roles.learners.ranks)[0]["events"][1:] == [(gpus, 1, "ipc")]
         assert places(roles.learners.ranks)[0]["allocator"] == ""  # handles of such memory cannot be passed
 
 
@@ -172,7 +175,7 @@ def test_engines_sleep_while_a_learner_that_needs_their_memory_works(gpu_cluster
         assert places([engine])[0]["sleeps"]
         roles.learn([[[]]])
         assert places([engine])[0]["events"] == ["sleep"]
-        assert places([rank])[0]["events"][1:] == ["step", "release"]
+        assert places([rank])[0]["events"][2:] == ["step", "release"]
     with launched(8, config) as roles:
         roles.learn([[[]] * 4])
         assert all(place["events"] == [] and not place["sleeps"] for place in places([*roles.generators.values()]))
@@ -183,16 +186,29 @@ def test_an_engine_of_several_gpus_sees_them_all(gpu_cluster):
     with launched(8, config) as roles:
         ((*found,),) = gpus_of([*roles.generators.values()])
         assert len(set(found)) == 4 and not {*found} & {gpu for (gpu,) in gpus_of(roles.learners.ranks)}
-        assert places(roles.learners.ranks)[0]["events"] == [(1, 4, "nccl")]
+        assert places(roles.learners.ranks)[0]["events"][1:] == [(1, 4, "nccl")]
 
 
-def test_vectors_have_gpus_of_their_own_and_supervised_ranks_come_down_to_what_is_there(gpu_cluster):
+def test_what_a_run_does_before_it_trains_is_done_by_the_same_roles(gpu_cluster):
+    """The ranks are given two models one after the other, and then, once, their connection with the engines."""
+    config = settings("memsearcher_qwen2.5-3b")
+    with stubs(1), launch(config, "placement") as roles:
+        (rank,), (engine,) = roles.learners.ranks, [*roles.generators.values()]
+        supervised = replace(learner_settings(config), objective="sft")
+        roles.start_learner(supervised)
+        roles.put_engines_to_sleep()
+        assert places([engine])[0]["events"] == ["sleep"]
+        assert places([rank])[0]["events"] == [("start", "sft", config.model.path)]
+        roles.load_policy(config.model.model_copy(update={"path": "supervised"}))
+        assert places([rank])[0]["events"][1:] == [("start", "policy", "supervised"), (1, 1, "ipc")]
+        assert roles.config.model.path == "supervised"  # what drivers and references load
+
+
+def test_vectors_have_gpus_of_their_own(gpu_cluster):
     config = settings("quickstart", "retrieval.num_gpus=2")
     with stubs(8), launch_rollout_actors(config, "placement") as actors:
         (holder,) = gpus_of([*actors.retrievers.values()])
         assert len(holder) == 2 and not {*holder} & {*gpus_of([*actors.generators.values()])[0]}
-    with stubs(1), launch_learners(config, {}) as learners:
-        assert len(learners.ranks) == 1
 
 
 def test_nothing_is_left_behind(gpu_cluster):

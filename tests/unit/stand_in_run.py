@@ -23,9 +23,11 @@ from mempipe.actors.admission import Admission
 from mempipe.checks import run as run_checks
 from mempipe.data.qa import write_questions
 from mempipe.engines.checkpoint import MANIFEST, STATE, Position, TrainingState
+from mempipe.engines.config import ModelConfig
 from mempipe.storage.files import sha256, whole_folder
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
 from pipelines import train
+from pipelines.warm_start import warm_start_folder
 
 NUM_STEPS = 4
 GROUPS_PER_STEP = 2
@@ -60,6 +62,14 @@ class StandInRun:
     folder: Path
     strike: Strike
     num_launches: int = 0
+    trained_models: list[str] = field(default_factory=list)
+    """The models that training began with, one of each start."""
+    launched_models: list[str] = field(default_factory=list)
+    """The models that engines were started with."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the model."""
+    warm_start: dict[str, Any] = field(default_factory=dict)
+    """Settings of the warm start."""
     seen: list[str] = field(default_factory=list)
     loaded: list[tuple[str, bool]] = field(default_factory=list)
     """Checkpoints that the ranks took, and whether they were told that the files had been compared already."""
@@ -74,7 +84,7 @@ class StandInRun:
             "name": "run",
             "output": str(self.folder),
             "num_steps": NUM_STEPS,
-            "model": {"path": str(self.folder / "model")},
+            "model": {"path": str(self.folder / "model"), **self.model},
             "retrieval": {"url": "http://127.0.0.1:1"},
             "data": {"train": str(self.folder / TRAIN), "validation": str(self.folder / "validation.parquet")},
             "algorithm": {
@@ -86,7 +96,7 @@ class StandInRun:
             },
             "checkpoint": {"every_steps": 1, "keep": NUM_STEPS},
             "evaluation": {"every_steps": 2, "untrained": True},
-            "warm_start": {},
+            "warm_start": self.warm_start,
             "tracking": {"enabled": False},
         }
 
@@ -131,6 +141,7 @@ def stand_in_run(folder: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike) 
     @contextmanager
     def launched(config: Any, *_: Any, **__: Any) -> Iterator[Roles]:
         run.num_launches += 1
+        run.launched_models.append(config.model.path)
         run.at("launch")
         yield Roles(run, config)
 
@@ -138,10 +149,13 @@ def stand_in_run(folder: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike) 
         run.at("prepare")
         return of.config
 
-    def warm_started(of: Any, config: Any, *_: Any) -> Any:
+    def demonstrated(*_: Any) -> str:
+        run.at("demonstrations")
+        return "demonstrations"
+
+    def warm_started(of: Any, *_: Any) -> None:
         run.at("warm start")
-        (of.folder / "warm_start").mkdir(exist_ok=True)
-        return config
+        warm_start_folder(of).mkdir(exist_ok=True)
 
     def report(folder: Path) -> list[Path]:
         run.at("report")
@@ -163,9 +177,9 @@ def stand_in_run(folder: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike) 
     monkeypatch.setattr(ray, "get", lambda answer, **_: answer)
     monkeypatch.setattr(train, "connected", connected)
     monkeypatch.setattr(train, "launch", launched)
-    monkeypatch.setattr(train, "launch_rollout_actors", launched)
     monkeypatch.setattr(train, "prepare", prepared)
     monkeypatch.setattr(train, "check_inputs", lambda _: "")
+    monkeypatch.setattr(train, "recorded_demonstrations", demonstrated)
     monkeypatch.setattr(train, "warm_start", warm_started)
     monkeypatch.setattr(train, "write_report", report)
     monkeypatch.setattr(train, "stream_groups", stream)
@@ -187,6 +201,14 @@ class Roles:
         self.canary: list[list[int]] = []
         self.learners = Learners(run)
         self.weights_sha256 = ""
+
+    def wait(self) -> None:
+        self._run.at("wait")
+
+    def load_policy(self, model: ModelConfig) -> None:
+        self._run.at("load policy")
+        self.config = self.config.model_copy(update={"model": model})
+        self._run.trained_models.append(model.path)
 
     def driver_spec(self, *, group_size: int, admission: Any = None, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(group_size=group_size, admission=admission)

@@ -38,9 +38,9 @@ from mempipe.reports.training import write_report
 from mempipe.user_code import UserCodeError
 from pipelines import train
 
-WITH_RANKS = ("learn", "sync", "checkpoint", "export")
+WITH_RANKS = ("load policy", "learn", "sync", "checkpoint", "export")
 STREAMS = ("evaluate untrained", "evaluate before", "collect", "evaluate step", "evaluate after")
-ANY = ("launch", "warm start", *STREAMS, "choose", "consume", *WITH_RANKS)
+ANY = ("launch", "wait", "warm start", *STREAMS, "choose", "consume", *WITH_RANKS)
 PASSED = {"learn": 3, "sync": 2, "checkpoint": 1, "collect": 5, "choose": 4, "consume": 1}
 """How often a place is passed before the strike, so that there is a checkpoint that could be lost."""
 
@@ -51,7 +51,10 @@ def in_a_task(cause: Exception, text: str = "") -> RayTaskError:
 
 
 LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
-    "an engine died": (lambda: RoleLost("loading weights: generator-0 died"), ("launch", *STREAMS, "sync")),
+    "an engine died": (
+        lambda: RoleLost("loading weights: generator-0 died"),
+        ("launch", "wait", "load policy", *STREAMS, "sync"),
+    ),
     "a rank died": (lambda: LearnerLost("optimiser update 1 of 2: a learner rank died"), ("warm start", *WITH_RANKS)),
     "an actor died": (ActorDiedError, ANY),
     "an actor is away": (lambda: ActorUnavailableError("it does not answer", None), ANY),
@@ -71,7 +74,7 @@ LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
     "an actor has no place": (lambda: ActorUnschedulableError("no node has room"), ("launch",)),
     "a call did not arrive": (lambda: RpcError("unavailable"), ("sync",)),
     "a node died": (lambda: NodeDiedError("the node is gone"), ANY),
-    "the raylet died": (LocalRayletDiedError, ("launch", "collect", "learn", "sync", "export")),
+    "the raylet died": (LocalRayletDiedError, ("launch", "wait", "load policy", "collect", "learn", "sync", "export")),
     "an object was lost": (lambda: ObjectLostError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
     "an object's owner died": (lambda: OwnerDiedError("ab" * 28, None, ""), ("sync", "learn", *STREAMS)),
     "nothing came in time": (lambda: GetTimeoutError("120 s"), ("learn", "sync", "choose", "consume", *STREAMS)),
@@ -83,7 +86,7 @@ ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
     "no connection": (lambda: ConnectionError("connection refused"), ("connected", "launch", "learn"), 1),
     "the disk is full": (
         lambda: OSError(errno.ENOSPC, "No space left on device", "/data/x"),
-        ("prepare", "checkpoint", "export", "report", "evaluate step"),
+        ("prepare", "demonstrations", "checkpoint", "export", "report", "evaluate step"),
         1,
     ),
     "a rank's disk is full": (
@@ -96,8 +99,8 @@ ENDS: dict[str, tuple[Callable[[], BaseException], tuple[str, ...], int]] = {
         STREAMS,
         1,
     ),
-    "Ctrl-C": (KeyboardInterrupt, ("prepare", "connected", *ANY, "report"), 130),
-    "SIGTERM of a library": (lambda: SystemExit(143), ("prepare", "connected", *ANY, "report"), 143),
+    "Ctrl-C": (KeyboardInterrupt, ("prepare", "connected", "demonstrations", *ANY, "report"), 130),
+    "SIGTERM of a library": (lambda: SystemExit(143), ("prepare", "connected", "demonstrations", *ANY, "report"), 143),
 }
 """By what happened: the exception, where, and the exit code. The run ends, and --resume continues."""
 
@@ -138,6 +141,8 @@ def test_a_run_goes_on_when_a_role_is_lost(tmp_path, monkeypatch, capsys, lost, 
     check_words(said)
     check_finished(run)
     assert len(re.findall(r"^.*restart \d", captured.out, re.MULTILINE)) == 1, "one line for one restart"
+    assert run.num_launches == 2, "all roles start once, and once more after the loss"
+    assert set(run.trained_models) == {str(run.run_folder / "warm_start")}
 
 
 @pytest.mark.slow
@@ -165,6 +170,40 @@ def test_a_run_that_ends_says_why_once_keeps_all_and_goes_on_with_resume(tmp_pat
 def test_the_table_has_every_exception_that_restarts_a_run():
     raised = [error() for error, _ in LOSSES.values()]
     assert [kind.__name__ for kind in LOST_IN_RAY if not any(isinstance(error, kind) for error in raised)] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "num_starts"),
+    [({}, 1), ({"lora_rank": 4}, 2), ({"lora_rank": 4, "lora_merge": True, "dtype": "float32"}, 1)],
+)
+def test_all_roles_start_once_for_all_that_a_run_does(tmp_path, monkeypatch, model, num_starts):
+    """Only engines that serve an adapter start again: the warm start has given it another base model."""
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))
+    run.model = model
+    assert run.command() == 0
+    check_finished(run)
+    assert run.num_launches == num_starts
+    order = ["launch", "demonstrations", "wait", "evaluate untrained", "warm start", "load policy", "sync", "collect"]
+    assert [place for place in dict.fromkeys(run.seen) if place in order] == order
+    assert run.trained_models == [str(run.run_folder / "warm_start")]
+
+
+def test_no_role_waits_for_a_teacher(tmp_path, monkeypatch):
+    """Its trajectories may take hours, for which a run must not keep GPUs."""
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))
+    run.warm_start = {"teacher": {"url": "http://127.0.0.1:1/v1", "model": "teacher"}}
+    assert run.command() == 0
+    assert run.num_launches == 1 and run.seen.index("demonstrations") < run.seen.index("launch")
+
+
+def test_a_run_that_goes_on_after_its_warm_start_starts_its_roles_once_with_the_model_of_that(tmp_path, monkeypatch):
+    run = struck(tmp_path, monkeypatch, "evaluate before", KeyboardInterrupt)
+    assert run.command() == 130
+    run.num_launches, run.seen = 0, []
+    assert run.command("--resume") == 0
+    check_finished(run)
+    assert run.num_launches == 1 and not {"demonstrations", "evaluate untrained", "warm start"} & {*run.seen}
+    assert run.launched_models == [str(tmp_path / "model"), str(run.run_folder / "warm_start")]
 
 
 def test_a_role_that_is_lost_while_the_run_starts_again_costs_one_more_restart(tmp_path, monkeypatch, capsys):

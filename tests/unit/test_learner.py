@@ -266,6 +266,9 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
     merging = learner(**LORA, lora_merge=True)
     spread_adapter(merging)
     found["merged_checksums"] = merging.checksums()
+    later = learner()
+    later.step([mine, mine[::-1]])
+    found["weights_of_a_later_learner"] = later.full_state_dict()
     assert rank == 0 or not found["merged"]
     torch.save(found, out / f"rank{rank}.pt")
     full.close()
@@ -333,6 +336,11 @@ def test_two_ranks_step_as_one_does(qwen2, two_ranks):
     weights = learner.full_state_dict()
     for name, weight in two_ranks[0]["weights"].items():
         assert (weight - weights[name]).abs().max() < 0.02 * 1e-3  # of two steps of about lr
+
+
+def test_a_later_learner_of_the_same_processes_learns_the_same_to_the_last_bit(two_ranks):
+    """As when the ranks of a warm start go on with training by reward."""
+    assert_close(two_ranks[0]["weights_of_a_later_learner"], two_ranks[0]["weights"], tolerance=0.0)
 
 
 def test_contexts_without_an_advantage_cost_nothing_and_change_nothing(qwen2, two_ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,8 +136,15 @@ def test_engines_that_computed_otherwise_are_told_by_name(monkeypatch):
 BROKEN = RayTaskError("update", "", RuntimeError("Connection closed by peer"))
 
 
-@pytest.mark.parametrize("death", [ActorDiedError(), None], ids=["a rank died", "all ranks live"])
-def test_a_broken_connection_is_a_lost_rank_when_a_rank_has_died(monkeypatch, death):
+WITHOUT_ENGINE = RayTaskError("open_transfer", "", ActorDiedError())
+
+
+@pytest.mark.parametrize(
+    ("error", "death", "kind"),
+    [(BROKEN, ActorDiedError(), LearnerLost), (BROKEN, None, LearnerFailed), (WITHOUT_ENGINE, None, LearnerLost)],
+    ids=["a rank died", "all ranks live", "an engine died for which the ranks wait"],
+)
+def test_an_error_of_a_rank_is_a_lost_role_when_a_rank_or_an_engine_has_died(monkeypatch, error, death, kind):
     def get(answers: Any, **_: Any) -> Any:
         for answer in answers if isinstance(answers, list) else [answers]:
             if answer is not None:
@@ -145,6 +153,25 @@ def test_a_broken_connection_is_a_lost_rank_when_a_rank_has_died(monkeypatch, de
 
     monkeypatch.setattr(learner_group.ray, "get", get)
     monkeypatch.setattr(learner_group.ray, "wait", lambda answers, **_: (answers, []))
-    group = LearnerGroup([BrokenRank(BROKEN, None), BrokenRank(BROKEN, death)], timeout_s=30.0)
-    with pytest.raises(LearnerLost if death else LearnerFailed, match="checkpoint: "):
+    group = LearnerGroup([BrokenRank(error, None), BrokenRank(error, death)], timeout_s=30.0)
+    with pytest.raises(LearnerFailed, match="checkpoint: ") as caught:
         group.finish_save()
+    assert type(caught.value) is kind
+
+
+def test_the_next_learner_of_a_rank_finds_the_memory_of_the_one_before_free(monkeypatch):
+    living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Learner:
+        def __init__(self, settings: str, **_: Any) -> None:
+            assert not living, "two models at a time"
+            self.settings, self.cycle = settings, self  # as FSDP's modules refer to each other
+            living.add(self)
+
+    monkeypatch.setattr(learner_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(learner, "Learner", Learner)
+    rank = LearnerActor()
+    for settings in ("supervised", "by reward"):
+        made: Any = settings
+        rank.start(made, 0, 1, ("127.0.0.1", 1))
+        assert [each.settings for each in living] == [settings]

@@ -180,42 +180,35 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What `_train` evaluates: (label, step). The learner restores the step that the folder `checkpoints` names."""
     evaluated: list[tuple[str, int]] = []
 
-    class Learners:
-        def load(self, path: Path, *, verified: bool = False) -> Position:
-            return position_of(path)
-
-        def export(self, folder: Path, *, source: str) -> None:
-            folder.mkdir(exist_ok=True)
-
-    @contextlib.contextmanager
-    def launch(config: RunConfig, namespace: str) -> Iterator[Any]:
-        roles: Any = Roles(config, em=0.0, weights="w")
-        roles.learners, roles.plan, roles.sync = Learners(), "stand-ins", lambda version: None
-        yield roles
-
     def evaluate(run: Run, roles: Any, questions: Any, *, label: str, step: int, tracker: Any) -> list[Group]:
         evaluated.append((label, step))
         return []
 
     for name, value in {
-        "launch": launch,
         "evaluate": evaluate,
         "learn": lambda *_: None,
-        "iter_questions": lambda *_, **__: [],
-        "QuestionTable": NoQuestions,
-        "understood": lambda *_, **__: "",
-        "held_out_questions": lambda *_, **__: QUESTIONS,
         "load_tokenizer": lambda _: None,
     }.items():
         monkeypatch.setattr(train, name, value)
     return evaluated
 
 
-class NoQuestions(list):
-    """A table of questions that is empty."""
+class Learners:
+    """Ranks that restore the step which a checkpoint's folder names."""
 
-    def sources(self) -> dict[str, int]:
-        return {}
+    def load(self, path: Path, *, verified: bool = False) -> Position:
+        return position_of(path)
+
+    def export(self, folder: Path, *, source: str) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+def train_on(run: Run) -> None:
+    """Trains the run on roles that are stand-ins."""
+    roles: Any = Roles(run.config, em=0.0, weights="w")
+    roles.learners, roles.plan = Learners(), "stand-ins"
+    roles.load_policy = roles.sync = lambda _: None
+    train._train(run, roles, [], QUESTIONS, Tracker(), StopRequest(30.0))  # pyrefly: ignore
 
 
 def restored_at(run: Run, step: int) -> None:
@@ -228,14 +221,14 @@ def restored_at(run: Run, step: int) -> None:
 def test_nothing_is_evaluated_as_before_training_under_later_weights(tmp_path, trained, capsys):
     run = Run(config(tmp_path))
     restored_at(run, 50)
-    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
+    train_on(run)
     assert trained == [("after", 50)]
     assert "were not asked before the first step" in capsys.readouterr().out
 
 
 def test_a_run_from_its_beginning_is_evaluated_before_and_after(tmp_path, trained):
     run = Run(config(tmp_path))
-    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
+    train_on(run)
     assert trained == [("before", 0), ("after", 0)]
 
 
@@ -245,7 +238,7 @@ def test_the_validations_of_a_policy_that_was_lost_are_gone_from_the_run(tmp_pat
     for step in (5, 10):
         write_trajectories(run.folder / "evaluation" / f"step-{step:08d}.parquet", answered([True]))
     run.update(num_steps=12, best={"step": 10, "metric": "em", "value": 1.0})
-    train._train(run, run.config, "ns", Tracker(), StopRequest(30.0))  # pyrefly: ignore
+    train_on(run)
     assert [file.name for file in sorted(run.folder.glob("evaluation/*"))] == ["step-00000005.parquet"]
     assert run.state["best"] is None
     assert (
