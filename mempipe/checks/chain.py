@@ -10,20 +10,24 @@ from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
 from mempipe.checks.run import check_run
 from mempipe.config import RunConfig
-from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages
+from mempipe.studies.chain import ALONE, ChainConfig, chain_runs, chain_table, check_rows, check_stages, of_each_seed
 
 
 def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[Finding]:
     """Returns all findings about a chain; `devices` as in `check_run`. Raises ConfigError for settings that are wrong,
     and for a stage that was begun with another model than the stage before it has left."""
-    runs = chain_runs(chain)
-    check_stages(chain, runs)
+    parts = list(of_each_seed(chain).values())
+    for part in parts:
+        check_stages(part, chain_runs(part))
+    runs = chain_runs(parts[0])  # seeds differ in nothing that could be wrong
     findings = [
         replace(finding, text=f"stages: {run.name}: {finding.text}")
-        for run in runs[: len(chain.stages)]
+        for run in runs
+        if not run.name.endswith(ALONE)  # which has the settings of its stage
         for finding in check_run(_with_a_model(run, runs[0]), resume="auto", devices=devices)
     ]
-    chain_table(chain, runs, chain.tracking)  # raises ConfigError where no set is named
+    chain_table(parts[0], runs, chain.tracking)  # raises ConfigError where no set is named
+    check_rows(chain)
     return findings + [check_benchmark(benchmark, data_dir=chain.data_dir) for benchmark in chain.benchmarks]
 
 

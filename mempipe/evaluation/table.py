@@ -22,7 +22,8 @@ from mempipe.evaluation.suite import Benchmark, Bootstrap
 
 JUDGE = "judge"
 OTHER = "other sets"
-_AVERAGE = "average"
+AVERAGE = "average"
+"""The column of the unweighted mean over the sets."""
 _DISTRIBUTION = ("in distribution", "out of distribution", "gap")
 """The means over the sets that the run was trained on, and over the others, and their difference."""
 _MAX_NAMED = 3  # sets that a title names
@@ -78,6 +79,8 @@ class ScoreTable:
     """Further metrics whose every number is the same."""
     columns: Sequence[str]
     rows: list[Row] = field(default_factory=list)
+    claims: Sequence[str] = ()
+    """Statements of papers about these sets, outside of their tables."""
 
     @property
     def heading(self) -> str:
@@ -153,9 +156,20 @@ def percent_text(interval: Interval | None) -> str:
     return f"{value} ({100 * interval.low:.1f}{between}{100 * interval.high:.1f})"
 
 
-@cache
 def published_tables() -> list[dict[str, Any]]:
-    """Reads the papers' numbers (published.yaml)."""
+    """Returns the papers' tables."""
+    return [each for each in _published() if "columns" in each]
+
+
+def published_claims(kind: str) -> list[str]:
+    """Returns what papers report of sets of this family outside of their tables, each with its source."""
+    return [
+        f"{each['title']}: {claim}" for each in _published() if each.get("family") == kind for claim in each["claims"]
+    ]
+
+
+@cache
+def _published() -> list[dict[str, Any]]:
     return yaml.safe_load(files("mempipe.evaluation").joinpath("published.yaml").read_text(encoding="utf-8"))
 
 
@@ -179,11 +193,21 @@ def _table(
         rows.append(Row(name=run, values=values))
     title = ", ".join(labels) if kind == OTHER and len(labels) <= _MAX_NAMED else kind
     title += f", {objectives} objectives" * (objectives > 1)
-    table = ScoreTable(
-        title=title, metric=metric, columns=[*labels, *[_AVERAGE] * (len(labels) > 1), *columns], rows=rows
+    return with_published(
+        ScoreTable(
+            title=title,
+            metric=metric,
+            columns=[*labels, *[AVERAGE] * (len(labels) > 1), *columns],
+            rows=rows,
+            claims=published_claims(kind),
+        ),
+        labels,
     )
-    table.rows.extend(_published_rows(table, labels))
-    return table
+
+
+def with_published(table: ScoreTable, labels: Sequence[str]) -> ScoreTable:
+    """Returns the table with what papers report in its metric on its sets, which `labels` are, below our rows."""
+    return replace(table, rows=[*table.rows, *_published_rows(table, labels)])
 
 
 def _average(
@@ -209,7 +233,7 @@ def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
     """Returns what papers report in this metric on sets of this table. Averages are theirs, over all their columns; all
     of them trained on IN_DISTRIBUTION."""
     groups = {
-        _AVERAGE: labels,
+        AVERAGE: labels,
         _DISTRIBUTION[0]: [label for label in labels if label in IN_DISTRIBUTION],
         _DISTRIBUTION[1]: [label for label in labels if label not in IN_DISTRIBUTION],
     }
@@ -221,7 +245,7 @@ def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
         for name, numbers in published.get("rows", {}).items():
             known = dict(zip(published["columns"], numbers, strict=True))
             for group, members in groups.items():
-                if members and set(members) <= known.keys() and (group != _AVERAGE or set(members) == known.keys()):
+                if members and set(members) <= known.keys() and (group != AVERAGE or set(members) == known.keys()):
                     known[group] = sum(known[label] for label in members) / len(members)
             if set(_DISTRIBUTION[:2]) <= known.keys():
                 known[_DISTRIBUTION[2]] = known[_DISTRIBUTION[0]] - known[_DISTRIBUTION[1]]
@@ -234,7 +258,7 @@ def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
             )
         for name, average in published.get("averages", {}).items():
             complete = set(published["columns"]) <= set(table.columns)
-            values = [_point(average if column == _AVERAGE and complete else None) for column in table.columns]
+            values = [_point(average if column == AVERAGE and complete else None) for column in table.columns]
             rows.append(Row(name=name, values=values, published=published["title"]))
     return [row for row in rows if any(row.values)]
 

@@ -252,7 +252,7 @@ def _head(suite: EvaluationSuite) -> list[str]:
     ]
 
 
-def _grid(table: ScoreTable) -> list[list[str]]:
+def score_lines(table: ScoreTable) -> list[list[str]]:
     """Returns head and lines of a table of scores."""
     lines = [["", *table.columns]]
     for row in table.rows:
@@ -264,10 +264,12 @@ def _line_name(row: Row) -> str:
     return row.name + " (published)" * bool(row.published)
 
 
-def _sources(table: ScoreTable) -> str:
-    """Says where the published rows of a table are from."""
+def sources(table: ScoreTable) -> str:
+    """Says where the published rows of a table are from, and what else is published of its sets."""
     titles = list(dict.fromkeys(row.published for row in table.rows if row.published))
-    return f"Published numbers are from {'; '.join(titles)}." if titles else ""
+    texts = [f"Published numbers are from {'; '.join(titles)}."] if titles else []
+    texts += [f"Also published: {'; '.join(table.claims)}."] if table.claims else []
+    return " ".join(texts)
 
 
 def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
@@ -303,9 +305,9 @@ def _sections(
     sections = [
         TableSection(
             title=table.heading,
-            lines=_grid(table),
+            lines=score_lines(table),
             published=[_line_name(row) for row in table.rows if row.published],
-            note=_sources(table),
+            note=sources(table),
         )
         for table in tables
     ]

@@ -1,14 +1,16 @@
 """Training stages, each from the model that the one before it left, and the question whether the first one helped: the
 later stages are also trained without it, and both are evaluated on the same sets. One YAML file, `mempipe chain`.
+
+With `seeds` all of this is repeated under each seed, and `mempipe.studies.over_seeds` puts the evaluations together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import latest
@@ -21,6 +23,7 @@ from mempipe.settings import ConfigError, FolderName, Section
 from mempipe.tracking.config import TrackingConfig
 
 ALONE = "-alone"
+CONTINUED = "-continued"
 EVALUATION = "evaluation"
 
 
@@ -29,6 +32,19 @@ class Stage(Section):
 
     config: str
     """Its YAML file."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a run, nested as in its file, that replace those of `config`."""
+
+
+class TableRow(Section):
+    """A further row of the table: an agent with a model that the chain has anyway."""
+
+    name: FolderName
+    """The row's name in the table."""
+    after: str = ""
+    """The stage whose model plays; empty: the model that the chain's reinforcement learning began with."""
+    config: str = ""
+    """A run's YAML file with the agent that plays; empty: that of the last stage."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of a run, nested as in its file, that replace those of `config`."""
 
@@ -42,8 +58,15 @@ class ChainConfig(Section):
     """Parent of the chains' folders."""
     stages: dict[FolderName, Stage] = Field(min_length=2)
     """The runs by name, in order. The first one begins with its own model, every other with the one before."""
-    compare: bool = True
-    """Train the later stages without the first one too, from the model that its reinforcement learning began with."""
+    compare: Literal[True, False, "continued"] = True
+    """Train the later stages without the first one too, from the model that its reinforcement learning began with.
+    continued: in addition train the last stage without the first one for the steps of both together, so that both sides
+    of the comparison have taken as many steps."""
+    seeds: list[int] = Field(default_factory=list)
+    """Repeat the whole chain under each of these seeds, and make one table over them; empty: once, with the seeds of
+    the stages' own configs."""
+    rows: list[TableRow] = Field(default_factory=list)
+    """Further rows of the table, such as the first stage's model alone."""
     benchmarks: list[Benchmark] = Field(default_factory=list)
     """Question sets of the table; empty: the held-out questions of the last stage."""
     data_dir: str = ""
@@ -64,9 +87,26 @@ class ChainConfig(Section):
     @classmethod
     def _names_are_free(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
         for name in stages:
-            if name == EVALUATION or name.endswith(ALONE):
+            if name == EVALUATION or name.endswith((ALONE, CONTINUED)):
                 raise ValueError(f"stages: {name} is a folder of the chain itself; choose another name")
         return stages
+
+    @field_validator("seeds")
+    @classmethod
+    def _no_seed_twice(cls, seeds: list[int]) -> list[int]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"seeds is {seeds}; every seed occurs in it once")
+        return seeds
+
+    @model_validator(mode="after")
+    def _rows_follow_stages(self) -> ChainConfig:
+        for row in self.rows:
+            if row.after and row.after not in self.stages:
+                raise ValueError(
+                    f"rows: {row.name} is after {row.after!r}; expected a stage ({', '.join(self.stages)}), or nothing "
+                    "for the model that the chain begins with"
+                )
+        return self
 
 
 def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> ChainConfig:
@@ -74,21 +114,41 @@ def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> ChainConfig:
     return parse_section(load_values(path, overrides, kind="chain"), ChainConfig)
 
 
+def of_each_seed(chain: ChainConfig) -> dict[int | None, ChainConfig]:
+    """Returns the chain under each of its seeds, each in a separate folder; the chain itself where it has none."""
+    if not chain.seeds:
+        return {None: chain}
+    return {seed: _under_seed(chain, seed) for seed in chain.seeds}
+
+
+def _under_seed(chain: ChainConfig, seed: int) -> ChainConfig:
+    stages = {
+        name: stage.model_copy(update={"settings": {**stage.settings, "seed": seed}})
+        for name, stage in chain.stages.items()
+    }
+    changes = {"name": f"seed-{seed}", "output": str(chain.folder), "seeds": [], "stages": stages}
+    return chain.model_copy(update=changes)
+
+
 def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> list[RunConfig]:
-    """Returns the runs of a chain, in order: its stages, then those without the first one. The latter begin with the
-    first stage's warm start where it has one, so that the table says what its reinforcement learning was worth.
+    """Returns the runs of a chain, in order: its stages, then those without the first one, then the one of all steps.
+    Those without it begin with the first stage's warm start where it has one, so that the table says what its
+    reinforcement learning was worth.
 
     Raises ConfigError, which names the stage.
     """
     names = list(chain.stages)
+    before: dict[str, str] = {}
     runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
     for name in names[1:]:
         runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
     if chain.compare:
         model = _beginning_of(runs[0])
         for name in names[1:]:
-            runs.append(_run(chain, name, name + ALONE, model=model, tracking=tracking))
-            model = _export_of(runs[-1])
+            before, model = model, _export_of(_add(runs, chain, name, name + ALONE, model=model, tracking=tracking))
+        if chain.compare == "continued":
+            steps = {"num_steps": runs[0].num_steps + runs[-1].num_steps}
+            _add(runs, chain, names[-1], names[-1] + CONTINUED, model=before, tracking=tracking, settings=steps)
     return runs
 
 
@@ -108,17 +168,32 @@ def check_stages(chain: ChainConfig, runs: Sequence[RunConfig]) -> None:
             )
 
 
+def check_rows(chain: ChainConfig) -> None:
+    """Raises ConfigError, which names the row, for the settings of a further row that are wrong."""
+    last = list(chain.stages.values())[-1]
+    for row in chain.rows:
+        stage = Stage(config=row.config) if row.config else last
+        try:
+            values = merged(load_values(stage.config, kind="run"), stage.settings)
+            parse_section(merged(values, row.settings), RunConfig)
+        except ConfigError as error:
+            raise ConfigError(f"rows: {row.name}: {error}") from error
+
+
 def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: TrackingConfig) -> EvaluationSuite:
-    """Returns the evaluation of the last stage, with and without the first one."""
+    """Returns the evaluation of the last stage, with and without the first one, and of the further rows."""
     last = list(chain.stages)[-1]
-    compared = [run.folder for run in runs if run.name in (last, last + ALONE)]
+    compared = [run.folder for run in runs if run.name in (last, last + ALONE, last + CONTINUED)]
     benchmarks = chain.benchmarks or [_held_out(compared[0], runs)]
     return EvaluationSuite(
         name=EVALUATION,
         output=str(chain.folder),
         ray_address=chain.ray_address,
         data_dir=chain.data_dir,
-        runs=[EvaluatedRun(name=folder.name, config=str(folder)) for folder in compared],
+        runs=[
+            *(EvaluatedRun(name=folder.name, config=str(folder)) for folder in compared),
+            *(_further(row, runs, last=compared[0]) for row in chain.rows),
+        ],
         benchmarks=benchmarks,
         sampling=chain.sampling,
         bootstrap=chain.bootstrap,
@@ -126,10 +201,41 @@ def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: Trackin
     )
 
 
+def compared_rows(chain: ChainConfig) -> list[tuple[str, str]]:
+    """Returns the rows of the table whose difference says what the first stage was worth, (with it, without)."""
+    last = list(chain.stages)[-1]
+    suffixes = {False: [], True: [ALONE], "continued": [ALONE, CONTINUED]}[chain.compare]
+    return [(last, last + suffix) for suffix in suffixes]
+
+
+def untrained_rows(chain: ChainConfig) -> set[str]:
+    """Returns the names of the rows whose weights are the same under every seed."""
+    begins_trained = chain_runs(chain)[0].warm_start is not None
+    return set() if begins_trained else {row.name for row in chain.rows if not row.after}
+
+
+def _further(row: TableRow, runs: Sequence[RunConfig], *, last: Path) -> EvaluatedRun:
+    stage = next((run for run in runs if run.name == row.after), None)
+    begin = _beginning_of(runs[0])["path"] or str(runs[0].folder / "model")  # which a run makes that names none
+    model = begin if stage is None else str(stage.folder)
+    return EvaluatedRun(name=row.name, config=row.config or str(last), settings=row.settings, checkpoint=model)
+
+
+def _add(runs: list[RunConfig], chain: ChainConfig, stage: str, name: str, **options: Any) -> RunConfig:
+    runs.append(_run(chain, stage, name, **options))
+    return runs[-1]
+
+
 def _run(
-    chain: ChainConfig, stage: str, name: str, *, model: dict[str, str], tracking: TrackingConfig | None
+    chain: ChainConfig,
+    stage: str,
+    name: str,
+    *,
+    model: dict[str, str],
+    tracking: TrackingConfig | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    where = {"name": name, "output": str(chain.folder), "ray_address": chain.ray_address}
+    where = {"name": name, "output": str(chain.folder), "ray_address": chain.ray_address, **(settings or {})}
     kept = {} if tracking is None else {"tracking": tracking.model_dump()}
     try:
         values = merged(load_values(chain.stages[stage].config, kind="run"), chain.stages[stage].settings)

@@ -20,7 +20,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
-from mempipe.evaluation.statistics import Interval, bootstrap_average, t_interval
+from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, t_interval
 from mempipe.planning.capacity import model_shape, weight_width
 from mempipe.settings import ConfigError
 
@@ -127,6 +127,15 @@ def mean_score(sets: Sets, metric: str) -> float:
     return fmean(fmean(row.score(metric) for row in rows) for rows in sets.values())
 
 
+def clustered(sets: Sets, *, metric: str) -> list[Scores]:
+    """Returns the cluster and the score of every question, by set."""
+    clusters = question_clusters(sets)
+    return [
+        [(cluster, row.score(metric)) for cluster, row in zip(clusters[label], rows, strict=True)]
+        for label, rows in sets.items()
+    ]
+
+
 def tokens_per_attempt(rows: Sequence[ResultRow]) -> float:
     """Returns the tokens of all contexts of an attempt, as a mean over the questions that were attempted."""
     return fmean([fmean(row.total_tokens) for row in rows if row.answers] or [0.0])
@@ -136,16 +145,11 @@ def measured(runs: Sequence[MeasuredRun], *, metric: str, seed: int) -> Measured
     """Returns what the runs, which repeat one agent under one budget, reached together."""
     sets = pooled([run.sets for run in runs])
     rows = [row for rows in sets.values() for row in rows if row.answers]
-    clusters = question_clusters(sets)
-    scores = [
-        [(cluster, row.score(metric)) for cluster, row in zip(clusters[label], own, strict=True)]
-        for label, own in sets.items()
-    ]
     by_seed = [mean_score(run.sets, metric) for run in runs]
     trained_apart = len({run.training for run in runs} - {None}) == len(runs) > 1
     return Measured(
         sets=sets,
-        score=bootstrap_average(scores, seed=seed, num_resamples=NUM_RESAMPLES),
+        score=bootstrap_average(clustered(sets, metric=metric), seed=seed, num_resamples=NUM_RESAMPLES),
         by_seed=by_seed,
         over_trainings=t_interval(by_seed) if trained_apart else None,
         tokens_per_question=tokens_per_attempt(rows),

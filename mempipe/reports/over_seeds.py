@@ -1,0 +1,117 @@
+"""Writes a chain's table over seeds: `seeds.md`, `seeds.html` and `seeds.json`, with published numbers in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mempipe.evaluation.metrics import definitions
+from mempipe.evaluation.statistics import Interval
+from mempipe.evaluation.table import Row, ScoreTable, percent_text, published_claims, with_published
+from mempipe.reports.evaluation import TableSection, markdown_table, score_lines, sources
+from mempipe.reports.pages import render
+from mempipe.storage.files import write_text
+from mempipe.studies.over_seeds import SeedCell, SeedTable
+
+_NOTE = (
+    "Means over seeds with their interval over trainings (Student's t of one value for each seed). A row without one "
+    "has the same weights under every seed, or there is one seed only."
+)
+_DIFFERENCE_NOTE = "Differences within a seed, then their mean with the interval over trainings."
+_VALUES_NOTE = "The interval over questions holds for these trainings alone."
+
+
+def write_seed_report(folder: Path, tables: Sequence[SeedTable], *, name: str, kind: str) -> list[Path]:
+    """Writes the report into the folder, each file atomically, and returns their paths. `kind` is the family of the
+    sets (`mempipe.evaluation.table.family`)."""
+    sections = [section for table in tables for section in _sections(table, kind)]
+    facts = [f"seeds {', '.join(map(str, tables[0].seeds))}", f"sets {', '.join(tables[0].labels)}"]
+    lines = [f"# {name} over seeds", " · ".join(facts)]
+    for section in sections:
+        lines += [f"## {section.title}", markdown_table(section.lines), *filter(None, [section.note])]
+    metrics = {table.metric: definitions()[table.metric] for table in tables}
+    texts = {
+        "seeds.md": "\n\n".join(lines) + "\n",
+        "seeds.html": render(
+            "evaluation.html",
+            name=f"{name} over seeds",
+            facts=facts,
+            tiles=[],
+            examples=[],
+            sections=sections,
+            figures=[],
+            metrics=metrics,
+        ),
+        "seeds.json": json.dumps([_json(table) for table in tables], indent=1) + "\n",
+    }
+    for file, text in texts.items():
+        write_text(folder / file, text)
+    return [folder / file for file in texts]
+
+
+def _sections(table: SeedTable, kind: str) -> list[TableSection]:
+    means = with_published(_scores(table, table.rows, kind), table.labels)
+    published = [f"{row.name} (published)" for row in means.rows if row.published]
+    note = " ".join(filter(None, [_NOTE, sources(means)]))
+    sections = [
+        TableSection(title=f"{table.metric}, percent", lines=score_lines(means), published=published, note=note)
+    ]
+    if table.differences:
+        gains = score_lines(_scores(table, table.differences, kind))
+        sections.append(
+            TableSection(title=f"{table.metric}, points gained", lines=gains, published=[], note=_DIFFERENCE_NOTE)
+        )
+    values = [["", *(f"seed {seed}" for seed in table.seeds), "over questions"]]
+    for line, cells in {**table.rows, **table.differences}.items():
+        last = cells[table.columns[-1]]
+        values.append([line, *(f"{100 * value:.2f}" for value in last.by_seed), percent_text(last.questions)])
+    title = f"{table.metric}, {table.columns[-1]}, by seed"
+    return [*sections, TableSection(title=title, lines=values, published=[], note=_VALUES_NOTE)]
+
+
+def _scores(table: SeedTable, rows: Mapping[str, Mapping[str, SeedCell]], kind: str) -> ScoreTable:
+    lines = [
+        Row(name=name, values=[_over_trainings(cells[column]) for column in table.columns])
+        for name, cells in rows.items()
+    ]
+    return ScoreTable(title="", metric=table.metric, columns=table.columns, rows=lines, claims=published_claims(kind))
+
+
+def _over_trainings(cell: SeedCell) -> Interval:
+    """Returns the mean with its interval over trainings; a point where there is none."""
+    over = cell.trainings
+    return over if over is not None and over.is_bounded else Interval(value=cell.mean, low=cell.mean, high=cell.mean)
+
+
+def _json(table: SeedTable) -> dict[str, Any]:
+    def cells(rows: Mapping[str, Mapping[str, SeedCell]]) -> dict[str, Any]:
+        return {
+            name: {
+                column: {
+                    "mean": cell.mean,
+                    "by_seed": list(cell.by_seed),
+                    "questions": _ends(cell.questions),
+                    "trainings": _ends(cell.trainings),
+                }
+                for column, cell in own.items()
+            }
+            for name, own in rows.items()
+        }
+
+    return {
+        "metric": table.metric,
+        "seeds": list(table.seeds),
+        "rows": cells(table.rows),
+        "differences": cells(table.differences),
+    }
+
+
+def _ends(interval: Interval | None) -> dict[str, float | None] | None:
+    """Returns an interval for JSON, which has no infinite numbers."""
+    if interval is None:
+        return None
+    return {name: end if math.isfinite(end) else None for name, end in asdict(interval).items()}
