@@ -191,7 +191,8 @@ def _add_measuring_commands(commands: Any) -> None:
         nargs="*",
         default=[],
         metavar="QUESTIONS",
-        help="for a run a question file (default: its held-out questions); and key=value, e.g. num_samples=4",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. num_samples=4, or "
+        "retrieval.index=FOLDER to search other documents than the run's",
     )
 
     compare = _add(commands, "compare", _compare, "compare two evaluated runs, question by question")

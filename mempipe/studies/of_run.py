@@ -16,7 +16,7 @@ from mempipe.config import RunConfig
 from mempipe.data.rows import is_remote
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
 from mempipe.loader import load_values, parse_overrides, parse_section, section_values
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, Section
 from mempipe.studies.sweep import SweepConfig, load_sweep
 
 NUM_HELD_OUT = 96
@@ -27,12 +27,14 @@ BUDGET_SHARES = (16, 8, 4, 2, 1)
 
 def evaluation_of(source: str, words: Sequence[str] = ()) -> EvaluationSuite:
     """Returns the evaluation that a YAML file describes, or that of a run's folder. `words` are the rest of the command
-    line: overrides, and for a folder a question file. Raises ConfigError."""
+    line: overrides, and for a folder a question file; there a setting of the run, such as `retrieval.index`, holds for
+    every row. Raises ConfigError."""
     if not Path(source).is_dir():
         return load_suite(source, words)
     questions, overrides = _questions_and_overrides(words)
     config = _config(source)
-    return parse_section(_suite(source, config, questions, _rows(source, config), overrides), EvaluationSuite)
+    rows, overrides = _with_settings(_rows(source, config), overrides, EvaluationSuite)
+    return parse_section(_suite(source, config, questions, rows, overrides), EvaluationSuite)
 
 
 def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
@@ -46,7 +48,8 @@ def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
         raise ConfigError(
             f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
         )
-    values = _suite(source, config, questions, [{"name": "trained", "config": source}], {})
+    rows, overrides = _with_settings([{"name": "trained", "config": source}], overrides, SweepConfig)
+    values = _suite(source, config, questions, rows, {})
     tokens = config.budget.memory_tokens
     values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
     return parse_section(merged(values, overrides), SweepConfig)
@@ -57,6 +60,18 @@ def _questions_and_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r} is neither key=value nor the question file, which is {files[0]!r} already")
     return next(iter(files), ""), parse_overrides([word for word in words if word not in files])
+
+
+def _with_settings(
+    rows: list[dict[str, Any]], overrides: dict[str, Any], study: type[Section]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns the rows with those overrides that are settings of a run, such as `retrieval.index`, and the overrides
+    of the study itself, which are all others."""
+    of_runs = {
+        key: each for key, each in overrides.items() if key in RunConfig.model_fields.keys() - study.model_fields
+    }
+    others = {key: each for key, each in overrides.items() if key not in of_runs}
+    return [{**row, "settings": of_runs} for row in rows] if of_runs else rows, others
 
 
 def _config(folder: str) -> RunConfig:

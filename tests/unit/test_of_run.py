@@ -65,6 +65,22 @@ def test_own_questions_are_all_asked_and_settings_may_follow(run, tmp_path):
     assert (suite.num_samples, suite.sampling.temperature) == (4, 0.7)
 
 
+def test_a_setting_of_the_run_holds_for_every_row(run, tmp_path):
+    questions = str(tmp_path / "mine.parquet")
+    write_questions(Path(questions), QUESTIONS[:3])
+    words = [questions, "retrieval.index=my-index", "budget.max_turns=3", "num_samples=4"]
+    for suite in (evaluation_of(str(run), words), sweep_of(str(run), words[:-1])):
+        assert suite.benchmarks[0].file == questions
+        assert all(
+            each.settings == {"retrieval": {"index": "my-index"}, "budget": {"max_turns": 3}} for each in suite.runs
+        )
+    configs = [resolve_run(suite, each) for suite in [evaluation_of(str(run), words)] for each in suite.runs]
+    assert {config.retrieval.index for config in configs} == {"my-index"} and configs[0].budget.max_turns == 3
+    with pytest.raises(ConfigError, match=r"budget\.max_turn is not a setting; did you mean budget\.max_turns"):
+        suite = evaluation_of(str(run), ["budget.max_turn=3"])
+        resolve_run(suite, suite.runs[0])
+
+
 def test_an_agent_is_not_measured_without_what_it_never_had(tmp_path):
     react = evaluation_of(str(make_run(tmp_path / "react", "quickstart_react")))
     assert [each.name for each in react.runs] == ["trained", "warm start", "no search"]
