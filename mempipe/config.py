@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from mempipe.agents.budget import Budget, MemoryBudget
+from mempipe.agents.budget import Budget, MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
@@ -327,6 +327,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"reward.information_weight is {self.reward.information_weight}, but agent.name {name!r} writes no "
                 "memory to answer from"
+            )
+        hops = max(self.world.unseen_hops, default=0) if self.world is not None else 0
+        if isinstance(self.budget, SearchBudget) and hops >= self.budget.max_turns:
+            raise ValueError(
+                f"world.unseen_hops has {hops}, which takes {hops + 1} turns, but budget.max_turns is "
+                f"{self.budget.max_turns}; raise it"
             )
         if self.reward.per_turn and self.agent_spec.grows:
             raise ValueError(

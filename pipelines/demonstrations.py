@@ -119,8 +119,9 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
     """Returns what a script is asked: `count` questions of the synthetic world,
     or all training questions that its script can play."""
     if config.world is not None:
-        train_worlds, _ = worlds(config)
-        return world_questions(train_worlds, count, setting="warm_start", seed=seed, hops=config.world.hops)
+        (train_worlds, _), wanted = worlds(config), config.world
+        asked = {"hops": wanted.hops, "relations": wanted.seen}
+        return world_questions(train_worlds, count, setting="warm_start", seed=seed, **asked)
     return list(filter(_text_script(config).can_play, read_questions(config.data.train, columns=config.data.columns)))
 
 

@@ -16,7 +16,7 @@ from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.data.world import World, make_questions, make_worlds
+from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.cloze import SPLITS, ClozeConfig
 from mempipe.retrieval.build import build_index
@@ -91,13 +91,18 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
     index, model = run.folder / "index", Path(config.model.path or run.folder / "model")
     train, validation = run.folder / "world" / "train.parquet", run.folder / "world" / "validation.parquet"
     if not validation.exists():
-        seed, hops = config.seed, wanted.hops
-        for file, of, setting in (
-            (train, train_worlds, "num_train_questions"),
-            (validation, held_out, "num_validation_questions"),
-        ):
-            count = getattr(wanted, setting)
-            write_questions(file, world_questions(of, count, setting=f"world.{setting}", seed=seed, hops=hops))
+        count = wanted.num_validation_questions
+        parts = [
+            (name, held_out, count, f"world.{name}", hops, relations)
+            for name, (hops, relations) in wanted.unseen.items()
+        ]
+        parts += [
+            ("train", train_worlds, wanted.num_train_questions, "world.num_train_questions", wanted.hops, wanted.seen),
+            ("validation", held_out, count, "world.num_validation_questions", wanted.hops, wanted.seen),
+        ]
+        for name, of, number, setting, hops, relations in parts:  # validation last: with it all are there
+            asked = world_questions(of, number, setting=setting, seed=config.seed, hops=hops, relations=relations)
+            write_questions(run.folder / "world" / f"{name}.parquet", asked)
     if not index.exists():
         passages = (
             replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages
@@ -126,15 +131,13 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
 
 
 def world_questions(
-    worlds: Sequence[World], count: int, *, setting: str, seed: int, hops: Sequence[int]
+    worlds: Sequence[World], count: int, *, setting: str, seed: int, hops: Sequence[int], relations: Relations
 ) -> list[Question]:
     """Returns questions about the worlds. Raises ConfigError that names the `setting` which asks for too many."""
     try:
-        return make_questions(worlds, count, seed=seed, hops=hops)
+        return make_questions(worlds, count, seed=seed, hops=hops, relations=relations)
     except ValueError as error:
-        raise ConfigError(
-            f"{setting}: {count} questions of {len(worlds)} worlds (world.hops {hops}): {error}"
-        ) from error
+        raise ConfigError(f"{setting}: {count} questions of {len(worlds)} worlds (hops {hops}): {error}") from error
 
 
 def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:

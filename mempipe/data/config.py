@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from mempipe.data.world import Relations, relation_names
 from mempipe.settings import Section
 
 
@@ -45,6 +46,10 @@ class DataConfig(Section):
     """
 
 
+UNSEEN_RELATIONS, UNSEEN_HOPS = "unseen_relations", "unseen_hops"
+"""Names of the held-out sets of a world whose relations or hop counts were never trained, and of their files."""
+
+
 class WorldConfig(Section):
     """The synthetic world (mempipe.data.world)."""
 
@@ -56,7 +61,46 @@ class WorldConfig(Section):
     """Questions about worlds that are held out."""
     hops: list[int] = [1, 2, 3]
     """Hop counts of the questions, in equal shares."""
+    unseen_relations: list[str] = []
+    """Relations that no training question, demonstration or validation question follows. Questions that follow one of
+    them are a held-out set, unseen_relations."""
+    unseen_hops: list[int] = []
+    """Hop counts that are in no training; questions with them are a held-out set, unseen_hops."""
     document_passages: int = Field(4, ge=1)
     """Passages in the document of a question, for agents that read."""
     num_layers: int = Field(4, ge=2)
     """Layers of the tiny model; 9 make a model of twice the parameters."""
+
+    @field_validator("unseen_relations")
+    @classmethod
+    def _there_are_such_relations(cls, names: list[str]) -> list[str]:
+        known = relation_names()
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"world.unseen_relations has {unknown[0]!r}; the relations are {', '.join(known)}")
+        if set(names) == set(known):
+            raise ValueError("world.unseen_relations has every relation; leave some for the training")
+        return names
+
+    @model_validator(mode="after")
+    def _unseen_hops_are_unseen(self) -> WorldConfig:
+        if wrong := [count for count in self.unseen_hops if count < 1 or count in self.hops]:
+            raise ValueError(
+                f"world.unseen_hops has {wrong[0]}, and world.hops is {self.hops}; expected counts of 1 or more that "
+                "are not trained"
+            )
+        return self
+
+    @property
+    def seen(self) -> Relations:
+        """Returns which chains training and validation ask about."""
+        return Relations(without=frozenset(self.unseen_relations))
+
+    @property
+    def unseen(self) -> dict[str, tuple[list[int], Relations]]:
+        """Returns the held-out sets beyond the training, by name: their hop counts and which chains they ask about."""
+        sets = {}
+        if self.unseen_relations:
+            sets[UNSEEN_RELATIONS] = (self.hops, Relations(through=frozenset(self.unseen_relations)))
+        if self.unseen_hops:
+            sets[UNSEEN_HOPS] = (self.unseen_hops, self.seen)
+        return sets

@@ -102,6 +102,11 @@ NAME_POOLS: dict[str, tuple[str, ...]] = {
 }
 
 
+def relation_names() -> list[str]:
+    """Returns the names of all relations, sorted."""
+    return sorted({relation.name for relations in RELATIONS.values() for relation in relations})
+
+
 def words() -> set[str]:
     """Returns every word of questions and passages, names included."""
     texts = [*OPENINGS, "'s The and"]
@@ -116,6 +121,24 @@ class Chain:
 
     entities: tuple[str, ...]
     relations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relations:
+    """Says which chains are asked about, by the names of their relations."""
+
+    without: frozenset[str] = frozenset()
+    """No relation of the chain is one of these."""
+    through: frozenset[str] = frozenset()
+    """One relation of the chain, or more, is one of these; empty: any chain."""
+
+    def allow(self, chain: Chain) -> bool:
+        """Returns whether the chain may be asked about."""
+        names = set(chain.relations)
+        return names.isdisjoint(self.without) and (not self.through or not names.isdisjoint(self.through))
+
+
+ALL_RELATIONS = Relations()
 
 
 class World:
@@ -160,15 +183,18 @@ class World:
         """Returns all facts as (entity, relation, value)."""
         return frozenset((entity, relation, value) for (entity, relation), value in self._facts.items())
 
-    def questions(self, count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)) -> list[Question]:
-        """Returns `count` questions about different chains; the hop counts take turns.
+    def questions(
+        self, count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3), relations: Relations = ALL_RELATIONS
+    ) -> list[Question]:
+        """Returns `count` questions about different chains that follow `relations`; the hop counts take turns.
 
         Raises ValueError when the world has fewer chains than asked for.
         """
         rng = random.Random(seed)
         pools = {}
         for num_hops in set(hops):
-            pools[num_hops] = rng.sample(self.chains(num_hops), len(self.chains(num_hops)))
+            chains = [chain for chain in self.chains(num_hops) if relations.allow(chain)]
+            pools[num_hops] = rng.sample(chains, len(chains))
         questions = []
         for i in range(count):
             pool = pools[hops[i % len(hops)]]
@@ -177,7 +203,7 @@ class World:
                     f"{self.id} has too few {hops[i % len(hops)]}-hop chains for {count} questions; ask for fewer, "
                     "or of more worlds"
                 )
-            questions.append(self._question(pool.pop(), rng.choice(OPENINGS)))
+            questions.append(self._question(pool.pop(), rng.choice(OPENINGS), without=relations.without))
         return questions
 
     def chains(self, num_hops: int) -> list[Chain]:
@@ -225,7 +251,8 @@ class World:
             entities, relations = (*entities, value), (*relations, relation)
         return Chain(entities, relations)
 
-    def _question(self, chain: Chain, opening: str) -> Question:
+    def _question(self, chain: Chain, opening: str, *, without: frozenset[str] = frozenset()) -> Question:
+        """No recall target is stated by a relation of `without`."""
         id = "-".join((self.id, chain.entities[0], *chain.relations))
         described = self._described(chain, random.Random(id))
         return Question(
@@ -240,7 +267,7 @@ class World:
                 for entity, value in zip(chain.entities, chain.entities[1:], strict=False)
             ],
             context=self._document(described),
-            recall_targets=[[value] for value in self._values(described) if value != chain.entities[-1]],
+            recall_targets=[[value] for value in self._values(described, without) if value != chain.entities[-1]],
         )
 
     def _described(self, chain: Chain, rng: random.Random) -> list[str]:
@@ -255,9 +282,13 @@ class World:
             others.insert(place, name)
         return others
 
-    def _values(self, names: Sequence[str]) -> list[str]:
-        """Returns the values that the passages about these entities state, in reading order, each once."""
-        return list(dict.fromkeys(value for name in names for _, _, value in self.facts_about(name)))
+    def _values(self, names: Sequence[str], without: frozenset[str]) -> list[str]:
+        """Returns the values that the passages about these entities state, in reading order, each once; none that a
+        relation of `without` has there.
+        """
+        facts = [fact for name in names for fact in self.facts_about(name)]
+        unseen = {value for _, relation, value in facts if relation in without}
+        return list(dict.fromkeys(value for _, _, value in facts if value not in unseen))
 
     def _document(self, names: Sequence[str]) -> str:
         """Returns the passages about these entities, one a line, filled up with full stops to equal length."""
@@ -287,14 +318,19 @@ def make_worlds(
 
 
 def make_questions(
-    worlds: Sequence[World], count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3)
+    worlds: Sequence[World],
+    count: int,
+    *,
+    seed: int,
+    hops: Sequence[int] = (1, 2, 3),
+    relations: Relations = ALL_RELATIONS,
 ) -> list[Question]:
     """Returns `count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts."""
     shares = [count // len(worlds) + (i < count % len(worlds)) for i in range(len(worlds))]
     questions: list[Question] = []
     for i, (world, share) in enumerate(zip(worlds, shares, strict=True)):
         turned = [hops[(len(questions) + j) % len(hops)] for j in range(len(hops))]
-        questions += world.questions(share, seed=_derive(seed, world.id, i), hops=turned)
+        questions += world.questions(share, seed=_derive(seed, world.id, i), hops=turned, relations=relations)
     random.Random(seed).shuffle(questions)
     return questions
 
@@ -309,7 +345,7 @@ def stated_facts(text: str) -> list[tuple[str, str, str]]:
     passage = re.search(rf"The \w+ {name} (.*)", text)
     if passage is None:
         return []
-    names = "|".join(sorted({relation.name for relations in RELATIONS.values() for relation in relations}))
+    names = "|".join(relation_names())
     return [(passage[1], relation, value) for relation, value in re.findall(rf"\b({names}) {name}", passage[2])]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
+from mempipe.data.config import UNSEEN_HOPS, UNSEEN_RELATIONS
 from mempipe.data.rows import is_remote
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
 from mempipe.loader import load_values, parse_overrides, parse_section, section_values
@@ -106,10 +107,22 @@ def _suite(
     if not (Path(file).exists() or is_remote(file)):
         raise ConfigError(f"the question file {file} does not exist")
     name = Path(folder).resolve().name
-    measured = (Path(file).name.partition(".")[0] or "questions") if questions else "held-out"
+    measured = Path(file).name.partition(".")[0] or "questions"
+    sets = {measured: file} if questions else _held_out(folder, file)
     values: dict[str, Any] = {
         "name": f"{name}-{measured}" if questions else name,
         "runs": rows,
-        "benchmarks": [{"name": measured, "file": file, "num_questions": 0 if questions else NUM_HELD_OUT}],
+        "benchmarks": [
+            {"name": label, "file": path, "num_questions": 0 if questions else NUM_HELD_OUT}
+            for label, path in sets.items()
+        ],
     }
     return merged(values, overrides)
+
+
+def _held_out(folder: str, file: str) -> dict[str, str]:
+    """Returns the held-out question files of a run by set: one, or that of the trained kind and those of what a world
+    never trained. The former then has the name of the training's set, which a gap is measured from."""
+    unseen = {name: Path(folder) / "world" / f"{name}.parquet" for name in (UNSEEN_RELATIONS, UNSEEN_HOPS)}
+    there = {name: str(path) for name, path in unseen.items() if path.exists()}
+    return {"world": file, **there} if there else {"held-out": file}

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from result_builders import answered
 
 from examples.own_reward.reward import right_with_few_searches
 from mempipe.cli import main
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions
-from mempipe.evaluation.suite import resolve_run
+from mempipe.evaluation.results import result_row
+from mempipe.evaluation.suite import Bootstrap, resolve_run
+from mempipe.evaluation.table import Cell, score_tables
 from mempipe.loader import load_config, parse_config
 from mempipe.reports import next_steps as steps
 from mempipe.runs import Run
@@ -55,6 +58,29 @@ def test_a_run_is_compared_with_its_start_and_without_memory_and_search(run):
     (held_out,) = suite.benchmarks
     assert (held_out.file, held_out.num_questions) == (str(run / "world" / "validation.parquet"), NUM_HELD_OUT)
     assert (suite.name, suite.sampling.temperature) == ("quick", 0)
+
+
+def test_a_run_with_held_out_relations_is_measured_on_them_and_the_gap_is_from_the_world(run):
+    write_questions(run / "world" / "unseen_hops.parquet", QUESTIONS[:4])
+    write_questions(run / "world" / "unseen_relations.parquet", QUESTIONS[4:])
+    suite = evaluation_of(str(run))
+    assert [each.name for each in suite.benchmarks] == ["world", "unseen_relations", "unseen_hops"]
+    assert {each.num_questions for each in suite.benchmarks} == {NUM_HELD_OUT}
+    cells = [
+        Cell(
+            run="trained",
+            benchmark=benchmark,
+            rows=[
+                result_row(group, growing=False, prompt_hash="p") for group in answered([i < right for i in range(8)])
+            ],
+            trained_on={QUESTIONS[0].source: 4000},
+        )
+        for benchmark, right in zip(suite.benchmarks, (8, 4, 2), strict=True)
+    ]
+    (em, *_) = score_tables(cells, bootstrap=Bootstrap(num_resamples=100), seed=1)
+    assert em.columns[-3:] == ["in distribution", "out of distribution", "gap"]
+    gap = em.rows[0].values[-1]
+    assert gap.value == pytest.approx(1 - 6 / 16) and gap.is_bounded
 
 
 def test_own_questions_are_all_asked_and_settings_may_follow(run, tmp_path):

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from mempipe.data import world as tiny_world
+from mempipe.data.config import WorldConfig
+from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import search_query
-from mempipe.data.world import World, make_questions, make_worlds
+from mempipe.data.world import Relations, World, make_questions, make_worlds, parse_question, relation_names
+from mempipe.loader import load_config, parse_config
 from mempipe.retrieval.encoders import HashingEncoder
+from mempipe.runs import Run
+from mempipe.settings import ConfigError
+from mempipe.types import Question
+from pipelines import demonstrations
+from pipelines.prepare import prepare
+
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "configs" / "quickstart.yaml"
 
 TRAIN, HELD_OUT = make_worlds(5, num_held_out=2, seed=7)
 WORLD = HELD_OUT[0]
@@ -117,3 +128,70 @@ def test_a_long_question_walks_without_repetition_and_its_document_has_every_pas
 def test_a_walk_that_no_world_has_is_refused():
     with pytest.raises(ValueError, match="found no chain of 110 facts without repetition"):
         World(1).long_question(110, seed=1)
+
+
+def followed(questions: list[Question]) -> list[set[str]]:
+    return [set(parse_question(question.text)[1]) for question in questions]
+
+
+def test_questions_follow_only_the_relations_that_they_may():
+    without = make_questions(TRAIN, 90, seed=5, relations=Relations(without=frozenset({"mayor", "spouse"})))
+    assert not set().union(*followed(without)) & {"mayor", "spouse"}
+    through = make_questions(HELD_OUT, 60, seed=5, relations=Relations(through=frozenset({"mayor", "spouse"})))
+    assert all(relations & {"mayor", "spouse"} for relations in followed(through))
+    assert Counter(question.num_hops for question in through) == {1: 20, 2: 20, 3: 20}
+
+
+def test_a_recall_asks_for_nothing_that_an_unseen_relation_states():
+    unseen = frozenset({"mayor", "spouse", "founder"})
+    for question in make_questions(TRAIN, 60, seed=5, relations=Relations(without=unseen)):
+        stated = [fact for line in question.context.splitlines() for fact in tiny_world.stated_facts(line)]
+        hidden = {value for _, relation, value in stated if relation in unseen}
+        assert not hidden & {form for target in question.recall_targets for form in target}
+
+
+def test_without_a_choice_of_relations_the_questions_are_the_same_as_ever():
+    everything = Relations(through=frozenset(relation_names()))
+    assert make_questions(TRAIN, 30, seed=5, relations=everything) == make_questions(TRAIN, 30, seed=5)
+
+
+def test_a_run_holds_out_relations_and_hop_counts_and_trains_on_neither(tmp_path):
+    sizes = ["world.num_train_worlds=3", "world.num_train_questions=60", "world.num_validation_questions=30"]
+    unseen = ["world.unseen_relations=[mayor, employer]", "world.unseen_hops=[4]", "world.hops=[1, 2]"]
+    run = load_config(QUICKSTART, [*sizes, *unseen, f"model.path={tmp_path / 'model'}", f"output={tmp_path}"])
+    (tmp_path / "model").mkdir()
+    prepare(Run(run))
+    files = {
+        name: read_questions(run.folder / "world" / f"{name}.parquet")
+        for name in ("train", "validation", "unseen_relations", "unseen_hops")
+    }
+    assert {name: len(questions) for name, questions in files.items()} == {
+        "train": 60,
+        "validation": 30,
+        "unseen_relations": 30,
+        "unseen_hops": 30,
+    }
+    held_out = {"mayor", "employer"}
+    for name in ("train", "validation", "unseen_hops"):
+        assert not set().union(*followed(files[name])) & held_out, name
+    assert all(relations & held_out for relations in followed(files["unseen_relations"]))
+    hops = {name: {question.num_hops for question in questions} for name, questions in files.items()}
+    assert hops == {"train": {1, 2}, "validation": {1, 2}, "unseen_relations": {1, 2}, "unseen_hops": {4}}
+    shown = demonstrations._questions(run, 40, seed=9)
+    assert not set().union(*followed(list(shown))) & held_out, "demonstrations show none of them either"
+
+
+@pytest.mark.parametrize(
+    ("world", "sentence"),
+    [
+        ({"unseen_relations": ["uncle"]}, "world.unseen_relations has 'uncle'; the relations are author, capital"),
+        ({"unseen_relations": relation_names()}, "world.unseen_relations has every relation; leave some"),
+        ({"unseen_hops": [3]}, r"world.unseen_hops has 3, and world.hops is \[1, 2, 3\]"),
+        ({"unseen_hops": [0]}, "world.unseen_hops has 0"),
+        ({"unseen_hops": [5]}, "world.unseen_hops has 5, which takes 6 turns, but budget.max_turns is 5; raise it"),
+    ],
+)
+def test_what_cannot_be_held_out_is_refused(world, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"world": world})
+    assert WorldConfig().unseen == {}
