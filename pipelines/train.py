@@ -365,6 +365,7 @@ def learn(
     It resumes from `position`, which a checkpoint holds.
     """
     config = roles.config
+    stop = stop or StopRequest(config.grace_s)
     settings = config.model_dump(mode="json")
     exports = _exports(run, roles)
 
@@ -418,12 +419,13 @@ def learn(
             reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
-            tracker.log_metrics(metrics, step=step + 1)
-            if alarm := mismatch_alarm([metrics | {"step": step + 1}], settings):
-                progress.note(alarm)
-            tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
-            run.update(num_steps=step + 1)
-            checkpoints.finish()
+            with stop.held_back():  # what is on record is not trained again
+                checkpoints.log(metrics)
+                if alarm := mismatch_alarm([metrics | {"step": step + 1}], settings):
+                    progress.note(alarm)
+                tracker.log_trajectories(batch.groups[: config.tracking.traces_per_step], step=step + 1)
+                run.update(num_steps=step + 1)
+                checkpoints.finish()
             do_what_is_due(step + 1)
             told = {name: metrics[name] for name in ("reward", "em", "tokens_per_second")}
             if told["reward"] == told["em"]:

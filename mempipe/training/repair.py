@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +152,7 @@ class Checkpoints:
         self._saved = position
         self._under_way: Position | None = None
         self._batch: StepGroups | None = None
+        self._is_logged = False
         self._folder = run.folder / "checkpoints"
         self._kept = KeptGroups.of(run)
         self._config = roles.config
@@ -183,6 +184,12 @@ class Checkpoints:
             num_updates=0,
             under_way=[],
         )
+        self._is_logged = False
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of the step that was trained."""
+        self._is_logged = True  # first: a step must not stand twice in the record if this call is interrupted
+        self._tracker.log_metrics(metrics, step=self.position.step + 1)
 
     def finish(self) -> None:
         """The step was trained and logged. Saves it when a checkpoint is due."""
@@ -229,7 +236,7 @@ class Checkpoints:
                 what = f"step {steps}" + (f" and {rest} updates of the next one" if rest else "")
                 say(f"saved {what} before the run ended: {'it was told to' if asked else one_line(error)}")
             doing = "put on record"
-            if self.position is learnt:
+            if self.position is learnt and not self._is_logged:
                 self._log_batch()
             doing = "kept with its groups"
             if is_sound:

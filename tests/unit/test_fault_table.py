@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, 
 from mempipe.actors.lost import LOST_IN_RAY, LearnerFailed, LearnerLost, RoleLost
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.reports.training import write_report
+from mempipe.training.tracker_front import TrackerFront
 from mempipe.user_code import UserCodeError
 from pipelines import train
 
@@ -186,6 +188,27 @@ def test_all_roles_start_once_for_all_that_a_run_does(tmp_path, monkeypatch, mod
     order = ["launch", "demonstrations", "wait", "evaluate untrained", "warm start", "load policy", "sync", "collect"]
     assert [place for place in dict.fromkeys(run.seen) if place in order] == order
     assert run.trained_models == [str(run.run_folder / "warm_start")]
+
+
+def _raise_runtime_error() -> None:
+    raise RuntimeError("no such span")
+
+
+@pytest.mark.parametrize("strike", [_raise_runtime_error, lambda: signal.raise_signal(signal.SIGTERM)])
+def test_a_step_that_is_on_record_is_not_logged_again(tmp_path, monkeypatch, strike):
+    """The run ends between the step's row in metrics.jsonl and the end of the step."""
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))
+    strikes = iter([strike])
+
+    def log_trajectories(tracker, groups, step):
+        if step == 2:
+            next(strikes, lambda: None)()
+
+    monkeypatch.setattr(TrackerFront, "log_trajectories", log_trajectories)
+    assert run.command() != 0
+    assert run.recorded_steps() == [1, 2]
+    assert run.command("--resume") == 0
+    check_finished(run)
 
 
 def test_no_role_waits_for_a_teacher(tmp_path, monkeypatch):
