@@ -75,7 +75,7 @@ def unused_settings(spec: AgentSpec) -> set[str]:
     if not spec.searches:
         unused |= {f"retrieval.{name}" for name in setting_names(RetrievalConfig)}
     if not issubclass(spec.agent, MemTrain):
-        unused |= {"reward.recall_weight", "reward.recall_match", "algorithm.recall_group"}
+        unused |= {"reward.recall_weight", "reward.recall_match", "algorithm.recall_group", "algorithm.filter_by"}
     if spec.reward_formats == ("none",):
         unused |= {f"reward.{name}" for name in ("format", "structure_score", "retrieval_score", "attempt_score")}
     if spec.grows:

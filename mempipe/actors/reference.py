@@ -38,14 +38,14 @@ class ReferenceStage:
             max_tokens=learner.max_tokens_per_micro_batch,
             num_threads=learner.num_threads,
         )
-        self._skips_without_signal = config.algorithm.filter_zero_variance
+        self._algorithm = config.algorithm
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         return records_to_table([self.scored(group) for group in table_to_groups(batch)])
 
     def scored(self, group: Group) -> Group:
         """The group with the reference's log-probs; one that is going to be dropped stays as it is."""
-        if self._skips_without_signal and not has_signal(group):
+        if self._algorithm.filter_zero_variance and not has_signal(group, by=self._algorithm.filter_by):
             return group
         reached("reference.score", group=group.id)
         started = time.perf_counter()

@@ -3,8 +3,8 @@
 The question asks for an entity that is masked everywhere in a document (end-to-end masked reconstruction). Beside it,
 one memory of every attempt is asked for another entity (intermediate memory recall): a context of its own shows the
 memory after step k and a chunk l < k in which that entity is replaced by [TARGET], and it is sampled `num_recalls`
-times. The recall samples are drawn while the reading continues. Rewards and advantages are those of Eq. 1 to 3
-(`mempipe.rollout`, `mempipe.rl.advantages`).
+times; with `num_recall_prompts` the samples are divided among several such contexts. The recall samples are drawn while
+the reading continues. Rewards and advantages are those of Eq. 1 to 3 (`mempipe.rollout`, `mempipe.rl.advantages`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mempipe.agents.memagent import Chunk, MemAgent, MemAgentBudget, MemAgentConfig, MemAgentPrompts, MemAgentRenderer
 from mempipe.agents.prompt_set import load_prompts
@@ -38,8 +38,20 @@ class MemTrainConfig(MemAgentConfig):
     it."""
     num_recalls: int = Field(8, ge=0)
     """Recall samples of every attempt (G2 in the paper); 0: reconstruction only."""
+    num_recall_prompts: int = Field(1, ge=1)
+    """Different recalls of an attempt (step, chunk and entity), among which its recall samples are divided evenly;
+    the paper has one. A document with fewer that can be asked has as many as there are."""
     recall_last_step: bool = True
     """Let a recall ask for the memory after the last chunk too; the paper leaves this open."""
+
+    @model_validator(mode="after")
+    def _samples_can_be_divided(self) -> MemTrainConfig:
+        if self.num_recalls % self.num_recall_prompts:
+            raise ValueError(
+                f"num_recalls {self.num_recalls} is not a multiple of num_recall_prompts {self.num_recall_prompts}; "
+                "every recall has equally many samples"
+            )
+        return self
 
     @property
     def side_contexts(self) -> int:
@@ -70,7 +82,7 @@ class MemTrainPrompts(MemAgentPrompts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Holds what the recalls of one attempt ask for."""
+    """Holds what one recall of an attempt asks for."""
 
     step: int  # chunks that have been read, from 1
     chunk: int  # of them the one that is asked about, from 0
@@ -88,12 +100,14 @@ class MemTrainRenderer(MemAgentRenderer):
         prompts: MemTrainPrompts,
         mask: str = "[MASK]",
         num_recalls: int = 8,
+        num_recall_prompts: int = 1,
         recall_last_step: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, prompts=prompts, **settings)
         check_mask(mask, self.encode, tokenizer.decode)
-        self.mask, self.num_recalls, self.recall_last_step = mask, num_recalls, recall_last_step
+        self.mask, self.recall_last_step = mask, recall_last_step
+        self.num_recalls, self.num_recall_prompts = num_recalls, num_recall_prompts
         # Siblings start one after the other with the same text, as with `_cut`.
         self._askable = functools.lru_cache(maxsize=1)(self._find_askable)
         self._recall = encode_pieces(tokenizer, self._chat.before_user, prompts.recall, self._chat.after_user)
@@ -112,8 +126,9 @@ class MemTrainRenderer(MemAgentRenderer):
         """Returns the context of a recall, up to its first sampled token."""
         return self._recall.filled({"memory": memory, "chunk": masked})
 
-    def probe(self, question: Question, *, seed: str) -> Probe | None:
-        """Draws a step, an earlier chunk and an entity of it; None when no chunk but the last one holds an entity.
+    def probes(self, question: Question, *, seed: str) -> list[Probe]:
+        """Draws `num_recall_prompts` different combinations of a step, an earlier chunk and an entity of it; fewer
+        where there are fewer, and none when no chunk but the last one holds an entity.
 
         Every step that has something to ask for is as likely as any other, then every chunk, then every entity. The
         document's own answer is never asked for.
@@ -124,16 +139,20 @@ class MemTrainRenderer(MemAgentRenderer):
         )
         last = len(chunks) if self.recall_last_step else len(chunks) - 1
         steps = [step for step in range(2, last + 1) if any(askable[: step - 1])]
-        if not steps:
-            return None
+        different = {(step, chunk, target) for step in steps for chunk in range(step - 1) for target in askable[chunk]}
         rng = random.Random(seed)
-        step = rng.choice(steps)
-        chunk = rng.choice([number for number in range(step - 1) if askable[number]])
-        target = rng.choice(askable[chunk])
-        masked = self.encode(hide(chunks[chunk].text, target))
+        drawn: dict[tuple[int, int, tuple[str, ...]], None] = {}  # in the order of the draws
+        while len(drawn) < min(self.num_recall_prompts, len(different)):
+            step = rng.choice(steps)
+            chunk = rng.choice([number for number in range(step - 1) if askable[number]])
+            drawn[step, chunk, rng.choice(askable[chunk])] = None
+        return [self._masked_probe(chunks[chunk], step, chunk, target) for step, chunk, target in drawn]
+
+    def _masked_probe(self, chunk: Chunk, step: int, number: int, target: tuple[str, ...]) -> Probe:
+        masked = self.encode(hide(chunk.text, target))
         # The mark may have more tokens than what it stands for; the place of the question has room for them.
         room = self.budget.chunk_tokens + self.budget.question_tokens
-        return Probe(step=step, chunk=chunk, target=list(target), masked=self._chunk(masked[:room]))
+        return Probe(step=step, chunk=number, target=list(target), masked=self._chunk(masked[:room]))
 
     def _chunks(self, text: str) -> list[Chunk]:
         """Cuts between words, so that neither a mask nor an entity is in two halves; MemAgent cuts between tokens."""
@@ -164,7 +183,7 @@ class MemTrain(MemAgent):
     async def rollout(
         self, question: Question, *, trajectory_id: str, group_id: str, member: int, on_context: OnContext | None = None
     ) -> Trajectory:
-        probe = self.renderer.probe(question, seed=trajectory_id) if self.renderer.num_recalls else None
+        probes = self.renderer.probes(question, seed=trajectory_id) if self.renderer.num_recalls else []
         contexts: list[Context] = []
         samples: list[asyncio.Task[Recall]] = []
 
@@ -177,10 +196,10 @@ class MemTrain(MemAgent):
             async with asyncio.TaskGroup() as tasks:
 
                 def on_memory(step: int, memory: Memory) -> None:
-                    if probe is not None and step == probe.step:
-                        samples.extend(
-                            tasks.create_task(self._recall(probe, memory)) for _ in range(self.renderer.num_recalls)
-                        )
+                    for number, probe in enumerate(probes):
+                        if step == probe.step:
+                            share = range(number, self.renderer.num_recalls, len(probes))
+                            samples.extend(tasks.create_task(self._recall(probe, memory)) for _ in share)
 
                 end_reason, answer = await self._read(question, finish, on_memory=on_memory)
         except BaseExceptionGroup as failures:
@@ -222,6 +241,7 @@ def make_renderer(
         compat=config.compat,
         mask=config.mask,
         num_recalls=config.num_recalls,
+        num_recall_prompts=config.num_recall_prompts,
         recall_last_step=config.recall_last_step,
     )
 

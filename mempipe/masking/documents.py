@@ -65,11 +65,13 @@ class MemtrainConfig(Section):
     num_related: int = Field(29, ge=0)
     """Passages that a search for the pivot's text finds."""
     num_random: int = Field(120, ge=0)
-    """Random passages; more where the document would be shorter than min_tokens, fewer where longer than max_tokens."""
+    """Random passages, at least; more where the document would be shorter than its length, fewer where longer than
+    max_tokens."""
     chunk_tokens: int = Field(5120, ge=64)
     """Tokens of a chunk, at most."""
     min_tokens: int = Field(24_000, ge=1)
-    """Minimum number of tokens of a document before masking, if the corpus has enough passages."""
+    """Minimum number of tokens of a document before masking, if the corpus has enough passages. The length of each
+    document is drawn from min_tokens to max_tokens."""
     max_tokens: int = Field(40_000, ge=1)
     """Tokens of a document before masking, at most."""
     max_passage_share: float = Field(0.005, gt=0, le=1)
@@ -181,7 +183,8 @@ def make_document(
     if not chosen:
         material.rejected.append("no_entity")
         return None
-    passages, tokens = _gathered(material, count_tokens, config)
+    wanted = int(rng.integers(config.min_tokens, config.max_tokens, endpoint=True))
+    passages, tokens = _gathered(material, wanted, count_tokens, config)
     order = rng.permutation(len(passages))
     passages, tokens = [passages[i] for i in order], [tokens[i] for i in order]
     if sum(tokens) < config.chunk_tokens:
@@ -203,8 +206,12 @@ def make_document(
     return None
 
 
-def _gathered(material: Material, count_tokens: CountTokens, config: MemtrainConfig) -> tuple[list[Passage], list[int]]:
-    """Returns pivot, related and as many random passages as the lengths want, and the tokens of each."""
+def _gathered(
+    material: Material, wanted: int, count_tokens: CountTokens, config: MemtrainConfig
+) -> tuple[list[Passage], list[int]]:
+    """Returns pivot, related and random passages, of at least `wanted` tokens together if `max_tokens` has room for the
+    last one, and the tokens of each.
+    """
     passages: list[Passage] = []
     tokens: list[int] = []
     total = 0
@@ -223,7 +230,7 @@ def _gathered(material: Material, count_tokens: CountTokens, config: MemtrainCon
         add(passage)
     num_own = len(passages)
     for passage in material.random:
-        if len(passages) - num_own >= config.num_random and total >= config.min_tokens:
+        if len(passages) - num_own >= config.num_random and total >= wanted:
             break
         if not add(passage):
             break

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.types import Context, Group, Trajectory
@@ -100,15 +101,20 @@ def _with_turn(context: Context, of_attempt: float, of_turn: float) -> Context:
     return replace(context, advantage=of_attempt + of_turn) if context.turn_rewards else context
 
 
-def has_signal(group: Group) -> bool:
+def has_signal(group: Group, *, by: Literal["answer", "reward"] = "answer") -> bool:
     """Returns whether any two attempts were rewarded differently; otherwise every advantage is zero (DAPO's filter,
-    arXiv 2503.14476). With recall samples the end-to-end answer alone decides, right or wrong (MemTrain). An
-    advantage of a single turn is a signal as well.
+    arXiv 2503.14476). An advantage of a single turn is a signal as well.
+
+    With recall samples the end-to-end answer alone decides, right or wrong (MemTrain), or, `by` the reward, whether any
+    advantage of an attempt or of a recall is not zero.
     """
     if any(context.advantage for trajectory in group.trajectories for context in trajectory.contexts):
         return True
-    if any(trajectory.recalls for trajectory in group.trajectories):
+    recalls = [recall for trajectory in group.trajectories for recall in trajectory.recalls]
+    if recalls and by == "answer":
         return len({trajectory.em for trajectory in group.trajectories}) > 1
+    if any(recall.context.advantage for recall in recalls):
+        return True
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 

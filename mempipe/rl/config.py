@@ -20,8 +20,9 @@ class AlgorithmConfig(Section):
     """
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """(R - mean) / std, or R - mean."""
-    aggregation: Literal["token", "context", "trajectory"] = "token"
-    """Unit of the mean of the loss: all loss tokens of the step, contexts (MemTrain Eq. 4), or trajectories."""
+    aggregation: Literal["token", "context", "question", "trajectory"] = "token"
+    """Unit of the mean of the loss: all loss tokens of the step, contexts (MemTrain Eq. 4 over the update), contexts of
+    a question and then questions (Eq. 4 for each prompt), or trajectories."""
     group_size: int = Field(5, ge=2)
     """Attempts at one question. An advantage says how much better one attempt is than the others, so one alone has
     none."""
@@ -36,8 +37,8 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(3.0, gt=1)
     """Upper bound of the ratio for negative advantages, where the clip has no upper side; null: off."""
     recall_group: Literal["rollout", "question"] = "rollout"
-    """memtrain: whose recall samples are compared with each other: those of one attempt, which have the same prompt,
-    or those of all attempts at a question. The paper does not say."""
+    """memtrain: whose recall samples are compared with each other: those of one attempt, which have the same prompt
+    if agent.num_recall_prompts is 1, or those of all attempts at a question. The paper does not say."""
     kl_coef: float = Field(0.001, ge=0)
     """Weight of the low-variance KL to the reference model, in the loss. Where this and entropy_coef are 0, the learner
     passes over contexts whose advantage is 0."""
@@ -48,6 +49,9 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus in the loss (0.001 in the published runs of MemSearcher, MEM1 and Search-R1)."""
     filter_zero_variance: bool = False
     """Drop groups whose trajectories all have the same reward, and sample others in their place (DAPO)."""
+    filter_by: Literal["answer", "reward"] = "answer"
+    """memtrain: what filter_zero_variance looks at: answer drops a document whose answers are all right or all wrong;
+    reward keeps it where whole rewards differ, or the recall samples that are compared with each other."""
     max_off_policy_steps: int = Field(0, ge=0)
     """The most versions by which the sampler may lag the learner; 0 is strictly on-policy."""
     correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "token"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mempipe.types import TrainingSample
 
-Aggregation = Literal["token", "context", "trajectory"]
+Aggregation = Literal["token", "context", "question", "trajectory"]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 MOST_SHARED = 8
@@ -186,8 +186,11 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
         return dict.fromkeys(tokens, 1 / tokens.total())
     if aggregation == "context":
         return dict.fromkeys(tokens, 1 / len(samples))
+    if aggregation == "question":
+        contexts = Counter(sample.group_id for sample in samples)
+        return {s.trajectory_id: 1 / (len(contexts) * contexts[s.group_id]) for s in samples}
     if aggregation != "trajectory":
-        raise ValueError(f"algorithm.aggregation is {aggregation!r}; it must be token, context or trajectory")
+        raise ValueError(f"algorithm.aggregation is {aggregation!r}; it must be token, context, question or trajectory")
     for sample in samples:
         if sample.trajectory_tokens != tokens[sample.trajectory_id]:
             raise ValueError(

@@ -165,7 +165,7 @@ class Collector:
             if group is None:
                 return None
             check_group(group, group_size=self._algorithm.group_size)
-            if self._algorithm.filter_zero_variance and not has_signal(group):
+            if self._algorithm.filter_zero_variance and not has_signal(group, by=self._algorithm.filter_by):
                 dropped.append(group)
                 self._consume([group], policy_version)
             else:

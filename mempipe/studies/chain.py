@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mempipe.agents.memagent import MemAgentConfig
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import latest
 from mempipe.engines.config import SamplingConfig
@@ -135,13 +136,15 @@ def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> li
     Those without it begin with the first stage's warm start where it has one, so that the table says what its
     reinforcement learning was worth.
 
-    Raises ConfigError, which names the stage.
+    Raises ConfigError, which names the stage, also for stages that show chunk and memory in different orders: what one
+    stage has learned about its prompt would not hold in the next.
     """
     names = list(chain.stages)
     before: dict[str, str] = {}
     runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
     for name in names[1:]:
         runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
+    _check_layout(runs)
     if chain.compare:
         model = _beginning_of(runs[0])
         for name in names[1:]:
@@ -242,6 +245,18 @@ def _run(
         return parse_section(merged(values, {**where, "model": model, **kept}), RunConfig)
     except ConfigError as error:
         raise ConfigError(f"stages: {stage}: {error}") from error
+
+
+def _check_layout(runs: Sequence[RunConfig]) -> None:
+    reading = [(run.name, run.agent.chunk_first) for run in runs if isinstance(run.agent, MemAgentConfig)]
+    for name, chunk_first in reading[1:]:
+        first, wanted = reading[0]
+        if chunk_first != wanted:
+            raise ConfigError(
+                f"stages: {name}: agent.chunk_first is {str(chunk_first).lower()}, and {first} has "
+                f"{str(wanted).lower()}; one chain has one layout, so set agent.chunk_first={str(wanted).lower()} in "
+                "the settings of the stage"
+            )
 
 
 def _beginning_of(run: RunConfig) -> dict[str, str]:

@@ -46,6 +46,29 @@ def test_every_stage_begins_with_the_model_that_the_one_before_left(tmp_path):
     assert with_it == alone, "equal steps, equal everything"
 
 
+@pytest.mark.parametrize("second", ["memagent", "memtrain"])
+def test_stages_with_chunk_and_memory_in_different_orders_are_refused(tmp_path, second):
+    stages = {
+        "first": {"config": str(CONFIGS / "tiny_memtrain.yaml"), "settings": {"agent": {"chunk_first": True}}},
+        "between": {"config": str(CONFIGS / "quickstart.yaml")},
+        "last": {
+            "config": str(CONFIGS / ("tiny_memtrain.yaml" if second == "memtrain" else "quickstart_memagent.yaml"))
+        },
+    }
+    chain = parse_section({"output": str(tmp_path), "stages": stages}, ChainConfig)
+    with pytest.raises(ConfigError, match=r"stages: last: agent.chunk_first is false, and first has true"):
+        chain_runs(chain)
+    stages["last"]["settings"] = {"agent": {"chunk_first": True}}
+    assert len(chain_runs(parse_section({"output": str(tmp_path), "stages": stages}, ChainConfig))) == 5
+
+
+@pytest.mark.parametrize("preset", sorted(path.name for path in CONFIGS.glob("*chain*.yaml")))
+def test_presets_of_chains_have_one_layout(preset, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parents[1])
+    layouts = {getattr(run.agent, "chunk_first", None) for run in chain_runs(load_chain(CONFIGS / preset))} - {None}
+    assert len(layouts) == 1
+
+
 def test_the_later_stages_begin_without_the_first_where_the_first_began(tmp_path):
     model = tmp_path / "model"
     model.mkdir()

@@ -92,17 +92,27 @@ def test_a_document_is_a_question_with_entities_to_recall():
 
 
 def test_the_same_seed_and_number_give_the_same_document_and_others_another_order():
-    first, again, other = (make(number=number)[0] for number in (0, 0, 1))
+    lengths = {"min_tokens": 200, "max_tokens": 200}
+    first, again, other = (make(number=number, **lengths)[0] for number in (0, 0, 1))
     assert first == again
     assert first is not None and other is not None
     assert first.passage_ids != other.passage_ids and sorted(first.passage_ids) == sorted(other.passage_ids)
 
 
-@pytest.mark.parametrize(("min_tokens", "max_tokens", "num_random"), [(64, 400, 5), (300, 400, 20), (64, 84, 3)])
+@pytest.mark.parametrize(("min_tokens", "max_tokens", "num_random"), [(64, 110, 5), (300, 310, 19), (64, 84, 3)])
 def test_random_passages_fill_a_document_up_and_are_left_out_of_a_long_one(min_tokens, max_tokens, num_random):
     document, _ = make(min_tokens=min_tokens, max_tokens=max_tokens)
     assert document is not None and len(document.passage_ids) == 3 + num_random
     assert sum(document.chunk_tokens) <= max_tokens
+
+
+def test_lengths_are_spread_from_the_least_to_the_most():
+    made = [make(number=number, min_tokens=100, max_tokens=400, num_random=1)[0] for number in range(200)]
+    lengths = sorted(len(document.context.split()) for document in made if document is not None)
+    assert len(lengths) == 200 and lengths[0] >= 95 and lengths[-1] <= 400
+    for quarter in range(4):
+        inside = sum(100 + 75 * quarter <= length < 175 + 75 * quarter for length in lengths)
+        assert 30 <= inside <= 75, (quarter, inside)
 
 
 @pytest.mark.parametrize(

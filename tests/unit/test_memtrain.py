@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +26,7 @@ from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_config
 from mempipe.reports.trace import trajectory_lines
-from mempipe.rl.advantages import has_signal
+from mempipe.rl.advantages import has_signal, with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import pack_step
@@ -385,3 +387,50 @@ async def test_the_filter_looks_at_the_answer_and_not_at_the_recall():
     assert has_signal(whole)
     same = [t for t in whole.trajectories if t.em == 0] * 2
     assert not has_signal(Group(id="g", question=whole.question, trajectories=same))
+
+
+async def test_the_filter_may_look_at_the_whole_reward():
+    right, wrong = (await group()).trajectories
+
+    def kept(*trajectories: Trajectory) -> bool:
+        rescored = with_advantages([replace(t, contexts=[], em=0.0) for t in trajectories], ALGORITHM)
+        return has_signal(Group(id="g", question=document(), trajectories=rescored), by="reward")
+
+    assert kept(right, wrong), "whole rewards differ"
+    assert kept(right, right), "recalls of one attempt differ"
+    assert not kept(wrong, wrong)
+    assert kept(wrong, replace(wrong, reward=0.25))
+    unequal = replace(right, reward=wrong.reward)
+    answers = Group(id="g", question=document(), trajectories=with_advantages([unequal, unequal], ALGORITHM))
+    assert not has_signal(answers), "and answers alone are all wrong or all right"
+
+
+async def test_an_attempt_may_be_asked_for_several_things():
+    places = set()
+    for number in range(20):
+        policy = Policy(answer="\\boxed{x}", recalls=["\\boxed{y}"] * 4)
+        played = await play(policy, name=f"g/{number}", num_recalls=4, num_recall_prompts=2)
+        asked = Counter((recall.step, recall.chunk, recall.target[0]) for recall in played.recalls)
+        assert sorted(asked.values()) == [2, 2]
+        assert all(recall.context.memory_before == f"memory {recall.step}" for recall in played.recalls)
+        assert [recall.context.index for recall in played.recalls] == [4, 5, 6, 7]
+        places |= asked.keys()
+    assert places == {(2, 0, "Osvin"), (3, 0, "Osvin"), (3, 1, "Odyssey")}
+
+
+async def test_a_document_with_fewer_recalls_has_as_many_as_there_are():
+    policy = Policy(answer="\\boxed{x}", recalls=["\\boxed{y}"] * 8)
+    targets = [["Osvin"], ["Osvin"], ["Odyssey"]]
+    played = await play(policy, question=document(recall_targets=targets), num_recalls=8, num_recall_prompts=8)
+    asked = Counter((recall.step, recall.chunk) for recall in played.recalls)
+    assert sorted(asked.values()) == [2, 3, 3]
+
+
+def test_one_recall_asks_for_the_same_as_before_there_were_several():
+    (one,) = build_renderer(num_recall_prompts=1).probes(document(), seed="g/3")
+    assert build_renderer(num_recall_prompts=2).probes(document(), seed="g/3")[0] == one
+
+
+def test_samples_that_cannot_be_divided_are_refused():
+    with pytest.raises(ConfigError, match=r"num_recalls 8 is not a multiple of num_recall_prompts 3"):
+        build_renderer(num_recalls=8, num_recall_prompts=3)

@@ -161,8 +161,8 @@ def test_no_prompt_about_a_document_shows_what_is_asked(files, made, tmp_path):
         shown = [renderer.read_prompt(question=asked, memory=[], chunk=chunk.token_ids) for chunk in chunks]
         shown.append(renderer.answer_prompt(question=asked, memory=[]))
         for seed in "abc":
-            probe = renderer.probe(question, seed=seed)
-            assert probe is not None and len(chunks) > 1
+            (probe,) = renderer.probes(question, seed=seed)
+            assert len(chunks) > 1
             prompt = renderer.recall_prompt(memory=[], masked=probe.masked.token_ids)
             assert not any(can_be_read(renderer.tokenizer.decode(prompt), form, "number") for form in probe.target)
             shown.append(prompt)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mempipe.rl.packing import MOST_SHARED, MicroBatch, context_places, pack_step, split_updates
 from mempipe.types import Column, TrainingSample
 
-AGGREGATIONS = ("token", "context", "trajectory")
+AGGREGATIONS = ("token", "context", "question", "trajectory")
 # a step: groups of trajectories of contexts, each context the loss mask behind its first token
 CONTEXT = st.lists(st.booleans(), min_size=1, max_size=12).filter(any)
 STEPS = st.lists(st.lists(st.lists(CONTEXT, min_size=1, max_size=8), max_size=4), min_size=1, max_size=5)
@@ -107,6 +107,13 @@ def test_weights_of_the_three_aggregations():
     for aggregation, weights in expected.items():
         found = weight_by_token(pack_step(samples, num_ranks=1, max_tokens=99, aggregation=aggregation))
         assert [found[token] for token in sorted(found)] == pytest.approx(weights)
+
+
+def test_equation_4_of_each_question_and_then_their_mean():
+    # The first question has four contexts, the second one; over the update every context would count one fifth.
+    samples = flat(step_of([[[[True, True], [True]], [[True], [True]]], [[[True, True]]]]))
+    found = weight_by_token(pack_step(samples, num_ranks=2, max_tokens=99, aggregation="question"))
+    assert [found[token] for token in sorted(found)] == pytest.approx([1 / 8] * 5 + [1 / 2] * 2)
 
 
 def test_micro_batches_are_as_even_as_the_contexts_allow():
@@ -218,7 +225,11 @@ def test_promise_4_every_loss_token_is_packed_once_with_its_share(shape, num_ran
     loss_tokens = {i for s in samples for i, bit in zip(s.token_ids, s.loss_mask, strict=True) if bit}
     found = weight_by_token(ranks)
     assert found.keys() == loss_tokens
-    total = {"token": 1.0, "context": len(loss_tokens) / len(samples), "trajectory": 1.0}[aggregation]
+    tokens, contexts = Counter[str](), Counter(sample.group_id for sample in samples)
+    for each in samples:
+        tokens[each.group_id] += sum(each.loss_mask)
+    of_questions = sum(tokens[question] / contexts[question] for question in contexts) / len(contexts)
+    total = {"context": len(loss_tokens) / len(samples), "question": of_questions}.get(aggregation, 1.0)
     assert sum(found.values()) == pytest.approx(total, rel=1e-6)
 
     contexts = Counter(tuple(s.token_ids) for s in samples)
