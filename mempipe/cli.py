@@ -20,6 +20,7 @@ from mempipe.engines.gpus import GPUS
 from mempipe.environment import prepare_process
 from mempipe.progress import say
 from mempipe.settings import ConfigError
+from mempipe.stop import sigterm_interrupts
 
 if TYPE_CHECKING:
     from mempipe.api.agent import AskOptions
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     prepare_process()
     try:
-        return arguments.command(arguments) or 0
+        with sigterm_interrupts():
+            return arguments.command(arguments) or 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG

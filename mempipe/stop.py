@@ -28,6 +28,35 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def is_sigterm(error: BaseException) -> bool:
+    """Returns whether Ray's own handler of SIGTERM, which leaves the process, raised the error."""
+    return isinstance(error, SystemExit) and error.code == signal.SIGTERM
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except SystemExit as error:
+        if not is_sigterm(error):
+            raise
+        raise Interrupted(signal.SIGTERM) from error
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class StopRequest:
     """Takes the signals of one run and says how much time is left."""
 
@@ -65,7 +94,7 @@ class StopRequest:
         try:
             yield self
         except BaseException as error:
-            if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # Ray's own handler, while it connects
+            if is_sigterm(error):  # while Ray connects
                 raise Interrupted(signal.SIGTERM) from error
             if self._number and not isinstance(error, Interrupted):  # Ray raises its own KeyboardInterrupt
                 raise Interrupted(self._number) from error

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from mempipe.stop import Interrupted, StopRequest
+from mempipe.cli import main
+from mempipe.stop import Interrupted, StopRequest, sigterm_interrupts
 
 
 def test_a_signal_ends_the_block_and_tells_what_a_shell_reports():
@@ -70,3 +71,24 @@ def test_a_run_in_another_thread_leaves_the_signals_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def _leave_as_ray_does() -> None:
+    raise SystemExit(int(signal.SIGTERM))
+
+
+@pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does])
+def test_sigterm_ends_any_command_in_a_sentence(end, monkeypatch, capsys):
+    monkeypatch.setattr("mempipe.cli._data_world", lambda _: end())
+    assert main(["data", "world"]) == 143
+    assert capsys.readouterr().err == "interrupted; the same command resumes where this one stopped\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_other_exits_and_other_handlers_are_left_as_they_are():
+    with pytest.raises(SystemExit) as caught, sigterm_interrupts():
+        raise SystemExit(2)
+    assert caught.value.code == 2
+    with pytest.raises(Interrupted) as interrupted, StopRequest(30.0).listening(), sigterm_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert interrupted.value.exit_code == 143
