@@ -106,7 +106,7 @@ class Campaign:
             with self._met(place, later_s) as found:
                 since = time.time()
                 self._send(role, found, signal.SIGKILL)
-            self._ended(fault, before, signal.SIGKILL, says=True, within=CLUSTER_S)
+            self._ended(fault, before, signal.SIGKILL, says=True, may_finish=True, within=CLUSTER_S)
             fault.said = f"after {time.time() - since:.0f} s: {fault.said}"
             since = time.time()
             self.go_on()
@@ -202,11 +202,21 @@ class Campaign:
         return struck
 
     def _ended(
-        self, fault: Fault, before: _Before, number: signal.Signals, *, says: bool = False, within: float = GRACE_S
+        self,
+        fault: Fault,
+        before: _Before,
+        number: signal.Signals,
+        *,
+        says: bool = False,
+        may_finish: bool = False,
+        within: float = GRACE_S,
     ) -> None:
-        """The command ends after the fault, and not as if all were well; with one sentence unless it was killed."""
+        """The command ends after the fault, and not as if all were well; with one sentence unless it was killed. With
+        `may_finish` it may also have done all its work before it noticed the fault; Over is raised then."""
         code = self.watched.wait(seconds=within * self.factor)
         check_words(self.watched.text)
+        if code == 0 and may_finish:
+            raise Over("the cluster was missed")
         if code == 0 or (number != signal.SIGKILL and code == -number):
             raise Missed(f"it ended with {code}: {self.watched.last_words()}")
         if says or number != signal.SIGKILL:

@@ -148,8 +148,11 @@ def test_a_killed_sweep_leaves_no_process_and_does_only_what_is_missing_two_tria
 
 
 def test_the_terminal_shows_the_sweep_and_nothing_else(swept):
-    for line in (swept.output_at_kill + swept.output).splitlines():
+    told, table, findings = (swept.output_at_kill + swept.output).partition("percent over all questions")
+    for line in told.splitlines():
         assert re.match(r"\[\d\d:\d\d:\d\d\] ", line), line
+    assert table and all(f"│ {budget} │" in " ".join(findings.split()) for budget in (4, 8, 16))
+    assert findings.splitlines()[-1].startswith("Report: ")
 
 
 def test_promise_7_every_question_of_every_trial_has_one_row(swept):
