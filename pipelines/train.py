@@ -419,7 +419,7 @@ def learn(
             reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
-            with stop.held_back():  # what is on record is not trained again
+            with stop.held_back():  # a step on record is not trained again
                 checkpoints.log(metrics)
                 if alarm := mismatch_alarm([metrics | {"step": step + 1}], settings):
                     progress.note(alarm)

@@ -40,6 +40,7 @@ def write_seed_report(folder: Path, tables: Sequence[SeedTable], *, name: str, k
             "evaluation.html",
             name=f"{name} over seeds",
             facts=facts,
+            findings=[],
             tiles=[],
             examples=[],
             sections=sections,

@@ -188,7 +188,7 @@ class Checkpoints:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of the step that was trained."""
-        self._is_logged = True  # first: a step must not stand twice in the record if this call is interrupted
+        self._is_logged = True  # first: an interruption of this call must not log the step twice
         self._tracker.log_metrics(metrics, step=self.position.step + 1)
 
     def finish(self) -> None:
