@@ -35,18 +35,16 @@ def is_sigterm(error: BaseException) -> bool:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
+    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word, and
+    where Ray's handler leaves it. Another handler stays in place."""
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    takes_it = is_default and threading.current_thread() is threading.main_thread()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    signal.signal(signal.SIGTERM, interrupt)
+    if takes_it:
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except SystemExit as error:
@@ -54,7 +52,8 @@ def sigterm_interrupts() -> Iterator[None]:
             raise
         raise Interrupted(signal.SIGTERM) from error
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if takes_it:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class StopRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -77,8 +78,16 @@ def _leave_as_ray_does() -> None:
     raise SystemExit(int(signal.SIGTERM))
 
 
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """A process that has its own handler of SIGTERM, such as a test's that started Ray, is one that has none."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
 @pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does])
-def test_sigterm_ends_any_command_in_a_sentence(end, monkeypatch, capsys):
+def test_sigterm_ends_any_command_in_a_sentence(end, default_handler, monkeypatch, capsys):
     monkeypatch.setattr("mempipe.cli._data_world", lambda _: end())
     assert main(["data", "world"]) == 143
     assert capsys.readouterr().err == "interrupted; the same command resumes where this one stopped\n"
