@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError
 
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
@@ -33,6 +34,7 @@ from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
 from mempipe.storage.scratch import RAY, scratch_folder
 
+LOOPBACK = "127.0.0.1"
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
 SILENT_CHECKS = 3
@@ -72,9 +74,7 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
     else:
         options |= {
             "include_dashboard": False,
-            # Ray would take the address of a network interface, which a firewall, a VPN or a changed network can cut
-            # off. No public argument sets it.
-            "_node_ip_address": "127.0.0.1",
+            "_node_ip_address": LOOPBACK,
             "_temp_dir": str(temporary / RAY),
             "object_store_memory": _object_store(model),
         }
@@ -222,7 +222,8 @@ def _start_node(options: Mapping[str, Any]) -> None:
     me = psutil.Process()
     before = set(me.children(recursive=True))
     try:
-        ray.init(**options)
+        with _on_loopback():
+            ray.init(**options)
         return
     except Exception as error:
         if not _is_late(error):
@@ -231,7 +232,23 @@ def _start_node(options: Mapping[str, Any]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     say(NODE_IS_LATE)
-    ray.init(**options)
+    with _on_loopback():
+        ray.init(**options)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Lets the node that is started inside listen on the loopback address alone. On Linux Ray replaces that address by
+    the one of a network interface, so that its dozen ports, which are open to every caller, would be reached from other
+    machines. What it does on other systems is right here, and no public argument asks for it.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"  # for this process, and for those that it starts
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[name]
 
 
 def _is_late(error: Exception) -> bool:
