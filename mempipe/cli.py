@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt as interrupted:
         flag = " with --resume" if hasattr(arguments, "resume") else ""
-        print(f"interrupted; the same command{flag} resumes where this one stopped", file=sys.stderr)
+        keeps = arguments.command in (_job, _index_build, _data_memtrain)
+        hint = f"; the same command{flag} resumes where this one stopped" if keeps else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
     except Exception as error:  # the border of the command: a mistake in the code is raised with its trace
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):

@@ -88,9 +88,14 @@ def default_handler() -> Iterator[None]:
 
 @pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does])
 def test_sigterm_ends_any_command_in_a_sentence(end, default_handler, monkeypatch, capsys):
-    monkeypatch.setattr("mempipe.cli._data_world", lambda _: end())
-    assert main(["data", "world"]) == 143
-    assert capsys.readouterr().err == "interrupted; the same command resumes where this one stopped\n"
+    for function, words, hint in (
+        ("_data_world", ["data", "world"], ""),
+        ("_index_build", ["index", "build", "texts"], "; the same command resumes where this one stopped"),
+        ("_job", ["train", "run.yaml"], "; the same command with --resume resumes where this one stopped"),
+    ):
+        monkeypatch.setattr(f"mempipe.cli.{function}", lambda _: end())
+        assert main(words) == 143
+        assert capsys.readouterr().err == f"interrupted{hint}\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
