@@ -15,7 +15,7 @@ checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -382,14 +382,7 @@ def learn(
     admission_name, admission = roles.new_admission(
         policy_version=position.step, adopted={group.id: group.started_at for group in kept}
     )
-    spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission_name)
-    consumed = {*chain.from_iterable(position.trained), *position.dropped, *(group.id for group in kept)}
-    num_groups = (config.num_steps - position.step) * config.algorithm.groups_per_step - len(kept)
-    groups = stream_groups(
-        spec,
-        TrainingRows(questions, config, skip=consumed, num_groups=num_groups),
-        references=roles.references,
-    )
+    groups = _remaining_groups(roles, questions, position, kept, admission=admission_name)
     collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm, adopted=kept)
     checkpoints = Checkpoints(run, roles, tracker, position=position, stop=stop, waiting=lambda: collector.waiting)
     training, other_phases = time.perf_counter(), sum(run.seconds.values())
@@ -433,6 +426,18 @@ def learn(
             progress.advance(1, **told)
     other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
     run.add_seconds("train", time.perf_counter() - training + other_phases)
+
+
+def _remaining_groups(
+    roles: Roles, questions: QuestionTable, position: Position, kept: Sequence[Group], *, admission: str
+) -> Generator[Group, None, None]:
+    """Streams the groups of the remaining steps, except those that were trained, dropped or `kept`."""
+    config = roles.config
+    spec = roles.driver_spec(sampling=config.sampling, group_size=config.algorithm.group_size, admission=admission)
+    consumed = {*chain.from_iterable(position.trained), *position.dropped, *(group.id for group in kept)}
+    num_groups = (config.num_steps - position.step) * config.algorithm.groups_per_step - len(kept)
+    rows = TrainingRows(questions, config, skip=consumed, num_groups=num_groups)
+    return stream_groups(spec, rows, references=roles.references)
 
 
 def train_step(
