@@ -29,7 +29,7 @@ from ray.exceptions import RayActorError
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
 from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
 from mempipe.engines.config import ModelConfig
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import EVERY_PROCESS, prepare_process
 from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
 from mempipe.storage.scratch import RAY, scratch_folder
@@ -67,7 +67,7 @@ def connected(address: str, *, name: str, model: ModelConfig | None = None, logs
 def _connection(address: str, *, name: str, model: ModelConfig | None, temporary: Path) -> Iterator[str]:
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
-    os.environ.update({name: os.environ.get(name, value) for name, value in EVERY_PROCESS.items()})
+    prepare_process()
     options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
     if address:
         options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
@@ -87,6 +87,8 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
         else:
             _start_node(options)
     except OSError as error:
+        if not address:
+            raise LaunchError(f"Ray did not start: {one_line(error)}") from error
         raise LaunchError(
             f"cannot reach the Ray cluster at {address!r}; is it up, and is RAY_AUTH_MODE=token set? ({error})"
         ) from error
@@ -243,12 +245,15 @@ def _on_loopback() -> Iterator[None]:
     machines. What it does on other systems is right here, and no public argument asks for it.
     """
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    of_user = os.environ.get(name)
     ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"  # for this process, and for those that it starts
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ[name]
+        if of_user is not None:
+            os.environ[name] = of_user
 
 
 def _is_late(error: Exception) -> bool:

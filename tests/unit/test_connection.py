@@ -59,6 +59,17 @@ def test_the_end_of_the_raylet_is_noticed_by_a_process_with_many_open_files(monk
     assert capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
 
 
+def test_the_start_of_a_node_leaves_the_variables_of_the_user_as_they_are(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ[name]))
+    name = cluster.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    for of_user in ("1", None):
+        monkeypatch.setenv(name, "1") if of_user else monkeypatch.delenv(name)
+        cluster._start_node({})
+        assert os.environ.get(name) == of_user
+    assert seen == ["0", "0"] and cluster.ray_constants.ENABLE_RAY_CLUSTER
+
+
 def test_a_node_that_does_not_come_up(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -68,6 +79,9 @@ def test_a_node_that_does_not_come_up(monkeypatch):
     error = Exception("The current node timed out\n during startup.")
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(LaunchError, match=r"Ray did not start: The current node timed out during startup\.$"):
+        connected("", name="x").__enter__()
+    error = PermissionError(13, "Permission denied", "/tmp/ray")
+    with pytest.raises(LaunchError, match=r"^Ray did not start: .*Permission denied: '/tmp/ray'$"):
         connected("", name="x").__enter__()
     error = TypeError("init() got an unexpected keyword argument")  # a mistake of ours keeps its name and its trace
     with pytest.raises(TypeError):
