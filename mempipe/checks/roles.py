@@ -42,6 +42,9 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
             *findings,
             note(f"memory not estimated: the shape of {config.model.path or config.model.source!r} is not known here"),
         ]
+    if shape.heads % placed.tensor_parallel:
+        text = f"generation.tensor_parallel is {placed.tensor_parallel}, which does not divide the {shape.heads}"
+        return [*findings, fatal(f"{text} attention heads of the model")]
     trained = trained_parameters(config.model, shape)
     if not trained:
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]

@@ -50,8 +50,10 @@ class Shape:
     def num_parameters(self) -> int:
         return self.layers * self.layer_parameters + self.root_parameters
 
-    def kv_bytes_per_token(self, width: int) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
+    def kv_bytes_per_token(self, width: int, *, tensor_parallel: int = 1) -> int:
+        """Returns the bytes of one token in the KV cache of each of `tensor_parallel` GPUs. A head is on one GPU; GPUs
+        that are more than the heads hold copies."""
+        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim * width
 
 
 # Public architecture facts, for models whose config.json is not on this machine.

@@ -127,12 +127,13 @@ class StepCosts:
 def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, context_tokens: float) -> Engine:
     """Returns the speed of one engine of the plan."""
     width, tensor_parallel = weight_width(config.model), plan.tensor_parallel
-    bandwidth = gpu.terabytes_per_second * 1e12 * MEMORY_SHARE * tensor_parallel
-    cache_bytes = shape.kv_bytes_per_token(width) * context_tokens
-    held = engine_held(config, shape, tensor_parallel=tensor_parallel)
-    room = (gpu.usable_gib * GIB * plan.gpu_memory_utilization - held) * tensor_parallel
+    bandwidth = gpu.terabytes_per_second * 1e12 * MEMORY_SHARE
+    cache_bytes = shape.kv_bytes_per_token(width, tensor_parallel=tensor_parallel) * context_tokens
+    room = gpu.usable_gib * GIB * plan.gpu_memory_utilization - engine_held(
+        config, shape, tensor_parallel=tensor_parallel
+    )
     return Engine(
-        weight_seconds=width * shape.num_parameters / bandwidth,
+        weight_seconds=width * shape.num_parameters / (bandwidth * tensor_parallel),
         cache_seconds=cache_bytes / bandwidth,
         compute_seconds=2 * shape.num_parameters / (gpu.teraflops * 1e12 * COMPUTE_SHARE * tensor_parallel),
         most_sequences=max(1, min(config.generation.max_num_seqs, int(room / cache_bytes))),

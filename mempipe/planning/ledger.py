@@ -19,8 +19,6 @@ from mempipe.rl.packing import MOST_SHARED
 from mempipe.settings import ConfigError
 
 Role = Literal["learner", "generator", "reference", "retrieval"]
-Bundle = dict[Role, float]
-"""The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 Transfer = Literal["mempipe_shm", "nccl", "ipc"]
 """How weights reach an engine: as bytes through the object store, from GPU to GPU, or on the GPU that both are on."""
 Phase = Literal["learn", "gather", "send", "wake", "check", "sample", "evaluate", "checkpoint"]
@@ -130,8 +128,8 @@ def engine_held(config: RunConfig, shape: Shape, *, tensor_parallel: int) -> int
 
 def cache_bytes(config: RunConfig, shape: Shape, *, contexts: int, tensor_parallel: int = 1) -> int:
     """The KV cache of full contexts, on one GPU of an engine."""
-    per_token = shape.kv_bytes_per_token(weight_width(config.model))
-    return contexts * per_token * config.budget.context_tokens // tensor_parallel
+    per_token = shape.kv_bytes_per_token(weight_width(config.model), tensor_parallel=tensor_parallel)
+    return contexts * per_token * config.budget.context_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,50 +211,20 @@ class Ledger:
         return lines
 
 
-def make_ledger(
-    config: RunConfig,
-    shape: Shape,
-    bundles: Sequence[Bundle],
-    *,
-    gpu_bytes: int,
-    num_ranks: int,
-    tensor_parallel: int,
-    share: float,
-    sleeps: bool,
-    transfer: Transfer,
-) -> Ledger:
-    """The ledger of a placement. `share`: an engine's part of the memory of each of its GPUs."""
-    needs: dict[Role, Mapping[Phase, int]] = {
-        "learner": rank_needs(config, shape, num_ranks=max(1, num_ranks), transfer=transfer),
-        "reference": reference_needs(config, shape),
-        "generator": engine_needs(
-            config,
-            shape,
-            tensor_parallel=tensor_parallel,
-            share_bytes=math.ceil(share * gpu_bytes),
-            sleeps=sleeps,
-            transfer=transfer,
-        ),
-    }
-    cards = [Card(needs={role: needs[role] for role in bundle}) for bundle in bundles if "retrieval" not in bundle]
-    return Ledger(gpu_bytes=gpu_bytes, cards=cards)
+def share_bounds(config: RunConfig, shape: Shape, *, gpu_bytes: int) -> tuple[int, int]:
+    """Returns the least and the largest part of a GPU, in hundredths, that an engine on a shared GPU may have.
 
-
-def engine_share(
-    config: RunConfig, shape: Shape, bundles: Sequence[Bundle], *, gpu_bytes: int, num_ranks: int, transfer: Transfer
-) -> tuple[float, bool]:
-    """An engine's part of the memory of GPUs that it shares with all roles, in hundredths, and whether it sleeps while
-    the learner works.
-
-    The share is what the fullest GPU leaves in its fullest phase, at most generation.gpu_memory_utilization, and at
-    most twice the cache that the engine can fill: the rest keeps prefixes of contexts that have ended. Raises
-    ConfigError when even with sleep there is no room for the weights and `FULL_CONTEXTS` full contexts.
+    The least holds the weights and `FULL_CONTEXTS` full contexts. The largest is generation.gpu_memory_utilization, and
+    at most twice the cache that the engine can fill: the rest keeps prefixes of contexts that have ended. Raises
+    ConfigError when the least is larger.
     """
     held = engine_held(config, shape, tensor_parallel=1)
     most_contexts = config.generation.max_num_seqs
     least = held + cache_bytes(config, shape, contexts=min(FULL_CONTEXTS, most_contexts))
     useful = held + KERNELS + 2 * cache_bytes(config, shape, contexts=most_contexts)
-    highest = min(math.floor(100 * config.generation.gpu_memory_utilization), math.ceil(100 * useful / gpu_bytes))
+    highest = min(
+        math.floor(round(100 * config.generation.gpu_memory_utilization, 6)), math.ceil(100 * useful / gpu_bytes)
+    )
     lowest = math.ceil(100 * least / gpu_bytes)
     if lowest > highest:
         raise ConfigError(
@@ -264,28 +232,7 @@ def engine_share(
             f"of an engine need {least / GIB:.1f} GiB of a GPU of {gpu_bytes / GIB:.0f} GiB at least; raise it, lower "
             "budget.context_tokens or generation.max_num_seqs, or take larger GPUs"
         )
-
-    def excess(hundredths: int, *, sleeps: bool) -> str:
-        return make_ledger(
-            config,
-            shape,
-            bundles,
-            gpu_bytes=gpu_bytes,
-            num_ranks=num_ranks,
-            tensor_parallel=1,
-            share=hundredths / 100,
-            sleeps=sleeps,
-            transfer=transfer,
-        ).excess()
-
-    for sleeps in (False, True):
-        for hundredths in range(highest, lowest - 1, -1):
-            if not excess(hundredths, sleeps=sleeps):
-                return hundredths / 100, sleeps
-    raise ConfigError(
-        f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share over {num_ranks} ranks has no room, also "
-        f"when engines sleep while the learner works: {excess(lowest, sleeps=True)}; {REMEDIES}"
-    )
+    return lowest, highest
 
 
 def _logits(tokens: int, shape: Shape) -> int:

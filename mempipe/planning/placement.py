@@ -13,15 +13,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import Shape, model_shape
-from mempipe.planning.ledger import REMEDIES, Bundle, Ledger, Role, Transfer, engine_share, make_ledger
+from mempipe.planning.capacity import GIB, Shape, model_shape
+from mempipe.planning.ledger import (
+    REMEDIES,
+    Card,
+    Ledger,
+    Phase,
+    Role,
+    Transfer,
+    engine_needs,
+    rank_needs,
+    reference_needs,
+    share_bounds,
+)
 from mempipe.settings import ConfigError
 
+Bundle = dict[Role, float]
+"""The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
 """Shares that Ray counts for the roles of a shared GPU. They must add up to 1 at most; a bundle reserves whole GPUs
 (`bundle_gpus`). Memory is divided by `Plan.gpu_memory_utilization`."""
@@ -97,16 +110,26 @@ class Plan:
 
     def ledger(self, config: RunConfig, shape: Shape, *, gpu_bytes: int) -> Ledger:
         """Returns what every role needs on its GPU in each phase."""
-        return make_ledger(
-            config,
-            shape,
-            self.bundles,
+        needs: dict[Role, Mapping[Phase, int]] = {
+            "learner": rank_needs(config, shape, num_ranks=max(1, self.num_ranks), transfer=self.transfer),
+            "reference": reference_needs(config, shape),
+            "generator": engine_needs(
+                config,
+                shape,
+                tensor_parallel=self.tensor_parallel,
+                share_bytes=math.ceil(self.gpu_memory_utilization * gpu_bytes),
+                sleeps=self.sleeps,
+                transfer=self.transfer,
+            ),
+        }
+        return Ledger(
             gpu_bytes=gpu_bytes,
-            num_ranks=self.num_ranks,
-            tensor_parallel=self.tensor_parallel,
-            share=self.gpu_memory_utilization,
-            sleeps=self.sleeps,
-            transfer=self.transfer,
+            cards=[
+                Card(needs={role: needs[role] for role in bundle})
+                for bundle in self.bundles
+                if "retrieval" not in bundle
+                for _ in range(bundle_gpus(bundle))
+            ],
         )
 
     def seats(self, role: Role) -> list[tuple[int, float]]:
@@ -138,7 +161,8 @@ class Plan:
             for roles, count in groups.items()
         )
         sleep = "; engines sleep while the learner works" if self.sleeps else ""
-        unused = f"; {self.unused_gpus} GPUs stay unused" if self.unused_gpus else ""
+        count = "1 GPU stays" if self.unused_gpus == 1 else f"{self.unused_gpus} GPUs stay"
+        unused = f"; {count} unused" if self.unused_gpus else ""
         return f"{self.kind}: {places}; weights by {self.transfer}{sleep}{unused}"
 
 
@@ -213,27 +237,30 @@ def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, g
     bundles = [without] * (room - references) + [with_reference] * references
     if not bundles or not _fits(bundles + holders, gpus_per_node):
         raise _shortage(config, demand, gpus_per_node)
-    share, sleeps = _share(config, bundles, num_ranks=room, gpu_bytes=gpu_bytes)
-    return _plan(config, demand, "colocated", bundles + holders, gpus_per_node, share=share, sleeps=sleeps)
+    return _divided(config, _plan(config, demand, "colocated", bundles + holders, gpus_per_node), gpu_bytes)
 
 
-def _share(
-    config: RunConfig, bundles: Sequence[Bundle], *, num_ranks: int, gpu_bytes: int | None
-) -> tuple[float, bool]:
-    """An engine's part of the memory of a GPU that it shares, and whether it sleeps while the learner works.
+def _divided(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
+    """Returns the colocated plan with an engine's part of a GPU: the largest that fits in every phase. The engine
+    sleeps while the learner works if it fits only then.
 
-    Raises ConfigError when even turns do not help.
+    Raises ConfigError when it does not fit at all.
     """
     shape = model_shape(config.model)
     if shape is None or gpu_bytes is None:
-        return min(config.generation.gpu_memory_utilization, UNKNOWN_UTILIZATION), True
-    return engine_share(
-        config,
-        shape,
-        bundles,
-        gpu_bytes=gpu_bytes,
-        num_ranks=num_ranks,
-        transfer=_transfer(config, "colocated"),
+        share = min(config.generation.gpu_memory_utilization, UNKNOWN_UTILIZATION)
+        return replace(made, gpu_memory_utilization=share, sleeps=True)
+    lowest, highest = share_bounds(config, shape, gpu_bytes=gpu_bytes)
+    excess = ""
+    for sleeps in (False, True):
+        for hundredths in range(highest, lowest - 1, -1):
+            tried = replace(made, gpu_memory_utilization=hundredths / 100, sleeps=sleeps)
+            excess = tried.ledger(config, shape, gpu_bytes=gpu_bytes).excess()
+            if not excess:
+                return tried
+    raise ConfigError(
+        f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share over {made.num_ranks} ranks has no room, "
+        f"also when engines sleep while the learner works: {excess}; {REMEDIES}"
     )
 
 
@@ -253,9 +280,6 @@ def _plan(
     kind: Literal["cpu", "separate", "colocated"],
     bundles: list[Bundle],
     gpus_per_node: Sequence[int],
-    *,
-    share: float | None = None,
-    sleeps: bool = False,
 ) -> Plan:
     engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
     ranks = sum("learner" in bundle for bundle in bundles)
@@ -264,10 +288,9 @@ def _plan(
         num_ranks=ranks or demand.learners,
         num_engines=len(engines) or demand.engines,
         tensor_parallel=1 if kind == "colocated" else demand.tensor_parallel,
-        gpu_memory_utilization=config.generation.gpu_memory_utilization if share is None else share,
+        gpu_memory_utilization=config.generation.gpu_memory_utilization,
         bundles=bundles,
         transfer=_transfer(config, kind) if engines and ranks else "mempipe_shm",
-        sleeps=sleeps,
         unused_gpus=sum(gpus_per_node) - sum(map(bundle_gpus, bundles)) if bundles else 0,
     )
 

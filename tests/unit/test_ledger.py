@@ -29,8 +29,9 @@ from mempipe.planning.ledger import (
     engine_needs,
     rank_needs,
     reference_needs,
+    share_bounds,
 )
-from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.planning.placement import Demand, Plan, bundle_gpus, plan
 from mempipe.settings import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -144,7 +145,7 @@ def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
     for phase, cards in least_needed(config, shape, made, gpu_bytes).items():
         assert max(cards) <= limit, phase
     ledger = made.ledger(config, shape, gpu_bytes=gpu_bytes)
-    assert len(ledger.cards) == len(made.bundles)
+    assert len(ledger.cards) == sum(map(bundle_gpus, made.bundles))
     assert all(card.total(phase) <= limit for card in ledger.cards for phase in PHASES)
 
 
@@ -247,6 +248,25 @@ def test_weights_and_cache_of_an_engine_are_divided_by_tensor_parallelism():
     assert one == 2 * two == 16 * 8192 * 2 * 28 * 4 * 128 * 2
     held = [engine_held(config, SEVEN, tensor_parallel=n) for n in (1, 2)]
     assert held[0] - held[1] == SEVEN.num_parameters
+
+
+def test_gpus_that_are_more_than_the_heads_of_the_cache_hold_copies():
+    """Qwen2.5-3B has two heads of keys and values, and 16 of queries."""
+    config, shape = preset("3b"), KNOWN["Qwen/Qwen2.5-3B-Instruct"]
+    two, four = (cache_bytes(config, shape, contexts=1, tensor_parallel=n) for n in (2, 4))
+    assert two == four == 8192 * 2 * 36 * 128 * 2
+    engines = ("generation.num_replicas=1", "placement=separate")
+    shown = said(preset("3b", "generation.tensor_parallel=4", *engines), 9)
+    assert any("KV cache 0.14 GiB per full context" in finding.text for finding in shown)
+    assert any("4 x generator " in finding.text for finding in shown)  # GPUs, not engines
+    (problem,) = [f.text for f in said(preset("3b", "generation.tensor_parallel=3", *engines), 8) if f.fatal]
+    assert problem == "generation.tensor_parallel is 3, which does not divide the 16 attention heads of the model"
+
+
+def test_the_largest_share_is_the_setting_itself():
+    """100 * 0.57 is 56.99... in binary."""
+    config = preset("3b", "generation.gpu_memory_utilization=0.57")
+    assert share_bounds(config, KNOWN["Qwen/Qwen2.5-3B-Instruct"], gpu_bytes=int(H100 * GIB))[1] == 57
 
 
 def test_a_reference_holds_its_weights_in_every_phase():
