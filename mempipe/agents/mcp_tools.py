@@ -72,12 +72,7 @@ class McpTool:
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments. Raises InvalidCall for those that do not fit the tool's schema."""
-        from jsonschema import Draft202012Validator
-        from referencing import Registry
-
-        # With a registry of its own the validator fetches nothing that the schema refers to.
-        validator = Draft202012Validator(self.parameters, registry=Registry())
-        error = next(validator.iter_errors(arguments), None)
+        error = next(_validator(self.parameters).iter_errors(arguments), None)
         if error is not None:
             where = ".".join(map(str, error.absolute_path))
             raise InvalidCall(f"{where or 'arguments'}: {error.message[:200]}")
@@ -147,9 +142,7 @@ def _offered(server: McpServer, key: str) -> tuple[McpTool, ...]:
 
 def _tool(listed: Any, server: McpServer) -> McpTool:
     """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold, and for a
-    schema that is none."""
-    from jsonschema import Draft202012Validator, SchemaError
-
+    schema with which calls cannot be checked."""
     if not _NAME.fullmatch(listed.name):
         raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is not a plain name")
     if len(str(listed.input_schema)) + len(listed.description or "") > MAX_SCHEMA_CHARS:
@@ -157,15 +150,56 @@ def _tool(listed: Any, server: McpServer) -> McpTool:
             f"agent.mcp_servers: the schema of {listed.name!r} has more than {MAX_SCHEMA_CHARS} characters"
         )
     try:
-        Draft202012Validator.check_schema(listed.input_schema)
-    except SchemaError as error:
-        raise ConfigError(f"agent.mcp_servers: the schema of {listed.name!r} is none: {error.message[:200]}") from error
+        _check_schema(dict(listed.input_schema))
+    except ValueError as error:
+        raise ConfigError(f"agent.mcp_servers: the schema of {listed.name!r} cannot be used: {error}") from error
     return McpTool(
         name=listed.name,
         description=_broken(listed.description or ""),
         parameters=dict(listed.input_schema),
         server=server,
     )
+
+
+def _validator(schema: dict[str, Any]) -> Any:
+    """Returns the validator of the draft that the schema names in $schema; of 2020-12 where it names none."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    # With a registry of its own the validator fetches nothing that the schema refers to.
+    return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raises ValueError for what is not a schema, and for a reference to something outside the schema.
+
+    A validator follows only the references that a call's arguments need, so the first such call would end the run.
+    """
+    from jsonschema import SchemaError
+    from referencing import Registry, Resource
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        _validator(schema).check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(error.message[:200]) from error
+    whole = Resource.from_contents(schema, default_specification=DRAFT202012)
+    _follow_references(whole, Registry().resolver_with_root(whole))
+
+
+def _follow_references(schema: Any, resolver: Any) -> None:
+    """Looks up every $ref of a `referencing.Resource` and of the schemas in it. Raises ValueError."""
+    from referencing.exceptions import Unresolvable
+
+    reference = schema.contents.get("$ref") if isinstance(schema.contents, dict) else None
+    if reference is not None:
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ValueError(f"it refers to {reference[:200]!r}, which is not in it") from error
+    for part in schema.subresources():
+        _follow_references(part, resolver.in_subresource(part))
 
 
 def _broken(value: Any) -> Any:

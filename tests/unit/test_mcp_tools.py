@@ -159,16 +159,47 @@ def test_a_schema_fetches_nothing(url):
     assert not ASKED
 
 
+TUPLE = {"type": "array", "items": [{"type": "string"}]}  # until draft 2019-09; 2020-12 calls it prefixItems
+CITY = {"$ref": "#/definitions/city"}
+
+
+def test_a_schema_is_of_the_draft_that_it_names():
+    """As tools in TypeScript have it, whose schemas say that they are of draft 7."""
+    named = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "definitions": {"city": {"type": "string"}},
+        "properties": {"pair": TUPLE, "city": CITY, "$ref": {"enum": [{"$ref": "a text, and no reference"}]}},
+    }
+    listed = types.Tool(name="t", input_schema=named)
+    tool = mcp_tools._tool(listed, McpServer(url="http://host/mcp"))
+    assert tool.check({"pair": ["a"], "city": "Oslo"}) == {"pair": ["a"], "city": "Oslo"}
+    for wrong in ({"pair": [1]}, {"city": 1}):
+        with pytest.raises(InvalidCall):
+            tool.check(wrong)
+    unnamed = types.Tool(name="t", input_schema={"type": "object", "properties": {"pair": TUPLE}})
+    with pytest.raises(ConfigError, match="cannot be used"):
+        mcp_tools._tool(unnamed, McpServer(url="http://host/mcp"))
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
         (
             {"type": "object", "properties": {"a": {"type": "numbr"}}},
-            "the schema of 'odd' is none: 'numbr' is not valid",
+            "the schema of 'odd' cannot be used: 'numbr' is not valid",
+        ),
+        (
+            {"type": "object", "properties": {"a": {"items": {"$ref": "#/$defs/City"}}}},
+            "the schema of 'odd' cannot be used: it refers to '#/$defs/City', which is not in it",
+        ),
+        (
+            {"type": "object", "anyOf": [{"$ref": "https://example.com/city"}]},
+            "the schema of 'odd' cannot be used: it refers to 'https://example.com/city', which is not in it",
         ),
         ({"type": "object", "description": "x" * mcp_tools.MAX_SCHEMA_CHARS}, "the schema of 'odd' has more than 8192"),
     ],
-    ids=["invalid", "long"],
+    ids=["invalid", "dangling", "elsewhere", "long"],
 )
 def test_a_schema_that_no_prompt_should_hold_is_refused_at_the_start(schema, message):
     async def listed(ctx: Any, params: Any) -> types.ListToolsResult:
