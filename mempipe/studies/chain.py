@@ -101,7 +101,12 @@ class ChainConfig(Section):
 
     @model_validator(mode="after")
     def _rows_follow_stages(self) -> ChainConfig:
+        last = list(self.stages)[-1]
+        taken = {last, last + ALONE, last + CONTINUED}
         for row in self.rows:
+            if row.name in taken:
+                raise ValueError(f"rows: {row.name} is the name of another row of the table; choose another")
+            taken.add(row.name)
             if row.after and row.after not in self.stages:
                 raise ValueError(
                     f"rows: {row.name} is after {row.after!r}; expected a stage ({', '.join(self.stages)}), or nothing "
@@ -184,24 +189,26 @@ def check_rows(chain: ChainConfig) -> None:
 
 
 def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: TrackingConfig) -> EvaluationSuite:
-    """Returns the evaluation of the last stage, with and without the first one, and of the further rows."""
+    """Returns the evaluation of the last stage, with and without the first one, and of the further rows. Raises
+    ConfigError for sets that it cannot tell apart, and where there are none."""
     last = list(chain.stages)[-1]
     compared = [run.folder for run in runs if run.name in (last, last + ALONE, last + CONTINUED)]
     benchmarks = chain.benchmarks or [_held_out(compared[0], runs)]
-    return EvaluationSuite(
-        name=EVALUATION,
-        output=str(chain.folder),
-        ray_address=chain.ray_address,
-        data_dir=chain.data_dir,
-        runs=[
+    values = {
+        "name": EVALUATION,
+        "output": str(chain.folder),
+        "ray_address": chain.ray_address,
+        "data_dir": chain.data_dir,
+        "runs": [
             *(EvaluatedRun(name=folder.name, config=str(folder)) for folder in compared),
             *(_further(row, runs, last=compared[0]) for row in chain.rows),
         ],
-        benchmarks=benchmarks,
-        sampling=chain.sampling,
-        bootstrap=chain.bootstrap,
-        tracking=tracking,
-    )
+        "benchmarks": benchmarks,
+        "sampling": chain.sampling,
+        "bootstrap": chain.bootstrap,
+        "tracking": tracking,
+    }
+    return parse_section(values, EvaluationSuite)
 
 
 def compared_rows(chain: ChainConfig) -> list[tuple[str, str]]:
@@ -212,9 +219,11 @@ def compared_rows(chain: ChainConfig) -> list[tuple[str, str]]:
 
 
 def untrained_rows(chain: ChainConfig) -> set[str]:
-    """Returns the names of the rows whose weights are the same under every seed."""
-    begins_trained = chain_runs(chain)[0].warm_start is not None
-    return set() if begins_trained else {row.name for row in chain.rows if not row.after}
+    """Returns the names of the rows whose weights are the same under every seed. A warm start, and a model that the
+    run makes itself, are not."""
+    first = chain_runs(chain)[0]
+    is_given = first.warm_start is None and bool(first.model.path or first.model.source)
+    return {row.name for row in chain.rows if not row.after} if is_given else set()
 
 
 def _further(row: TableRow, runs: Sequence[RunConfig], *, last: Path) -> EvaluatedRun:

@@ -188,10 +188,26 @@ def test_further_rows_are_models_that_the_chain_has_anyway(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "same"), [({}, set()), ({"path": "/models/base"}, {"base"}), ({"source": "org/base"}, {"base"})]
+)
+def test_a_model_that_every_seed_makes_anew_has_an_interval_over_trainings(model, same, tmp_path):
+    stages = {
+        "first": {"config": "jobs/configs/tiny_memtrain.yaml", "settings": {"model": model, "warm_start": None}},
+        "last": {"config": "jobs/configs/quickstart_memagent.yaml", "settings": {"warm_start": None}},
+    }
+    if "source" in model:
+        stages["first"]["settings"]["world"] = None
+    chain = tiny(tmp_path, stages=stages, seeds=[1, 2], rows=[{"name": "base"}, {"name": "one", "after": "first"}])
+    assert untrained_rows(chain) == same
+
+
+@pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"seeds": [1, 1]}, r"seeds is \[1, 1\]; every seed occurs in it once"),
         ({"rows": [{"name": "x", "after": "pretraining"}]}, r"rows: x is after 'pretraining'; expected a stage \(mem"),
+        ({"rows": [{"name": "memagent-alone"}]}, "rows: memagent-alone is the name of another row of the table"),
+        ({"rows": [{"name": "x"}, {"name": "x"}]}, "rows: x is the name of another row of the table"),
         ({"compare": "continue"}, "compare is 'continue': should be True, False or 'continued'"),
         ({"rows": [{"name": "x", "settings": {"budget": {"chunks": 1}}}]}, "rows: x: budget.chunks is not a setting"),
     ],
