@@ -172,7 +172,7 @@ def _validator(schema: dict[str, Any]) -> Any:
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
-    """Raises ValueError for what is not a schema, and for a reference to something outside the schema.
+    """Raises ValueError for an invalid schema, and for a reference to something outside the schema.
 
     A validator follows only the references that a call's arguments need, so the first such call would end the run.
     """

@@ -129,7 +129,10 @@ def test_a_world_takes_the_model_that_it_is_given(tmp_path):
         ({"stages.evaluation.config": "c.yaml"}, "stages: evaluation is a folder of the chain itself"),
         ({"stages.memagent.config": "/nowhere.yaml"}, "stages: memagent: cannot read config /nowhere.yaml"),
         ({"stages": {"one": {"config": "c.yaml"}}}, "stages"),
-        ({"benchmarks": [{"name": "nq"}, {"name": "nq"}]}, "benchmarks: nq occurs twice; give one of them another name"),
+        (
+            {"benchmarks": [{"name": "nq"}, {"name": "nq"}]},
+            "benchmarks: nq occurs twice; give one of them another name",
+        ),
         ({"sampling.temprature": 1}, "sampling.temprature is not a setting; did you mean sampling.temperature"),
     ],
 )
