@@ -108,7 +108,11 @@ def has_signal(group: Group, *, by: Literal["answer", "reward"] = "answer") -> b
     With recall samples the end-to-end answer alone decides, right or wrong (MemTrain), or, `by` the reward, whether any
     advantage of an attempt or of a recall is not zero.
     """
-    if any(context.advantage for trajectory in group.trajectories for context in trajectory.contexts):
+    if any(
+        context.advantage not in (None, trajectory.advantage)
+        for trajectory in group.trajectories
+        for context in trajectory.contexts
+    ):
         return True
     recalls = [recall for trajectory in group.trajectories for recall in trajectory.recalls]
     if recalls and by == "answer":

@@ -18,6 +18,7 @@ from mempipe.loader import load_config, parse_config
 from mempipe.reports.alarms import alarms, form_alarm
 from mempipe.rl.advantages import compared, group_advantages, has_signal, with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
+from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rl.turn_rewards import answer_in_memory, kept_fact, token_price, weighted
 from mempipe.rollout import run_group
@@ -161,6 +162,53 @@ def test_a_turn_adds_its_own_advantage_to_that_of_its_attempt(advantage):
     assert [sample.advantage for sample in to_samples(first)] == [outcome[0] + 0.25, outcome[0] - 0.25, outcome[0]]
 
 
+def one_question(
+    name: str, *attempts: list[Context], rewards: list[float], algorithm: AlgorithmConfig
+) -> list[Trajectory]:
+    played = [
+        replace(attempt(*contexts, member=number, reward=reward), id=f"{name}/{number}", group_id=name)
+        for number, (contexts, reward) in enumerate(zip(attempts, rewards, strict=True))
+    ]
+    return with_advantages(played, algorithm)
+
+
+# Two questions by hand; every context has 3 loss tokens.
+#               R     R - mean   (R - mean)/std    turn 0: paid, less mean 0.2    turn 1: paid, less mean 0.25
+#   a/0         1     0.5        1                 0.5    0.3                     0      -0.25
+#   a/1         0.5   0          0                 -0.1   -0.3                    0.5    0.25         turn 2: nothing
+#   a/2         0     -0.5       -1                0.2    0                       -
+#   b/0         1     0.5        1/sqrt(2)         nothing is paid; two turns
+#   b/1         0     -0.5       -1/sqrt(2)        one turn
+OF_TURNS = [0.3, -0.25, -0.3, 0.25, 0.0, 0.0]  # of a: two turns of a/0, three of a/1, one of a/2
+OF_ATTEMPTS = {
+    "dr_grpo": ([0.5, 0.5, 0.0, 0.0, 0.0, -0.5], [0.5, 0.5, -0.5]),
+    "grpo": ([1.0, 1.0, 0.0, 0.0, 0.0, -1.0], [0.5**0.5, 0.5**0.5, -(0.5**0.5)]),
+}
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "grpo"])
+def test_advantages_of_turns_and_the_means_of_equation_4_by_hand(advantage):
+    algorithm = AlgorithmConfig(advantage=advantage)
+    first = one_question(
+        "a",
+        [paid(0, 0.5), paid(1, 0.0)],
+        [paid(0, -0.1), paid(1, 0.25, 0.25), paid(2)],
+        [paid(0, 0.2)],
+        rewards=[1.0, 0.5, 0.0],
+        algorithm=algorithm,
+    )
+    second = one_question("b", [paid(0), paid(1)], [paid(0)], rewards=[1.0, 0.0], algorithm=algorithm)
+    samples = [sample for trajectory in [*first, *second] for sample in to_samples(trajectory)]
+    of_a, of_b = OF_ATTEMPTS[advantage]
+    by_hand = [*(attempt + turn for attempt, turn in zip(of_a, OF_TURNS, strict=True)), *of_b]
+    assert [sample.advantage for sample in samples] == pytest.approx(by_hand, abs=1e-5)
+    # Sums of token terms: 3 tokens times the advantages of 6 contexts of a and of 3 of b.
+    sum_a, sum_b = {"dr_grpo": (1.5, 1.5), "grpo": (3.0, 3 * 0.5**0.5)}[advantage]
+    for aggregation, mean in {"question": (sum_a / 6 + sum_b / 3) / 2, "context": (sum_a + sum_b) / 9}.items():
+        ((batch,),) = pack_step(samples, num_ranks=1, max_tokens=99, aggregation=aggregation)
+        assert float((batch.weights * batch.advantages).sum()) == pytest.approx(mean, abs=1e-5)
+
+
 def test_recalls_are_a_case_of_the_same_rule():
     def asked(member: int, *scores: float) -> Trajectory:
         recalls = [
@@ -185,6 +233,17 @@ def test_equal_outcomes_with_turns_that_differ_are_a_signal():
 
     assert has_signal(group(attempt(paid(0, 1.0)), attempt(paid(0, 0.0), member=1)))
     assert not has_signal(group(attempt(paid(0, 1.0)), attempt(paid(0, 1.0), member=1)))
+
+
+def test_turns_that_earned_alike_are_no_signal_where_the_answers_of_documents_decide():
+    recalled = Recall(context=turn(9, "", ""), step=2, chunk=0, target=["x"], answer="x", score=1.0)
+    attempts = [
+        replace(attempt(paid(0, of_turn), member=member, reward=0.5 * member), recalls=[recalled])
+        for member, of_turn in enumerate([0.25, 0.25])
+    ]
+    both_wrong = Group(id="q", question=QUESTION, trajectories=with_advantages(attempts, AlgorithmConfig()))
+    assert [context.advantage for t in both_wrong.trajectories for context in t.contexts] != [0.0, 0.0]
+    assert not has_signal(both_wrong) and has_signal(both_wrong, by="reward")
 
 
 def test_what_turns_earned_survives_the_stream_and_is_logged_by_name():
@@ -305,5 +364,5 @@ def test_there_is_no_alarm_where_answers_rise_too_or_form_earns_no_more(unanswer
 
 def test_a_short_training_raises_no_alarm():
     assert form_alarm(rows(RISING[:7], FLAT[:7]), reward={}) is None
-    before_training = [{"step": 0, "unanswered_reward": 0.0, "f1": 0.0}] * 4
+    before_training = [{"step": 0, "unanswered_reward": 0.0, "f1": 0.2}] * 4
     assert form_alarm(before_training + rows(RISING[:7], FLAT[:7]), reward={}) is None
