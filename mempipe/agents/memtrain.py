@@ -111,6 +111,7 @@ class MemTrainRenderer(MemAgentRenderer):
         # Siblings start one after the other with the same text, as with `_cut`.
         self._askable = functools.lru_cache(maxsize=1)(self._find_askable)
         self._recall = encode_pieces(tokenizer, self._chat.before_user, prompts.recall, self._chat.after_user)
+        self._shown_in_recalls = f"{prompts.recall} {TARGET}"
         self.template_tokens = max(self.template_tokens, self._recall.num_tokens)
         self._check_budget()
 
@@ -131,7 +132,7 @@ class MemTrainRenderer(MemAgentRenderer):
         where there are fewer, and none when no chunk but the last one holds an entity.
 
         Every step that has something to ask for is as likely as any other, then every chunk, then every entity. The
-        document's own answer is never asked for.
+        document's own answer is never asked for, nor an entity that the words of the prompt write ("LaTeX").
         """
         chunks = self.chunks(question)
         askable = self._askable(
@@ -169,9 +170,15 @@ class MemTrainRenderer(MemAgentRenderer):
     def _find_askable(
         self, text: str, targets: Sequence[tuple[str, ...]], answers: Sequence[str]
     ) -> list[list[tuple[str, ...]]]:
-        """Returns the targets that occur in each chunk, without the document's own answer."""
+        """Returns the targets that occur in each chunk, without the document's own answer and what can be read in every
+        recall prompt.
+        """
         folded = set(map(str.casefold, answers))
-        others = [target for target in targets if folded.isdisjoint(map(str.casefold, target))]
+        others = [
+            target
+            for target in targets
+            if folded.isdisjoint(map(str.casefold, target)) and not is_written(self._shown_in_recalls, target)
+        ]
         return [[target for target in others if is_written(chunk.text, target)] for chunk in self._cut(text)]
 
 

@@ -29,7 +29,7 @@ from mempipe.reports.trace import trajectory_lines
 from mempipe.rl.advantages import has_signal, with_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.rl.losses import policy_loss
-from mempipe.rl.packing import pack_step
+from mempipe.rl.packing import Aggregation, pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_renderer, run_group
 from mempipe.settings import ConfigError
@@ -189,6 +189,14 @@ async def test_without_an_earlier_chunk_to_ask_about_there_are_no_recalls(change
     assert (await play(policy, question=document(**changes))).recalls == []
 
 
+@pytest.mark.parametrize("shown", ["Target", "LaTeX", "BOXED"])
+def test_what_the_words_of_a_recall_prompt_write_is_not_asked_for(shown):
+    text = f"{shown} was here." + "." * CHUNK_TOKENS
+    renderer = build_renderer(num_recall_prompts=2)
+    asked = renderer.probes(document(context=text + " Osvin." * CHUNK_TOKENS, recall_targets=[[shown]]), seed="s")
+    assert asked == []
+
+
 async def test_without_recalls_it_is_memagent():
     policy = Policy(answer="\\boxed{x}", recalls=[])
     played = await play(policy, question=document(recall_targets=[]), num_recalls=0)
@@ -313,7 +321,22 @@ async def test_equation_4_by_hand():
         expected += sum(sample.loss_mask) * (-sample.advantage * ratio + 1e-3 * kl)
     expected /= 12
 
-    (batches,) = pack_step(samples, num_ranks=1, max_tokens=100_000, aggregation="context")
+    assert packed_loss(samples, "context") == pytest.approx(expected, abs=1e-6)
+    # Eq. 4 is an expectation over documents: another document, of which 8 contexts are left, has its own denominator.
+    other = [replace(sample, group_id="h", trajectory_id=f"h{sample.trajectory_id}") for sample in samples]
+    other = [sample for sample in other if abs(sample.advantage) == pytest.approx(0.625)]
+    of_other = sum(sum(sample.loss_mask) * (-sample.advantage * ratio + 1e-3 * kl) for sample in other)
+    assert len(other) == 8
+    both = [*samples, *other]
+    assert packed_loss(both, "question") == pytest.approx((expected + of_other / 8) / 2, abs=1e-6)
+    assert packed_loss(both, "context") == pytest.approx((12 * expected + of_other) / 20, abs=1e-6)
+    advantages = sorted({round(sample.advantage, 6) for sample in samples})
+    assert advantages == [-0.625, -0.5, 0.0, 0.5, 0.625]
+
+
+def packed_loss(samples: Sequence[TrainingSample], aggregation: Aggregation) -> float:
+    """Returns the loss of a step whose policy moved by +0.1 on every token."""
+    (batches,) = pack_step(samples, num_ranks=1, max_tokens=100_000, aggregation=aggregation)
     total = 0.0
     for batch in batches:
         old = torch.from_numpy(batch.old_logprobs).double()
@@ -328,9 +351,7 @@ async def test_equation_4_by_hand():
             config=ALGORITHM,
         )
         total += loss.item()
-    assert total == pytest.approx(expected, abs=1e-6)
-    advantages = sorted({round(sample.advantage, 6) for sample in samples})
-    assert advantages == [-0.625, -0.5, 0.0, 0.5, 0.625]
+    return total
 
 
 async def test_decoupled_rewards_leave_the_recall_out_and_train_it_on_its_own():
