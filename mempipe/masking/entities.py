@@ -151,8 +151,8 @@ def make_finder(kind: str = "auto") -> Finder:
 def forms(entity: str, kind: Kind) -> list[str]:
     """Every text that names the entity, longest first: itself, without accents, without "the", and shorter names.
 
-    Of a person's name the last word ("Obama") is a form, of every name of several words its initials ("NATO"); of a
-    date its other order.
+    Of a person's name the last word ("Obama") is a form, of every name of several words its initials ("NATO"), of a
+    date its other order, and of a number itself with and without commas ("1250"; "007" is not 7).
     """
     found = {entity, _plain(entity), re.sub(r"^[Tt]he ", "", entity)}
     words = entity.split()
@@ -167,7 +167,9 @@ def forms(entity: str, kind: Kind) -> list[str]:
     if kind == "date" and (parts := re.fullmatch(rf"({_MONTHS}) ({_DAY}), ({_YEAR})", entity)):
         found |= {f"{parts[2]} {parts[1]} {parts[3]}", f"{parts[2]} {parts[1]}, {parts[3]}"}
     if kind == "number":
-        found |= {entity.replace(",", "")} | ({f"{int(entity):,}"} if entity.isdecimal() else set())
+        found.add(entity.replace(",", ""))
+        if entity.isdecimal() and int(entity[0]):
+            found.add(f"{int(entity):,}")
     return sorted((form for form in found if form.strip()), key=lambda form: (-len(form), form))
 
 

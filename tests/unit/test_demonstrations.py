@@ -327,6 +327,12 @@ def test_the_script_notes_what_a_recall_may_ask_for_and_the_mask(reading):
     ]
 
 
+def test_only_the_first_mention_in_a_passage_is_noted():
+    script = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
+    section = "<section>Amber River\nREBMA lies on it. It leaves Rebma by night.</section>"
+    assert script.reply(f"{section}<memory>{KNOWS_NOTHING}</memory>") == "Amber River = REBMA"
+
+
 def test_a_recall_is_answered_from_the_memory_under_the_title_of_the_passage(reading):
     shown = demonstrations(reading)
     recalls = [recall for group in shown.clean for recall in group.trajectories[0].recalls]

@@ -128,6 +128,7 @@ def test_lengths_are_spread_from_the_least_to_the_most():
             {"common": GUESSABLE},
         ),
         ("readable", passage(1, "Old Bridge", "The stone bridge was designed by Mask in spring."), {}),
+        ("readable", passage(1, "Old Bridge", "The stone bridge was designed by Miles Stand in spring."), {}),
         ("too_short", BRIDGE, {"others": [], "related": []}),
         ("no_recall", BRIDGE, {"related": []}),
     ],

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mempipe.masking.entities import RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder
+from mempipe.masking.rules import trivial_rule
 from mempipe.settings import ConfigError
 from mempipe.text import sentences
 
@@ -54,6 +55,10 @@ def found(text: str) -> list[tuple[str, str]]:
             [("Phoenix Suns", "name"), ("Blore's Razor", "name"), ("Ada Loman", "person")],
         ),
         ("We saw Henry VIII and Sammy Davis Jr.", [("Henry VIII", "name"), ("Sammy Davis Jr", "person")]),
+        (
+            "They met Ada Maria Sofia Anna Loman at IBM Watson.",
+            [("Ada Maria Sofia Anna Loman", "name"), ("IBM Watson", "name")],
+        ),
         ("er ging nach hause", []),
         ("彼は東京で生まれた。1987", [("1987", "date")]),
         ("", []),
@@ -140,11 +145,33 @@ def test_a_text_is_cut_into_sentences(text, parts):
         ),
         ("José", "name", ["Jose", "José"]),
         ("12 March 1921", "date", ["March 12, 1921", "12 March 1921"]),
+        ("Theresa May", "person", ["Theresa May"]),
+        ("Malcolm X", "person", ["Malcolm X"]),
         ("1250", "number", ["1,250", "1250"]),
+        ("1,250.50", "number", ["1,250.50", "1250.50"]),
+        ("007", "number", ["007"]),
+        ("0", "number", ["0"]),
     ],
 )
 def test_every_form_by_which_an_entity_can_be_read(entity, kind, expected):
     assert sorted(forms(entity, kind)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "title", "rule"),
+    [
+        ("Miller", "name", "Anna Miller", "in_title"),
+        ("Miller's Bridge", "name", "Anna Miller", "in_title"),
+        ("Anna's Bridge", "name", "Anna Miller", None),
+        ("Anna Miller", "person", "Miller Bridge", "in_title"),
+        ("?!", "title", "Bridge", "short"),
+        ("C++", "name", "Bridge", "short"),
+        ("C2", "name", "Bridge", None),
+        ("Bridge", "name", "", None),
+    ],
+)
+def test_what_the_title_tells_and_what_has_one_letter_is_trivial(answer, kind, title, rule):
+    assert trivial_rule(answer, kind, title) == rule
 
 
 def test_hiding_leaves_no_form_behind():

@@ -18,6 +18,7 @@ from mempipe.spelling import is_written, letters, replaced, written
         ("LESTAT's _Lestat_, *Lestat* and lestats", ["Lestat"], "#'s _#_, *#* and lestats"),
         ("Léstat, Le\u0301stat, Les\u00adtat, Ｌｅｓｔａｔ", ["Lestat"], "#, #, #, #"),
         ("Lestat\u0301 came", ["Lestat"], "# came"),
+        ("Les\u034ftat and Lestat\ufe0f", ["Lestat"], "# and #"),
         ("Lestat² and Lestat2", ["Lestat"], "#² and Lestat2"),
         ("bus, US, u.s., U.S", ["U.S."], "bus, #, #, #"),
         ("new-york New_York NewYork New\nYork Newyorker", ["New York"], "# # # # Newyorker"),
