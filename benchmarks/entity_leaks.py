@@ -116,7 +116,7 @@ def others(passages: Sequence[Passage], seed: int) -> Iterator[Passage]:
 
 
 class Judge:
-    """What a spaCy pipeline takes a name for."""
+    """Labels the names of a text with a spaCy pipeline: person, organisation, place and so on."""
 
     def __init__(self) -> None:
         import spacy

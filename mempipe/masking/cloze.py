@@ -28,7 +28,7 @@ from mempipe.types import Evidence, Passage, Question
 GAP, LINK = "____", "[X]"
 SPLITS = ("train", "validation", "test")
 RULES = {
-    "short": "the answer has one character, or its sentence too few other words",
+    "short": "the answer has fewer than two letters or digits, or its sentence too few other words",
     "long": "the sentence has too many words",
     "in_title": "the answer can be read in the passage's title",
     "not_alone": "the sentence writes the answer a second time, in whatever form",

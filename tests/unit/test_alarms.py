@@ -40,7 +40,8 @@ def test_few_tokens_and_steps_without_any_are_not_judged():
 
 
 def test_what_is_not_a_number_is_a_mismatch():
-    assert mismatch_alarm(rows(math.nan), BFLOAT16)
+    told = mismatch_alarm(rows(0.04, math.nan, 0.03), BFLOAT16)
+    assert told is not None and "by nan in step 2" in told
     with pytest.raises(SamplingMismatch, match="differ by nan"):
         check_sampled(math.nan, FEWEST_TOKENS, tolerance=0.05)
 
