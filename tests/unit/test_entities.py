@@ -147,6 +147,7 @@ def test_a_text_is_cut_into_sentences(text, parts):
         ("12 March 1921", "date", ["March 12, 1921", "12 March 1921"]),
         ("Theresa May", "person", ["Theresa May"]),
         ("Malcolm X", "person", ["Malcolm X"]),
+        ("Kenny G", "person", ["Kenny G"]),
         ("1250", "number", ["1,250", "1250"]),
         ("1,250.50", "number", ["1,250.50", "1250.50"]),
         ("007", "number", ["007"]),
