@@ -22,7 +22,8 @@ from mempipe.tracking.config import TrackingConfig
 _RUN_FOLDER = ("state.json", "huggingface")
 AGENT_FILE, PROMPTS_FILE = "mempipe.yaml", "prompts.yaml"
 """Files of an exported agent in addition to its weights (`mempipe.reports.agent_folder`)."""
-_NOT_EVALUATED = ("world", "cloze", "warm_start")
+NOT_EVALUATED = ("world", "cloze", "warm_start")
+"""Sections of a run that only its training reads."""
 _HELD_OUT = {"world": "world/validation.parquet", "cloze": "questions/test.parquet"}
 """The held-out questions in the folder of a run that made them itself, by the section that asked for them."""
 
@@ -181,7 +182,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     Raises ConfigError.
     """
     values = merged(run_values(run), run.settings)
-    for name in _NOT_EVALUATED:
+    for name in NOT_EVALUATED:
         values.pop(name, None)
     budget, model = section_values(values, "budget"), section_values(values, "model")
     budget.pop("memory_choices", None)  # only training draws a limit

@@ -15,7 +15,7 @@ from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.data.config import UNSEEN_HOPS, UNSEEN_RELATIONS
 from mempipe.data.rows import is_remote
-from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
+from mempipe.evaluation.suite import NOT_EVALUATED, EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
 from mempipe.loader import load_values, parse_overrides, parse_section, section_values
 from mempipe.settings import ConfigError, Section
 from mempipe.studies.sweep import SweepConfig, load_sweep
@@ -67,7 +67,10 @@ def _with_settings(
     rows: list[dict[str, Any]], overrides: dict[str, Any], study: type[Section]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the rows with those overrides that are settings of a run, such as `retrieval.index`, and the overrides
-    of the study itself, which are all others."""
+    of the study itself, which are all others. Raises ConfigError for a setting that only a training reads."""
+    for key in NOT_EVALUATED:
+        if key in overrides and key not in study.model_fields:
+            raise ConfigError(f"{key} is read by a training only; name a question file to ask other questions")
     of_runs = {
         key: each for key, each in overrides.items() if key in RunConfig.model_fields.keys() - study.model_fields
     }

@@ -102,6 +102,8 @@ def test_a_setting_of_the_run_holds_for_every_row(run, tmp_path):
         )
     configs = [resolve_run(suite, each) for suite in [evaluation_of(str(run), words)] for each in suite.runs]
     assert {config.retrieval.index for config in configs} == {"my-index"} and configs[0].budget.max_turns == 3
+    with pytest.raises(ConfigError, match="world is read by a training only; name a question file"):
+        evaluation_of(str(run), ["world.hops=[1]"])
     with pytest.raises(ConfigError, match=r"budget\.max_turn is not a setting; did you mean budget\.max_turns"):
         suite = evaluation_of(str(run), ["budget.max_turn=3"])
         resolve_run(suite, suite.runs[0])
