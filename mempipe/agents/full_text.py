@@ -95,7 +95,7 @@ class FullTextRenderer(Renderer[FullTextBudget]):
     def check(self, question: Question) -> None:
         super().check(question)
         # A token is a byte at least: a short text need not be encoded to see that it fits.
-        if not question.context or len(question.context.encode(errors="replace")) > self.budget.document_tokens:
+        if not question.context or len(question.context.encode(errors="surrogatepass")) > self.budget.document_tokens:
             self.document(question)
 
     def prepare(self, question: Question) -> None:

@@ -149,7 +149,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         super().check(question)
         limit = self.budget.max_chunks * self.budget.chunk_tokens
         # A token is a byte at least: most texts need not be encoded to see that they fit.
-        if not question.context or (limit and len(question.context.encode()) > limit):
+        if not question.context or (limit and len(question.context.encode(errors="surrogatepass")) > limit):
             self.chunks(question)
 
     def prepare(self, question: Question) -> None:

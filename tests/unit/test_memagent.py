@@ -146,6 +146,7 @@ def test_a_document_longer_than_max_chunks_is_refused_with_the_numbers():
     ):
         play([], "Z" * 17, renderer=renderer)
     renderer.check(build_question(context="Z" * 16))
+    renderer.check(build_question(context="\ud800"))  # half of a character, as json.loads gives it
     for unfit in (
         build_question(context="Z" * 17),
         build_question(context=""),
