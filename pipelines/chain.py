@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mempipe.beacons import reached
-from mempipe.evaluation.table import METRICS_OF, family
+from mempipe.evaluation.table import METRICS_OF, family, ordered
 from mempipe.progress import say
 from mempipe.reports.over_seeds import write_seed_report
 from mempipe.studies.chain import (
@@ -29,7 +29,7 @@ from mempipe.studies.chain import (
     of_each_seed,
     untrained_rows,
 )
-from mempipe.studies.over_seeds import over_seeds, read_seeds
+from mempipe.studies.over_seeds import on_sets, over_seeds, read_seeds
 from mempipe.tracking.config import TrackingConfig
 from mempipe.training.parent_run import parent_run
 from pipelines import evaluate, train
@@ -69,15 +69,19 @@ def _over_seeds(chain: ChainConfig, parts: Mapping[int | None, ChainConfig]) -> 
     }
     first = next(iter(suites.values()))
     evaluated = read_seeds({seed: suite.folder for seed, suite in suites.items()}, [run.name for run in first.runs])
-    kind, _ = family(first.benchmarks[0])
+    families: dict[tuple[str, int], list[str]] = {}
+    for label, benchmark in ordered({each.label: each for each in first.benchmarks}).items():
+        families.setdefault(family(benchmark), []).append(label)
     tables = [
         over_seeds(
-            evaluated,
+            on_sets(evaluated, labels),
             metric=metric,
+            kind=kind,
             compared=compared_rows(chain),
             untrained=sorted(untrained_rows(chain)),
             bootstrap=chain.bootstrap,
         )
+        for (kind, _), labels in families.items()
         for metric in METRICS_OF.get(kind, METRICS_OF[""])
     ]
-    return write_seed_report(chain.folder, tables, name=chain.name, kind=kind)
+    return write_seed_report(chain.folder, tables, name=chain.name)

@@ -176,7 +176,7 @@ def _published() -> list[dict[str, Any]]:
 def _table(
     kind: str, objectives: int, cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int
 ) -> ScoreTable:
-    benchmarks = _ordered({cell.benchmark.label: cell.benchmark for cell in cells})
+    benchmarks = ordered({cell.benchmark.label: cell.benchmark for cell in cells})
     labels = list(benchmarks)
     columns = _DISTRIBUTION if any(_by_training(benchmarks, cell.trained_on or {})[0] for cell in cells) else ()
     rows = []
@@ -263,7 +263,9 @@ def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
     return [row for row in rows if any(row.values)]
 
 
-def _ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
+def ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
+    """Returns the sets in the order of the papers' tables, and RULER's by their number of documents."""
+
     def place(benchmark: Benchmark) -> tuple[int, int]:
         return SEARCH_QA.index(benchmark.name) if benchmark.name in SEARCH_QA else len(SEARCH_QA), benchmark.num_docs
 

@@ -25,11 +25,11 @@ _DIFFERENCE_NOTE = "Differences within a seed, then their mean with the interval
 _VALUES_NOTE = "The interval over questions holds for these trainings alone."
 
 
-def write_seed_report(folder: Path, tables: Sequence[SeedTable], *, name: str, kind: str) -> list[Path]:
-    """Writes the report into the folder, each file atomically, and returns their paths. `kind` is the family of the
-    sets (`mempipe.evaluation.table.family`)."""
-    sections = [section for table in tables for section in _sections(table, kind)]
-    facts = [f"seeds {', '.join(map(str, tables[0].seeds))}", f"sets {', '.join(tables[0].labels)}"]
+def write_seed_report(folder: Path, tables: Sequence[SeedTable], *, name: str) -> list[Path]:
+    """Writes the report into the folder, each file atomically, and returns their paths."""
+    sections = [section for table in tables for section in _sections(table)]
+    labels = dict.fromkeys(label for table in tables for label in table.labels)
+    facts = [f"seeds {', '.join(map(str, tables[0].seeds))}", f"sets {', '.join(labels)}"]
     lines = [f"# {name} over seeds", " · ".join(facts)]
     for section in sections:
         lines += [f"## {section.title}", markdown_table(section.lines), *filter(None, [section.note])]
@@ -54,32 +54,33 @@ def write_seed_report(folder: Path, tables: Sequence[SeedTable], *, name: str, k
     return [folder / file for file in texts]
 
 
-def _sections(table: SeedTable, kind: str) -> list[TableSection]:
-    means = with_published(_scores(table, table.rows, kind), table.labels)
+def _sections(table: SeedTable) -> list[TableSection]:
+    measured = f"{table.kind}: {table.metric}" if table.kind else table.metric
+    means = with_published(_scores(table, table.rows), table.labels)
     published = [f"{row.name} (published)" for row in means.rows if row.published]
     note = " ".join(filter(None, [_NOTE, sources(means)]))
-    sections = [
-        TableSection(title=f"{table.metric}, percent", lines=score_lines(means), published=published, note=note)
-    ]
+    sections = [TableSection(title=f"{measured}, percent", lines=score_lines(means), published=published, note=note)]
     if table.differences:
-        gains = score_lines(_scores(table, table.differences, kind))
+        gains = score_lines(_scores(table, table.differences))
         sections.append(
-            TableSection(title=f"{table.metric}, points gained", lines=gains, published=[], note=_DIFFERENCE_NOTE)
+            TableSection(title=f"{measured}, points gained", lines=gains, published=[], note=_DIFFERENCE_NOTE)
         )
     values = [["", *(f"seed {seed}" for seed in table.seeds), "over questions"]]
     for line, cells in {**table.rows, **table.differences}.items():
         last = cells[table.columns[-1]]
         values.append([line, *(f"{100 * value:.2f}" for value in last.by_seed), percent_text(last.questions)])
-    title = f"{table.metric}, {table.columns[-1]}, by seed"
+    title = f"{measured}, {table.columns[-1]}, by seed"
     return [*sections, TableSection(title=title, lines=values, published=[], note=_VALUES_NOTE)]
 
 
-def _scores(table: SeedTable, rows: Mapping[str, Mapping[str, SeedCell]], kind: str) -> ScoreTable:
+def _scores(table: SeedTable, rows: Mapping[str, Mapping[str, SeedCell]]) -> ScoreTable:
     lines = [
         Row(name=name, values=[_over_trainings(cells[column]) for column in table.columns])
         for name, cells in rows.items()
     ]
-    return ScoreTable(title="", metric=table.metric, columns=table.columns, rows=lines, claims=published_claims(kind))
+    return ScoreTable(
+        title="", metric=table.metric, columns=table.columns, rows=lines, claims=published_claims(table.kind)
+    )
 
 
 def _over_trainings(cell: SeedCell) -> Interval:
@@ -105,6 +106,7 @@ def _json(table: SeedTable) -> dict[str, Any]:
 
     return {
         "metric": table.metric,
+        "sets": list(table.labels),
         "seeds": list(table.seeds),
         "rows": cells(table.rows),
         "differences": cells(table.differences),

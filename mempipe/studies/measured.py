@@ -82,7 +82,10 @@ class Measured:
 
 
 def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
-    """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished."""
+    """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished, and for a
+    folder that is not there."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist; run the evaluation first")
     for run in sorted(each for each in folder.iterdir() if each.is_dir()):
         states = {file.parent: read_result_state(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
         for path, state in states.items():

@@ -49,6 +49,8 @@ class SeedTable:
     seeds: Sequence[int]
     labels: Sequence[str]
     """The sets."""
+    kind: str = ""
+    """Their family (`mempipe.evaluation.table.family`)."""
     rows: Mapping[str, Mapping[str, SeedCell]]
     differences: Mapping[str, Mapping[str, SeedCell]]
 
@@ -77,10 +79,19 @@ def read_seeds(folders: Mapping[int, Path], names: Sequence[str]) -> Evaluated:
     return {seed: {name: runs[name] for name in names} for seed, runs in found.items()}
 
 
+def on_sets(evaluated: Evaluated, labels: Sequence[str]) -> Evaluated:
+    """Returns the results on these sets alone, in their order."""
+    return {
+        seed: {name: {label: sets[label] for label in labels} for name, sets in runs.items()}
+        for seed, runs in evaluated.items()
+    }
+
+
 def over_seeds(
     evaluated: Evaluated,
     *,
     metric: str,
+    kind: str = "",
     compared: Sequence[tuple[str, str]],
     untrained: Sequence[str] = (),
     bootstrap: Bootstrap,
@@ -121,7 +132,7 @@ def over_seeds(
             )
             for column in first
         }
-    return SeedTable(metric=metric, seeds=list(evaluated), labels=labels, rows=rows, differences=differences)
+    return SeedTable(metric=metric, seeds=list(evaluated), labels=labels, kind=kind, rows=rows, differences=differences)
 
 
 def _columns(repeats: Sequence[Sets], labels: Sequence[str]) -> dict[str, list[Sets]]:

@@ -120,15 +120,33 @@ def test_the_evaluations_of_the_seeds_are_read_and_put_together(tmp_path):
     folders = {seed: saved(tmp_path / f"{seed}", runs) for seed, runs in EVALUATED.items()}
     read = read_seeds(folders, ["with", "alone"])
     assert table(read).rows["with"]["average"].by_seed == pytest.approx([0.7, 0.8, 0.9])
-    files = write_seed_report(tmp_path / "out", [table(read)], name="c", kind="other sets")
+    files = write_seed_report(tmp_path / "out", [table(read, kind="RULER")], name="c")
     text, page, numbers = (file.read_text() for file in files)
     assert "| with | 90.00 (65.2–114.8) | 70.00 (45.2–94.8) | 80.00 (55.2–104.8) |" in text
     assert "| with - alone | 30.00 (5.2–54.8) |" in text and "| with | 70.00 | 80.00 | 90.00 |" in text
+    assert "## RULER: em, percent" in text and "seeds 1, 2, 3, " not in page
     assert "seeds 1, 2, 3" in page and "interval over trainings" in page
     assert json.loads(numbers)[0]["differences"]["with - alone"]["average"]["by_seed"] == pytest.approx([0.2] * 3)
 
 
+def test_sets_of_two_families_share_no_average_and_stand_in_the_papers_order(tmp_path):
+    sets = [{"name": "hqa", "num_docs": 200, "file": "a"}, {"name": "musique"}]
+    sets.append({"name": "hqa", "num_docs": 50, "file": "a"})
+    chain = tiny(tmp_path, seeds=[1, 2, 3], benchmarks=sets, data_dir=str(tmp_path))
+    long, musique, short = (each.label for each in chain.benchmarks)
+    parts = of_each_seed(chain)
+    for seed, part in parts.items():
+        names = [run.name for run in chain_table(part, chain_runs(part), part.tracking).runs]
+        answers = {label: rights(5 + seed) for label in (long, musique, short)}
+        saved(part.folder / "evaluation", dict.fromkeys(names, answers))
+    *_, numbers = pipeline._over_seeds(chain, parts)
+    found = dict.fromkeys(tuple(table["sets"]) for table in json.loads(numbers.read_text()))
+    assert list(found) == [(musique,), (short, long)]
+
+
 def test_a_seed_that_lacks_a_run_or_a_set_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere does not exist; run the evaluation first"):
+        read_seeds({1: tmp_path / "nowhere"}, ["with"])
     folders = {1: saved(tmp_path / "1", EVALUATED[1]), 2: saved(tmp_path / "2", {"with": EVALUATED[2]["with"]})}
     with pytest.raises(ConfigError, match=r"2 has no results of alone; run the chain to its end first"):
         read_seeds(folders, ["with", "alone"])

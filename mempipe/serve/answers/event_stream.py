@@ -34,9 +34,7 @@ async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterato
             queue.put_nowait(("answer", reply.model_dump()))
         except ApiError as error:
             queue.put_nowait(("error", error_body(error)))
-        except (
-            Exception
-        ):  # as the routes' own handler: the status is sent, so the reader gets a last event instead of 500
+        except Exception:  # as the routes' own handler does; the status is sent, so a last event stands for 500
             logger.exception("a question failed")
             queue.put_nowait(("error", error_body(ApiError(500, FAILED))))
         finally:
