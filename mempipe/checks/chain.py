@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
 from mempipe.checks.run import check_run
 from mempipe.config import RunConfig
+from mempipe.runs import saved_state
+from mempipe.settings import ConfigError
 from mempipe.studies.chain import ALONE, ChainConfig, chain_runs, chain_table, check_rows, check_stages, of_each_seed
 
 
@@ -19,7 +22,8 @@ def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[F
     parts = list(of_each_seed(chain).values())
     for part in parts:
         check_stages(part, chain_runs(part))
-    runs = chain_runs(parts[0])  # seeds differ in nothing that could be wrong
+        _check_begun(chain_runs(part))
+    runs = chain_runs(parts[0])  # seeds differ in nothing else that could be wrong
     findings = [
         replace(finding, text=f"stages: {run.name}: {finding.text}")
         for run in runs
@@ -29,6 +33,15 @@ def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[F
     chain_table(parts[0], runs, chain.tracking)  # raises ConfigError where no set is named
     check_rows(chain)
     return findings + [check_benchmark(benchmark, data_dir=chain.data_dir) for benchmark in chain.benchmarks]
+
+
+def _check_begun(runs: Sequence[RunConfig]) -> None:
+    """Raises ConfigError, naming the run, for one that was begun with other settings."""
+    for run in runs:
+        try:
+            saved_state(_with_a_model(run, runs[0]), resume="auto")
+        except ConfigError as error:
+            raise ConfigError(f"stages: {run.name}: {error}") from error
 
 
 def _with_a_model(run: RunConfig, first: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ from mempipe.loader import load_config, parse_section
 from mempipe.provenance import model_sha256
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
-from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain, of_each_seed
 from mempipe.tracking.tracker import Tracker, last_run_id
 from pipelines import chain as pipeline
 from pipelines.prepare import prepare
@@ -178,6 +178,19 @@ def test_a_chain_that_was_interrupted_in_a_later_stage_goes_on(three_runs):
     begun = str(runs[1].folder)
     findings = [finding.text for finding in check_chain(chain) if begun in finding.text]
     assert findings == [f"stages: two: {begun} is resumed after 1 steps"]
+
+
+@pytest.mark.parametrize("seeds", [[], [1, 2]])
+def test_any_run_that_was_begun_otherwise_is_refused_before_the_first_one_starts(three_runs, seeds):
+    """The comparison's run, and a run of the last seed, come after hours of training."""
+    chain = three_runs[0].model_copy(update={"seeds": seeds})
+    last = chain_runs(list(of_each_seed(chain).values())[-1])[0 if seeds else -1]
+    shutil.rmtree(last.folder, ignore_errors=True)
+    trained(last.model_copy(update={"seed": 99}), weights="w")
+    with pytest.raises(
+        ConfigError, match=rf"stages: {last.name}: .* was started with other settings.*: seed .* \(was 99\)"
+    ):
+        check_chain(chain)
 
 
 def test_a_stage_whose_beginning_was_trained_again_is_refused(three_runs):
