@@ -211,6 +211,23 @@ def test_a_step_that_is_on_record_is_not_logged_again(tmp_path, monkeypatch, str
     check_finished(run)
 
 
+def test_a_signal_while_a_step_is_logged_loses_no_row(tmp_path, monkeypatch):
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))
+    log_metrics, struck = TrackerFront.log_metrics, []
+
+    def strike_first(tracker, metrics, *, step):
+        if step == 2 and "reward" in metrics and not struck:
+            struck.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        log_metrics(tracker, metrics, step=step)
+
+    monkeypatch.setattr(TrackerFront, "log_metrics", strike_first)
+    assert run.command() == 143 and struck
+    assert run.recorded_steps() == [1, 2]
+    assert run.command("--resume") == 0
+    check_finished(run)
+
+
 def test_no_role_waits_for_a_teacher(tmp_path, monkeypatch):
     """Its trajectories may take hours, for which a run must not keep GPUs."""
     run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))

@@ -1,0 +1,45 @@
+"""In which order the roles of a training wait, load and sleep on a GPU that they share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mempipe.actors.launch import Roles
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the roles did, in order. Engines and ranks are not there: their calls are noted."""
+    found: list[str] = []
+    monkeypatch.setattr(Roles, "wait", lambda _: found.append("wait"))
+    monkeypatch.setattr(Roles, "_all_engines", lambda *_, phase: found.append(phase))
+    return found
+
+
+def roles(events: list[str], **plan: Any) -> Roles:
+    learners: Any = SimpleNamespace(
+        start=lambda _: events.append("start the learner"),
+        step=lambda *_, **__: events.append("learn"),
+        release_memory=lambda: events.append("release"),
+    )
+    parts: Any = dict.fromkeys(("config", "namespace", "generators", "retrievers", "store", "references"))
+    return Roles(**parts, plan=SimpleNamespace(**plan), learners=learners)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("colocated", ["wait", "start the learner"]), ("separate", ["start the learner"])]
+)
+def test_a_learner_waits_for_engines_that_measure_the_free_memory_of_its_gpu(kind, order, events):
+    roles(events, kind=kind).start_learner(None)  # pyrefly: ignore
+    assert events == order
+
+
+def test_engines_sleep_before_the_ranks_learn_and_only_if_the_plan_says_so(events):
+    roles(events, sleeps=True, bundles=[{"learner": 1}]).learn([])
+    assert events == ["wait", "putting engines to sleep", "learn", "release"]
+    events.clear()
+    roles(events, sleeps=False, bundles=[]).learn([])
+    assert events == ["learn"]
