@@ -117,12 +117,7 @@ class FullText(Agent[FullTextRenderer]):
         message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
         finish(turn)
-        if message.cut_off:
-            return EndReason.LENGTH, None
-        answer = parse_answer(self.renderer.reply_start + message.text, paired=["think"])
-        if answer is None or message.breaks_roles:
-            return EndReason.NO_ACTION, None
-        return EndReason.ANSWERED, answer
+        return message.ending(parse_answer(self.renderer.reply_start + message.text, paired=["think"]))
 
 
 AGENT = AgentSpec(

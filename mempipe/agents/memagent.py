@@ -212,16 +212,10 @@ class MemAgent(Agent[MemAgentRenderer]):
         return self._parse_answer(message)
 
     def _parse_answer(self, message: Message) -> tuple[EndReason, str | None]:
-        if message.cut_off:
-            return EndReason.LENGTH, None
         text, compat = self.renderer.reply_start + message.text, self.renderer.compat
         if compat.answer_sentence:
-            answer = last_stated(text)
-        else:
-            answer = parse_answer(text, paired=["think"], box_in_thought=compat.box_in_thought)
-        if answer is None or message.breaks_roles:
-            return EndReason.NO_ACTION, None
-        return EndReason.ANSWERED, answer
+            return message.ending(last_stated(text))
+        return message.ending(parse_answer(text, paired=["think"], box_in_thought=compat.box_in_thought))
 
 
 AGENT = AgentSpec(

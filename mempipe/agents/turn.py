@@ -34,6 +34,14 @@ class Message:
     cut_off: bool  # the token limit came before a stop token
     breaks_roles: bool  # it holds a role mark of the chat template
 
+    def ending(self, answer: str | None) -> tuple[EndReason, str | None]:
+        """Returns how a trajectory ends whose last message this is, and its answer; `answer` was found in the text."""
+        if self.cut_off:
+            return EndReason.LENGTH, None
+        if answer is None or self.breaks_roles:
+            return EndReason.NO_ACTION, None
+        return EndReason.ANSWERED, answer
+
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
