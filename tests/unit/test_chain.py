@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from chain_setup import CONFIGS, tiny
 from mlflow import MlflowClient
 
 from mempipe.checks.chain import check_chain
@@ -23,15 +23,6 @@ from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_st
 from mempipe.tracking.tracker import Tracker, last_run_id
 from pipelines import chain as pipeline
 from pipelines.prepare import prepare
-
-CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
-
-
-def tiny(output: Path, **changes: Any) -> ChainConfig:
-    values = yaml.safe_load((CONFIGS / "tiny_chain.yaml").read_text()) | {"output": str(output)} | changes
-    for stage in values["stages"].values():
-        stage["config"] = str(CONFIGS.parent.parent / stage["config"])
-    return parse_section(values, ChainConfig)
 
 
 def test_every_stage_begins_with_the_model_that_the_one_before_left(tmp_path):

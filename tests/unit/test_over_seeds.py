@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chain_setup import CONFIGS, tiny
 from result_builders import answered
 
 from mempipe.checks.chain import check_rows
@@ -19,13 +20,11 @@ from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
 from mempipe.evaluation.statistics import t_interval
 from mempipe.evaluation.suite import Bootstrap, EvaluationSuite
 from mempipe.evaluation.table import published_claims
-from mempipe.loader import parse_section
 from mempipe.provenance import model_sha256
 from mempipe.reports.over_seeds import write_seed_report
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.studies.chain import (
-    ChainConfig,
     chain_runs,
     chain_table,
     compared_rows,
@@ -35,15 +34,7 @@ from mempipe.studies.chain import (
 from mempipe.studies.over_seeds import over_seeds, read_seeds
 from pipelines import chain as pipeline
 
-CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 BOOTSTRAP = Bootstrap(num_resamples=200)
-
-
-def tiny(output: Path, **changes: Any) -> ChainConfig:
-    values = yaml.safe_load((CONFIGS / "tiny_chain.yaml").read_text()) | {"output": str(output)} | changes
-    for stage in values["stages"].values():
-        stage["config"] = str(CONFIGS.parent.parent / stage["config"])
-    return parse_section(values, ChainConfig)
 
 
 def rights(number: int, *, of: int = 10) -> list[ResultRow]:
