@@ -19,7 +19,8 @@ from mempipe.studies.over_seeds import SeedCell, SeedTable
 
 _NOTE = (
     "Means over seeds with their interval over trainings (Student's t of one value for each seed). A row without one "
-    "has the same weights under every seed, or there is one seed only."
+    "has the same weights under every seed, or there is one seed only. With few seeds an interval is wide and "
+    "may pass 0 or 100."
 )
 _DIFFERENCE_NOTE = "Differences within a seed, then their mean with the interval over trainings."
 _VALUES_NOTE = "The interval over questions holds for these trainings alone."
