@@ -211,6 +211,7 @@ def main() -> int:
     parser.add_argument("--seed", default="")
     parser.add_argument("--only", type=int, help="the number of one fault")
     asked = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` and nohup let children ignore Ctrl-C
     leave_nothing_behind()
     seed = asked.seed or str(random.SystemRandom().randrange(10_000))
     start, journal = starting_point(), Journal(lets_end=True)
