@@ -89,9 +89,9 @@ def default_handler() -> Iterator[None]:
 @pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does])
 def test_sigterm_ends_any_command_in_a_sentence(end, default_handler, monkeypatch, capsys):
     for function, words, hint in (
-        ("_data_world", ["data", "world"], ""),
-        ("_index_build", ["index", "build", "texts"], "; the same command resumes where this one stopped"),
-        ("_job", ["train", "run.yaml"], "; the same command with --resume resumes where this one stopped"),
+        ("data._data_world", ["data", "world"], ""),
+        ("index._index_build", ["index", "build", "texts"], "; the same command resumes where this one stopped"),
+        ("run.run_job", ["train", "run.yaml"], "; the same command with --resume resumes where this one stopped"),
     ):
         monkeypatch.setattr(f"mempipe.cli.{function}", lambda _: end())
         assert main(words) == 143

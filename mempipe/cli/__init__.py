@@ -1,0 +1,94 @@
+"""The `mempipe` command.
+
+Every command checks its input first (`mempipe.checks`) and imports heavy libraries afterwards, so that `--help` and a
+refusal come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from mempipe.cli import data, index, measure, run, serve
+from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
+from mempipe.environment import prepare_process
+from mempipe.settings import ConfigError
+from mempipe.stop import sigterm_interrupts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
+    143 (SIGTERM)."""
+    arguments = _parsed(sys.argv[1:] if argv is None else argv)
+    prepare_process()
+    try:
+        with sigterm_interrupts():
+            return arguments.command(arguments) or 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except BrokenPipeError:  # `mempipe config | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt as interrupted:
+        flag = " with --resume" if hasattr(arguments, "resume") else ""
+        hint = f"; the same command{flag} resumes where this one stopped" if arguments.continues else ""
+        print(f"interrupted{hint}", file=sys.stderr)
+        return getattr(interrupted, "exit_code", 130)
+    except Exception as error:  # the border of the command: a mistake in the code is raised with its trace
+        if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
+            raise
+        error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace
+        if getattr(error, "was_said", False):  # the cluster is gone, and threads that wait for it would never end
+            sys.stdout.flush()
+            os._exit(EXIT_RUN)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
+        return EXIT_RUN
+
+
+def _is_fault(error: Exception) -> bool:
+    """Tells a fault of the infrastructure, which a sentence describes, from a mistake in the code, whose trace is
+    needed."""
+    return isinstance(error, RuntimeError | OSError) or any(
+        kind.__module__ == "ray.exceptions" for kind in type(error).__mro__
+    )
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command whose options may come between its overrides (argparse alone requires the overrides in one
+    block)."""
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        parser.exit()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: the metadata of packages takes a tenth of a second to load."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"mempipe {version('mempipe')}")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mempipe", description="Train, measure and serve LLM agents with a bounded memory."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for room in (run, measure, serve, index, data):
+        room.add_commands(commands)
+    return parser

@@ -1,0 +1,164 @@
+"""The commands that measure trained agents and read what they did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mempipe.cli.commands import add_command, add_resume
+from mempipe.cli.run import run_job
+from mempipe.settings import ConfigError
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands that measure trained agents."""
+    evaluate = add_command(
+        commands, "evaluate", run_job, "measure agents on question sets: RUN [QUESTIONS] or CONFIG", continues=True
+    )
+    evaluate.set_defaults(kind="evaluation")
+    evaluate.add_argument(
+        "config",
+        metavar="RUN_OR_CONFIG",
+        help="the folder of a trained run (the trained agent, the one before training, and without memory and search), "
+        "or a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml",
+    )
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="QUESTIONS",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. num_samples=4, or "
+        "retrieval.index=FOLDER to search other documents than the run's",
+    )
+
+    compare = add_command(commands, "compare", _compare, "compare two evaluated runs, question by question")
+    compare.add_argument("first", metavar="A", help="the folder of an evaluated run, e.g. evaluations/search-qa/base")
+    compare.add_argument("second", metavar="B", help="another one of the same evaluation")
+    compare.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+
+    sweep = add_command(
+        commands,
+        "sweep",
+        run_job,
+        "measure agents under several memory budgets, and find how much is enough: RUN [QUESTIONS] or CONFIG",
+        continues=True,
+    )
+    sweep.set_defaults(kind="sweep")
+    sweep.add_argument(
+        "config",
+        metavar="RUN_OR_CONFIG",
+        help="the folder of a trained run (its memory, a half of it, a quarter, ...), or a YAML file, e.g. "
+        "jobs/configs/tiny_sweep.yaml",
+    )
+    sweep.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="QUESTIONS",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. budgets=[512,1024]",
+    )
+    add_resume(sweep)
+
+    budgets = add_command(
+        commands,
+        "budgets",
+        _budgets,
+        "say how much memory is enough, from a sweep or an evaluation under several budgets",
+    )
+    budgets.add_argument("evaluation", help="its folder, e.g. sweeps/tiny-sweep")
+    budgets.add_argument("--metric", default="em", help="em, f1, ... (default: em)")
+    budgets.add_argument(
+        "--margin",
+        type=float,
+        metavar="POINTS",
+        help="percent points that a budget may lose and still be enough (default: that of the sweep, or 2)",
+    )
+
+    trace = add_command(
+        commands, "trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand"
+    )
+    trace.add_argument("run", nargs="?", default="", help="a folder of a run or an evaluation, or a Parquet file")
+    trace.add_argument("--question", default="", help="only questions whose id or text contains this")
+    trace.add_argument("--phase", default="", help="only this phase: before, after, or RUN/SET of an evaluation")
+    trace.add_argument("--limit", type=int, help="trajectories printed (default: one question before and after)")
+    trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
+    trace.add_argument("--svg", metavar="FILE", help="draw one question, by default before and after, as a picture")
+    trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
+    trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="print the agreement of two filled sheets")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mempipe.evaluation.table import percent_text
+    from mempipe.studies.compare import compare_runs, warnings
+
+    first, second = Path(arguments.first), Path(arguments.second)
+    comparisons = compare_runs(first, second, metric=arguments.metric)
+    table = Table(
+        "set",
+        "questions",
+        "A",
+        "B",
+        "B - A",
+        "McNemar on em",
+        title=f"{arguments.metric}, percent",
+        title_justify="left",
+    )
+    for each in comparisons:
+        means = [f"{100 * value:.2f}" for value in (each.first, each.second)]
+        table.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), each.verdict)
+    console = Console()
+    console.print(table)
+    console.print(f"A is {first}, B is {second}", soft_wrap=True)
+    for line in warnings(first, second, comparisons):
+        console.print(f"[bold]note[/bold] {line}", soft_wrap=True)
+
+
+def _budgets(arguments: argparse.Namespace) -> None:
+    from mempipe.reports.budgets import budget_lines, write_budget_report
+    from mempipe.studies.budgets import study_evaluation
+    from mempipe.studies.sweep import SWEEP_FILE, study_sweep
+
+    folder = Path(arguments.evaluation)
+    study_folder = study_sweep if (folder / SWEEP_FILE).exists() else study_evaluation
+    study = study_folder(folder, metric=arguments.metric, margin=arguments.margin)
+    paths = write_budget_report(folder, study, name=folder.resolve().name)
+    print("\n".join([*budget_lines(study), f"Written: {', '.join(map(str, paths))}"]))
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    if arguments.agreement:
+        from mempipe.reports.rating import agreement_lines
+
+        print("\n".join(agreement_lines(*map(Path, arguments.agreement))))
+        return
+    if not arguments.run:
+        raise ConfigError("trace needs the folder of a run or an evaluation, e.g. runs/quickstart")
+    from mempipe.reports.trace import choose, select, trace_lines
+    from mempipe.reports.traced import read_traced
+
+    traced = read_traced(Path(arguments.run))
+    if arguments.html:
+        from mempipe.reports.viewer import write_viewer
+
+        fitting = select(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        count = write_viewer(Path(arguments.html), fitting, title=Path(arguments.run).resolve().name)
+        print(f"{count:,} of {len(traced):,} trajectories in {arguments.html}")
+    elif arguments.svg:
+        from mempipe.reports.transcript import write_transcript
+
+        shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        write_transcript(Path(arguments.svg), shown)
+        print(f"{len(shown)} of {len(traced):,} trajectories in {arguments.svg}")
+    elif arguments.sheet:
+        from mempipe.reports.rating import write_sheet
+
+        fitting = select(traced, question=arguments.question, phase=arguments.phase)
+        count = write_sheet(Path(arguments.sheet[1]), fitting, num_trajectories=arguments.sheet[0])
+        print(f"{count} trajectories to be rated in {arguments.sheet[1]}; then: mempipe trace --agreement A.csv B.csv")
+    else:
+        shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
+        print("\n".join(trace_lines(shown, total=len(traced))))

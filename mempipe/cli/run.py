@@ -1,0 +1,114 @@
+"""The commands that check, train, export and describe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mempipe.checks.findings import refuse
+from mempipe.cli.commands import EXIT_CONFIG, add_command, add_resume
+from mempipe.engines.gpus import GPUS
+from mempipe.progress import say
+from mempipe.settings import ConfigError
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands that check, train and export."""
+    train = add_command(commands, "train", run_job, "train an agent: CONFIG [key=value ...]", continues=True)
+    train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
+    train.add_argument(
+        "overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. algorithm.group_size=16"
+    )
+    train.set_defaults(kind="run")
+    add_resume(train)
+
+    job = add_command(commands, "run", run_job, "run the job that a config of any kind describes", continues=True)
+    job.add_argument("config", help="a YAML file; `kind: MODULE` in it names a user-defined kind (docs/extending.md)")
+    job.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
+    job.set_defaults(kind="")
+    add_resume(job)
+
+    chain = add_command(
+        commands,
+        "chain",
+        run_job,
+        "train several stages in order, and compare with and without the first: CONFIG [key=value ...]",
+        continues=True,
+    )
+    chain.add_argument("config", help="a YAML file, e.g. jobs/configs/tiny_chain.yaml; run it again to resume")
+    chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
+    chain.set_defaults(kind="chain")
+
+    doctor = add_command(commands, "doctor", _doctor, "check a config of any kind without starting anything")
+    doctor.add_argument("config", help="a run, an evaluation, an index, a retrieval service or an agent service")
+    doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
+    add_resume(doctor)
+    doctor.add_argument(
+        "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
+    )
+
+    doctor.add_argument(
+        "--gpu",
+        choices=sorted(GPUS),
+        default="",
+        help="GPU type; also prints an estimated step time (calculated, not measured)",
+    )
+
+    config = add_command(
+        commands, "config", _config, "print a complete config with every setting's default and meaning"
+    )
+    config.add_argument(
+        "kind",
+        nargs="?",
+        default="memsearcher",
+        help="a run of an agent (memsearcher, memagent, memtrain, mem1, react, full_text, or your own module), chain, "
+        "evaluation, sweep, index, documents, service, or agent-service",
+    )
+    config.add_argument("--short", action="store_true", help="of a run only what almost every run sets")
+
+    export = add_command(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
+    export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
+    export.add_argument("folder", metavar="DIR", help="folder of the exported model; it must not exist")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+    which.add_argument(
+        "--best", action="store_true", help="export the best checkpoint on validation (checkpoint.best_on)"
+    )
+
+
+def run_job(arguments: argparse.Namespace) -> None:
+    """Checks the config of a job, and does the work."""
+    from mempipe.loader import load_job
+
+    resume = getattr(arguments, "resume", "never")
+    kind, config = load_job(arguments.config, arguments.overrides, kind=arguments.kind)
+    if not kind.main:
+        raise ConfigError(f"{arguments.config} describes {kind.described}; `{kind.command}` takes it")
+    refuse(kind.findings(config, resume=resume))
+    say(f"{getattr(config, 'folder', kind.described)}: checked; loading")
+    kind.run(config, resume=resume)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mempipe.doctor import examine
+
+    findings = examine(
+        arguments.config, arguments.overrides, resume=arguments.resume, num_gpus=arguments.devices, gpu=arguments.gpu
+    )
+    for finding in findings:
+        print(finding)
+    return EXIT_CONFIG if any(finding.fatal for finding in findings) else 0
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    from mempipe.template import config_lines
+
+    print("\n".join(config_lines(arguments.kind, short=arguments.short)))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from pipelines.export import export_best, export_run
+
+    run, target = Path(arguments.run), Path(arguments.folder)
+    print(export_best(run, target) if arguments.best else export_run(run, target, step=arguments.step))
