@@ -193,6 +193,12 @@ class RunConfig(Section):
                 f"warm_start: no script plays agent.name {self.agent.name!r} {where}; name warm_start.trajectories or "
                 "a warm_start.teacher"
             )
+        if self.world is not None and self.world.evidence_order != "reading" and self.agent_spec.script_needs_order:
+            raise ConfigError(
+                f"warm_start: the script of agent.name {self.agent.name!r} notes a fact only when it knows that the "
+                f"question needs it, but world.evidence_order is {self.world.evidence_order!r}; set it to reading, or "
+                "begin with the model of a MemTrain run (model.path, warm_start=null)"
+            )
         return found
 
     @property

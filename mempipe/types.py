@@ -120,7 +120,7 @@ class Question:
     """A question and the answers that count as right.
 
     `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a
-    document. `evidence` lists the needed facts in reading order, when the data set knows them (memory-quality metrics
+    document. `evidence` lists the needed facts as they are needed, when the data set knows them (memory-quality metrics
     use it). `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every
     objective of a multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of
     each). `recall_targets` are entities of `context` that MemTrain's recall may ask for, each with its surface forms.

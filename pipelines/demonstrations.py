@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 from mempipe.agents.protocol import GenerateFn, UnfitQuestion
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent
+from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent, facts_that_fit
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.recorded import read_recorded
@@ -126,14 +126,15 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
 
 
 def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:
-    """The messages of the script that plays the config's agent. Of the facts in a memory it keeps the newest
-    `num_noted`; 0: all.
+    """The messages of the script that plays the config's agent. Of the facts in a memory it keeps `num_noted`; 0: those
+    that fit the budget.
 
     Raises ConfigError for an agent without a script.
     """
     tokenizer = load_tokenizer(config.model.path)
     closing = make_renderer(config, tokenizer=tokenizer).closing_id
-    new_script = _script(config, noise, num_noted)
+    limit = config.budget.memory_limit
+    new_script = _script(config, noise, num_noted or (0 if limit is None else facts_that_fit(limit)))
 
     def make(question: Question, trajectory_id: str) -> GenerateFn:
         script = new_script(question, f"{config.seed}:{trajectory_id}")

@@ -127,6 +127,7 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
         num_held_out=NUM_HELD_OUT_WORLDS,
         seed=config.seed,
         document_passages=config.world.document_passages,
+        evidence_order=config.world.evidence_order,
     )
 
 

@@ -229,4 +229,5 @@ AGENT = AgentSpec(
     thought=functools.partial(thought_of, actions=(BOX,)),
     reward={"answer": "em", "wrong_answer": 0.0},
     script="mempipe.data.scripted_agents:ScriptedMemAgent",
+    script_needs_order=True,
 )

@@ -60,6 +60,9 @@ class AgentSpec:
     """Values of `reward.format` that read this agent's messages."""
     script: str = ""
     """MODULE:NAME of the scripted agent that plays it in the synthetic world, which a warm start imitates."""
+    script_needs_order: bool = False
+    """The script notes a fact only when it knows that the question needs it: documents need world.evidence_order
+    reading."""
     text_script: str = ""
     """MODULE:NAME of the `mempipe.masking.demonstrations.Demonstration` that plays it on questions made of text."""
 

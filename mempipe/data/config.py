@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
-from mempipe.data.world import Relations, relation_names
+from mempipe.data.world import EvidenceOrder, Relations, relation_names
 from mempipe.settings import Section
 
 
@@ -68,6 +68,10 @@ class WorldConfig(Section):
     """Hop counts that are in no training; questions with them are a held-out set, unseen_hops."""
     document_passages: int = Field(4, ge=1)
     """Passages in the document of a question, for agents that read."""
+    evidence_order: EvidenceOrder = "reading"
+    """Order of the needed passages in a document: that of the question's chain (reading), its reverse, or one that is
+    drawn for each document (random). In reading order a reader knows at once which fact it needs, and never has to keep
+    one whose use it learns only later."""
     num_layers: int = Field(4, ge=2)
     """Layers of the tiny model; 9 make a model of twice the parameters."""
 

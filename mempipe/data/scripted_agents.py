@@ -24,6 +24,10 @@ CALL_CLOSE = '"}}</tool_call>'
 ANSWER_OPEN = "\\boxed{"
 NOTHING = "nothing"
 KNOWS_NOTHING = f"known {NOTHING}"
+FACT_TOKENS = 4
+"""Tokens of a fact in a note, for the tiny tokenizer: three names and a semicolon."""
+PLAN_TOKENS = 5
+"""The most tokens of a memory that come before its first fact ("need mayor of Velmora known")."""
 
 Fact = tuple[str, str, str]
 """Entity, relation, value."""
@@ -49,7 +53,7 @@ class ScriptedAgent(ABC):
     """Writes the messages of one trajectory the way a trained policy would, with mistakes drawn from `noise`.
 
     `reply` reads nothing but the text that a model would see. The same question, seed and observations give the same
-    replies. A memory keeps the newest `num_noted` facts; 0: all.
+    replies. A memory keeps at most `num_noted` facts, the newest ones unless the script says otherwise; 0: all.
     """
 
     question: str
@@ -189,9 +193,18 @@ class ScriptedFullText(ScriptedAgent):
 
 
 class ScriptedMemTrain(ScriptedAgent):
-    """A memory of all that was read, not only of what the question needs; at last the facts that lead to the answer,
-    and a box. A recall is answered from the memory. Where the memory does not help, the answer is "nothing".
+    """A memory of all that was read, not only of what the question needs, as long as it fits; at last the facts that
+    lead to the answer, and a box. A recall is answered from the memory. Where the memory does not help, the answer is
+    "nothing".
     """
+
+    def _noted(self, facts: list[Fact]) -> list[Fact]:
+        """Keeps all facts if they fit; else those whose relation the question names, then the newest others."""
+        if not self.num_noted or len(facts) <= self.num_noted:
+            return facts
+        asked = parse_question(self.question)[1]
+        by_worth = sorted(range(len(facts)), key=lambda place: (facts[place][1] in asked, place))
+        return [facts[place] for place in sorted(by_worth[-self.num_noted :])]
 
     def reply(self, prompt: str) -> str:
         facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))
@@ -220,6 +233,11 @@ class ScriptedMemTrain(ScriptedAgent):
 def vocabulary() -> list[str]:
     """Returns every word that worlds and scripts write, names included, sorted."""
     return sorted(words().union(f"{KNOWS_NOTHING} need answer of".split()))
+
+
+def facts_that_fit(memory_tokens: int) -> int:
+    """Returns how many facts a memory of so many tokens holds after a plan; one at least."""
+    return max(1, (memory_tokens - PLAN_TOKENS) // FACT_TOKENS)
 
 
 def known(facts: Sequence[Fact]) -> str:

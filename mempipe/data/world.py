@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from mempipe.text import TARGET
 from mempipe.types import Evidence, Passage, Question
@@ -61,6 +62,9 @@ LONG_WALKS = 1000
 DOCUMENT_PASSAGES = 4
 """Passages in the document of a question unless a world says otherwise; a question with more hops has one for each hop.
 """
+EvidenceOrder = Literal["reading", "reverse", "random"]
+"""Order of the needed passages in a document: that of the question's chain, its reverse, or a drawn one. In the order
+of the chain a reader knows at once which fact it needs; in another order it knows only later."""
 PASSAGE_TOKENS = 21
 """Words and punctuation marks of every passage of a document, its line break included: budget.chunk_tokens of an
 agent that reads one passage at a time."""
@@ -144,7 +148,8 @@ ALL_RELATIONS = Relations()
 class World:
     """Draws entities, facts and passages from `seed`, without the `forbidden` facts (entity, relation, value).
 
-    Its questions are the same whatever `document_passages` is; only their documents are longer.
+    Its questions are the same whatever `document_passages` and `evidence_order` are. The first makes their documents
+    longer; the second moves the needed passages among their own places.
     """
 
     def __init__(
@@ -154,8 +159,9 @@ class World:
         id: str = "",
         forbidden: frozenset[tuple[str, str, str]] = frozenset(),
         document_passages: int = DOCUMENT_PASSAGES,
+        evidence_order: EvidenceOrder = "reading",
     ) -> None:
-        self.id, self.document_passages = id or f"world-{seed}", document_passages
+        self.id, self.document_passages, self.evidence_order = id or f"world-{seed}", document_passages, evidence_order
         rng = random.Random(seed)
         self._names = {kind: rng.sample(NAME_POOLS[kind], count) for kind, count in COUNTS.items()}
         self._kind = {name: kind for kind, names in self._names.items() for name in names}
@@ -271,14 +277,17 @@ class World:
         )
 
     def _described(self, chain: Chain, rng: random.Random) -> list[str]:
-        """Returns the entities whose passages make the document: those that the chain needs, in reading order, among
+        """Returns the entities whose passages make the document: those that the chain needs, in `evidence_order`, among
         others.
         """
         needed = chain.entities[:-1]
         others = rng.sample(
             [name for name in self._kind if name not in needed], max(0, self.document_passages - len(needed))
         )
-        for place, name in zip(sorted(rng.sample(range(len(needed) + len(others)), len(needed))), needed, strict=True):
+        places = rng.sample(range(len(needed) + len(others)), len(needed))
+        if self.evidence_order != "random":
+            places.sort(reverse=self.evidence_order == "reverse")
+        for place, name in sorted(zip(places, needed, strict=True)):
             others.insert(place, name)
         return others
 
@@ -307,10 +316,15 @@ class World:
 
 
 def make_worlds(
-    num_train: int, *, num_held_out: int, seed: int, document_passages: int = DOCUMENT_PASSAGES
+    num_train: int,
+    *,
+    num_held_out: int,
+    seed: int,
+    document_passages: int = DOCUMENT_PASSAGES,
+    evidence_order: EvidenceOrder = "reading",
 ) -> tuple[list[World], list[World]]:
     """Returns training worlds and held-out worlds; no fact of the latter is true in one of the former."""
-    world = partial(World, document_passages=document_passages)
+    world = partial(World, document_passages=document_passages, evidence_order=evidence_order)
     held_out = [world(_derive(seed, "held-out", i), id=f"held-out-{i}") for i in range(num_held_out)]
     forbidden = frozenset().union(*(world.facts for world in held_out))
     train = [world(_derive(seed, "train", i), id=f"train-{i}", forbidden=forbidden) for i in range(num_train)]

@@ -1,6 +1,6 @@
 """Finds the first cause of a wrong answer: the place in the chain of needed facts where an attempt went wrong.
 
-Facts are those of `Question.evidence`, in reading order, and their states per turn are `fact_states`. The *end memory*
+Facts are those of `Question.evidence`, in their order, and their states per turn are `fact_states`. The *end memory*
 is what the last turn could answer from: its memory_before and what it read, or all that was ever read where
 the agent carries its whole history (`growing`). The *missing fact* is the first needed fact that the end memory does
 not know.

@@ -1,7 +1,7 @@
 """Measures how well an agent uses its memory, on recorded trajectories: what it found, kept and lost, and whether it
 answered too early.
 
-Definitions. `Question.evidence` lists the needed facts in reading order; a fact is *known* in a text when the words of
+Definitions. `Question.evidence` lists the facts in the order of need; a fact is *known* in a text when the words of
 its value occur there next to each other (`contains_value`). It is *found* in a turn when a search returned its passage,
 or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that `memory_before`
 does not know. A *memory turn* is a turn that wrote a memory or was required to write one: it left a memory, was

@@ -20,6 +20,8 @@ from mempipe.data.scripted_agents import (
     Noise,
     ScriptedAgent,
     ScriptedMemSearcher,
+    ScriptedMemTrain,
+    facts_that_fit,
     known,
     parse_facts,
     search_call,
@@ -72,20 +74,34 @@ def play(
     agent: str, question: Question, tokenizer: HFTokenizer, *, noise: Noise = NO_NOISE, seed: int = 0
 ) -> tuple[Trajectory, list[str]]:
     """The attempt and the script's messages."""
-    config, messages = config_of(agent), []
-    renderer = make_renderer(config, tokenizer=tokenizer)
+    config = config_of(agent)
     script = script_of(agent)(question=question.text, max_turns=config.budget.turn_limit, noise=noise, seed=seed)
+    messages: list[str] = []
+    return asyncio.run(rollout(config, question, tokenizer, script, messages)), messages
+
+
+async def rollout(
+    config: RunConfig,
+    question: Question,
+    tokenizer: HFTokenizer,
+    script: ScriptedAgent,
+    messages: list[str] | None = None,
+) -> Trajectory:
+    """The script's attempt; its messages are added to `messages`."""
+    renderer = make_renderer(config, tokenizer=tokenizer)
 
     async def generate(token_ids, *, max_tokens):
-        messages.append(script.reply(tokenizer.decode(token_ids)))
-        reply = [*tokenizer.encode_template(messages[-1]), renderer.closing_id]
-        assert len(reply) <= max_tokens, messages[-1]
+        message = script.reply(tokenizer.decode(token_ids))
+        reply = [*tokenizer.encode_template(message), renderer.closing_id]
+        assert len(reply) <= max_tokens, message
+        if messages is not None:
+            messages.append(message)
         return Completion(
             token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
         )
 
     bound = config.agent_spec.agent(renderer, generate=generate, search=search)
-    return asyncio.run(bound.rollout(question, trajectory_id="t", group_id="g", member=0)), messages
+    return await bound.rollout(question, trajectory_id="t", group_id="g", member=0)
 
 
 def searches(trajectory: Trajectory) -> list[str]:
@@ -259,6 +275,35 @@ def test_a_script_may_note_only_the_newest_facts(tokenizer):
         passage = next(passage.text for passage in WORLD.passages if passage.title == entities[num_known])
         memory = script.reply(f"{prompt}{reply}\n<tool_response>{passage}</tool_response>")
         assert memory == f"<memory>{known(facts[max(0, num_known - 2) : num_known + 1])}</memory>"
+
+
+def test_memtrains_memory_keeps_what_the_question_names_and_the_newest_where_not_all_fits(tokenizer):
+    config = load_config(CONFIGS / "tiny_memtrain.yaml", ["budget.memory_tokens=32", "budget.memory_message_tokens=36"])
+    limit = facts_that_fit(config.budget.memory_limit or 0)
+    assert limit == 6
+    for order in ("reading", "reverse", "random"):
+        for question in World(5, evidence_order=order).questions(40, seed=2, hops=[1, 2]):
+            asked = parse_question(question.text)[1]
+            script = ScriptedMemTrain(question=question.text, noise=NO_NOISE, num_noted=limit)
+            trajectory = asyncio.run(rollout(config, question, tokenizer, script))
+            memories = [context.memory_after for context in trajectory.contexts[:-1]]
+            assert not any(context.memory_truncated for context in trajectory.contexts), memories
+            noted, stated = parse_facts(memories[-1]), stated_facts_of(question)
+            named = [fact for fact in stated if fact[1] in asked]
+            others = [fact for fact in stated if fact not in named]
+            kept = named[-limit:] + others[len(others) - max(0, limit - len(named)) :]
+            assert noted == [fact for fact in stated if fact in kept]
+            assert len(stated) > len(noted) == limit
+            if len(named) <= limit:
+                assert [(trajectory.answer or "").strip()] == question.golden_answers
+
+
+@pytest.mark.parametrize(("tokens", "facts"), [(64, 14), (32, 6), (9, 1), (8, 1), (1, 1)])
+def test_a_note_of_the_facts_that_fit_is_within_the_budget(tokens, facts, tokenizer):
+    assert facts_that_fit(tokens) == facts
+    note = f"need {search_query('mayor', 'Velmora')} {known([('Velmora', 'mayor', 'Osvin')] * facts)}"
+    assert len(tokenizer.encode_text(note)) <= max(tokens, 9)
+    assert len(tokenizer.encode_text(f"{note} Velmora mayor Osvin;")) > tokens, "one fact more does not fit"
 
 
 def test_a_search_is_the_json_of_its_call():

@@ -17,6 +17,7 @@ from mempipe.settings import ConfigError
 from mempipe.types import Question
 from pipelines import demonstrations
 from pipelines.prepare import prepare
+from pipelines.prepare import worlds as prepared_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "configs" / "quickstart.yaml"
 
@@ -98,6 +99,55 @@ def test_a_document_holds_what_the_question_needs_in_reading_order_among_others(
         assert [id for id in ids if id in needed] == needed
         places[ids.index(needed[0])] += 1
     assert set(places) == set(range(tiny_world.DOCUMENT_PASSAGES)), "what is needed stands anywhere"
+
+
+def placed(world: World, question: Question) -> tuple[list[str], list[int]]:
+    """Returns the passages of a document that the question does not need, and where those that it needs are, in the
+    order of need."""
+    texts = {passage.text: passage.id for passage in world.passages}
+    ids = [texts[line.rstrip(".") + "."] for line in question.context.splitlines()]
+    needed = [evidence.passage_id for evidence in question.evidence]
+    return [id for id in ids if id not in needed], [ids.index(id) for id in needed]
+
+
+def test_the_order_of_evidence_moves_the_needed_passages_among_their_own_places():
+    worlds = {order: World(5, document_passages=6, evidence_order=order) for order in ("reading", "reverse", "random")}
+    found: dict[str, list[list[int]]] = {order: [] for order in worlds}
+    for asked in zip(*(world.questions(60, seed=1) for world in worlds.values()), strict=True):
+        assert len({question.id for question in asked}) == 1
+        assert all(question.evidence == asked[0].evidence for question in asked)
+        parts = {order: placed(world, question) for (order, world), question in zip(worlds.items(), asked, strict=True)}
+        others, places = parts["reading"]
+        assert places == sorted(places)
+        assert parts["reverse"] == (others, places[::-1])
+        assert parts["random"][0] == others and sorted(parts["random"][1]) == places
+        for order, (_, own) in parts.items():
+            found[order].append(own)
+    assert found["reading"] == [
+        placed(World(5, document_passages=6), q)[1] for q in worlds["reading"].questions(60, seed=1)
+    ]
+    drawn = Counter(tuple(sorted(own).index(place) for place in own) for own in found["random"] if len(own) == 3)
+    assert len(drawn) >= 5, "the orders of three facts are drawn"
+
+
+def test_a_run_has_its_order_of_evidence_in_every_document():
+    settings = ["world.num_train_worlds=2", "world.hops=[2]", "warm_start=null"]
+    memagent = QUICKSTART.parent / "quickstart_memagent.yaml"
+    train, held_out = prepared_worlds(load_config(memagent, [*settings, "world.evidence_order=reverse"]))
+    for world in (*train, *held_out):
+        for question in world.questions(5, seed=1, hops=[2]):
+            first, second = placed(world, question)[1]
+            assert first > second
+
+
+def test_a_script_that_needs_reading_order_is_refused_in_another():
+    memagent = QUICKSTART.parent / "quickstart_memagent.yaml"
+    assert load_config(memagent).script().endswith("ScriptedMemAgent")
+    with pytest.raises(
+        ConfigError, match=r"agent.name 'memagent' notes .* world.evidence_order is 'random'; set it to"
+    ):
+        load_config(memagent, ["world.evidence_order=random"]).script()
+    assert load_config(QUICKSTART, ["world.evidence_order=random"]).script(), "a searching agent reads no document"
 
 
 def test_longer_documents_are_about_the_same_questions():
