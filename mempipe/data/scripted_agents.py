@@ -236,7 +236,7 @@ def vocabulary() -> list[str]:
 
 
 def facts_that_fit(memory_tokens: int) -> int:
-    """Returns how many facts a memory of so many tokens holds after a plan; one at least."""
+    """Returns how many facts fit into a memory after its plan; one at least."""
     return max(1, (memory_tokens - PLAN_TOKENS) // FACT_TOKENS)
 
 

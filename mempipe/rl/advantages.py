@@ -57,7 +57,8 @@ def compared(
 
 
 def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[Trajectory]:
-    """Returns the trajectories of one group with their advantages, computed from the rewards of the group.
+    """Returns the trajectories of one group with their advantages, computed from the rewards of the group; with
+    `advantage: rejection` 1 where the answer is right, else 0.
 
     A recall sample has its own instead, among those that `config.recall_group` compares (MemTrain Eq. 3, arXiv
     2606.03197). A turn that earned something adds its own: what it earned less the mean of the same turn of the other
@@ -65,15 +66,19 @@ def with_advantages(trajectories: Sequence[Trajectory], config: AlgorithmConfig)
     meaning, and a turn that no other attempt reached adds nothing.
     """
     normalize_std = config.advantage == "grpo"
-    rewards = group_advantages([t.reward for t in trajectories], normalize_std=normalize_std)
     recalls = [(place, recall.score) for place, trajectory in enumerate(trajectories) for recall in trajectory.recalls]
-    of_recalls = iter(
-        compared(
-            [score for _, score in recalls],
-            [place if config.recall_group == "rollout" else 0 for place, _ in recalls],
-            normalize_std=normalize_std,
+    if config.advantage == "rejection":
+        rewards = [float(trajectory.em == 1) for trajectory in trajectories]
+        of_recalls = iter([float(score == 1) for _, score in recalls])
+    else:
+        rewards = group_advantages([t.reward for t in trajectories], normalize_std=normalize_std)
+        of_recalls = iter(
+            compared(
+                [score for _, score in recalls],
+                [place if config.recall_group == "rollout" else 0 for place, _ in recalls],
+                normalize_std=normalize_std,
+            )
         )
-    )
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     of_turns = iter(
         compared(

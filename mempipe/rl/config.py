@@ -18,8 +18,9 @@ class AlgorithmConfig(Section):
     """Per-token objective: clipped ratio (GRPO/PPO), sequence-level ratio (GSPO), clipped importance weight on
     log-prob (CISPO).
     """
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """(R - mean) / std, or R - mean."""
+    advantage: Literal["grpo", "dr_grpo", "rejection"] = "grpo"
+    """grpo: (R - mean) / std. dr_grpo: R - mean. rejection: 1 for an attempt or a recall that is right (exact match),
+    else 0, whatever the reward is: the policy imitates its own right attempts (rejection sampling)."""
     aggregation: Literal["token", "context", "question", "trajectory"] = "token"
     """Unit of the mean of the loss: all loss tokens of the step, contexts (MemTrain Eq. 4 over the update), contexts of
     a question and then questions (Eq. 4 for each prompt), or trajectories."""
@@ -63,6 +64,21 @@ class AlgorithmConfig(Section):
     """The largest importance weight of the learner's policy over the sampler's."""
     min_importance_ratio: float = Field(0.5, ge=0, lt=1)
     """Masks: the smallest one."""
+
+    @model_validator(mode="after")
+    def _rejection_compares_nothing(self) -> AlgorithmConfig:
+        if self.advantage == "rejection":
+            if self.filter_zero_variance:
+                raise ValueError(
+                    "algorithm.filter_zero_variance drops groups whose attempts are all right, but algorithm.advantage "
+                    "rejection learns from them; set it to false"
+                )
+            if self.kl_reward_coef:
+                raise ValueError(
+                    f"algorithm.kl_reward_coef is {self.kl_reward_coef}, but algorithm.advantage rejection does not "
+                    "read the reward; use algorithm.kl_coef"
+                )
+        return self
 
     @property
     def uses_reference(self) -> bool:

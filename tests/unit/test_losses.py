@@ -48,6 +48,15 @@ def test_on_policy_the_gradient_is_the_weighted_advantage(loss):
     assert metrics["ratio"] == 1 and metrics["importance_ratio_max"] == 1 and metrics["abs_logprob_diff"] == 0
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_policy_rejection_sampling_has_the_gradient_of_supervised_learning_on_what_is_right(loss):
+    weights = [0.125, 0.25, 0.5, 0.0625]
+    _, gradient, _ = loss_of([0, 0, 0, 0], [1.0, 0.0, 1.0, 0.0], weights=weights, loss=loss, advantage="rejection")
+    supervised = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+    (torch.tensor([0.125, 0.0, 0.5, 0.0], dtype=torch.float64) * -supervised).sum().backward()
+    assert supervised.grad is not None and gradient == supervised.grad.tolist() == [-0.125, 0.0, -0.5, 0.0]
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "metric"),
     [

@@ -227,6 +227,44 @@ def test_recalls_are_a_case_of_the_same_rule():
         ]
 
 
+def test_rejection_sampling_keeps_what_is_right_and_compares_nothing():
+    def asked(member: int, em: float, reward: float, *scores: float) -> Trajectory:
+        recalls = [
+            Recall(context=turn(9 + place, "", ""), step=2, chunk=0, target=["x"], answer="x", score=score)
+            for place, score in enumerate(scores)
+        ]
+        return replace(attempt(turn(0, "", "m"), member=member, reward=reward), em=em, recalls=recalls)
+
+    algorithm = AlgorithmConfig(advantage="rejection", kl_coef=0.0)
+    assert algorithm.skips_zero_advantages, "the learner passes over what is not kept"
+    # Two of three objectives right (em 2/3) and a partly right answer (F1 0.8) are not right; the reward is not read.
+    attempts = [asked(0, 1.0, 1.5, 1.0, 0.0), asked(1, 2 / 3, 2.0, 1.0), asked(2, 0.0, 0.8), asked(3, 1.0, 0.1)]
+    kept = with_advantages(attempts, algorithm)
+    assert [each.advantage for each in kept] == [1.0, 0.0, 0.0, 1.0]
+    assert [[recall.context.advantage for recall in each.recalls] for each in kept] == [[1.0, 0.0], [1.0], [], []]
+    all_right = with_advantages([asked(0, 1.0, 1.0), asked(1, 1.0, 1.0)], algorithm)
+    assert [each.advantage for each in all_right] == [1.0, 1.0], "a group that is all right is kept whole"
+    samples = [sample for each in kept for sample in to_samples(each)]
+    ((batch,),) = pack_step(samples, num_ranks=1, max_tokens=99, aggregation="context")
+    # 4 contexts of 3 tokens and 3 recalls of 3: two contexts and two recalls are kept, each with a seventh of the mean.
+    assert float((batch.weights * batch.advantages).sum(dtype="float64")) == pytest.approx(3 * 4 / 7, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"filter_zero_variance": True}, "filter_zero_variance drops groups whose attempts are all right"),
+        (
+            {"kl_reward_coef": 0.01},
+            r"algorithm.kl_reward_coef is 0.01, but algorithm.advantage rejection does not read",
+        ),
+    ],
+)
+def test_rejection_sampling_with_settings_that_would_undo_it_is_refused(setting, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"algorithm": {"advantage": "rejection", **setting}})
+
+
 def test_equal_outcomes_with_turns_that_differ_are_a_signal():
     def group(*attempts: Trajectory) -> Group:
         return Group(id="q", question=QUESTION, trajectories=with_advantages(attempts, AlgorithmConfig()))
