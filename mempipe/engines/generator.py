@@ -13,13 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,6 +28,7 @@ from mempipe.engines.vllm_own import OwnEngine
 from mempipe.engines.vllm_settings import VllmSettings, engine_arguments, engine_variables
 from mempipe.engines.vllm_shared import SharedEngine, is_occupied
 from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
+from mempipe.storage.scratch import memory_folder
 from mempipe.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -309,7 +306,7 @@ class Generator:
         from vllm.lora.request import LoRARequest
 
         assert isinstance(weights, np.ndarray), "an adapter comes as bytes, whatever moves whole models"
-        with _memory_folder() as folder:
+        with memory_folder() as folder:
             write_adapter(folder, weights, self._model)
             request = LoRARequest(ADAPTER_NAME, 1, str(folder), load_inplace=True)
             await self._call("update", lambda engine: engine.add_lora(request))
@@ -321,7 +318,7 @@ class Generator:
         if isinstance(weights, WeightHandle):
             yield weights
             return
-        with _memory_folder() as folder:
+        with memory_folder() as folder:
             yield publish(weights, folder, version)
 
     async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
@@ -454,13 +451,3 @@ def _completion(output: RequestOutput) -> Completion:
         policy_versions=mixed,
         num_cached_tokens=output.num_cached_tokens or 0,
     )
-
-
-@contextlib.contextmanager
-def _memory_folder() -> Iterator[Path]:
-    """A folder in shared memory, if the machine has it, until the end of the block."""
-    folder = Path(tempfile.mkdtemp(prefix="mempipe-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)

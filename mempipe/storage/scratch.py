@@ -1,7 +1,8 @@
 """The temporary folder of a run: everything that the run and its processes leave there goes with it.
 
 vLLM leaves sockets and files of its meeting points in the temporary folder, Ray a folder for every cluster. A run puts
-all of them into one folder, which is removed at its end; after a kill -9 the next start of any run removes it.
+all of them into one folder, which is removed at its end; after a kill -9 the next start of any run removes it. Weights
+on their way to an engine have such a folder in shared memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from mempipe.environment import SHARED_TEMP
 from mempipe.settings import ConfigError
 
+SHARED_MEMORY = Path("/dev/shm")
 RAY = "ray"
 """The part of the folder for Ray, which lets everybody write there; nobody else can enter the folder itself."""
 KEPT_BYTES = 64 * 1024
@@ -38,12 +40,9 @@ def scratch_folder(*, logs: Path | None = None) -> Iterator[Path]:
     environment the folder stays.
     """
     shared = Path(os.environ.get("RAY_TMPDIR") or os.environ.get(SHARED_TEMP) or tempfile.gettempdir())
-    prefix = f"mempipe-{os.getuid()}-"
-    if len(os.fsencode(shared / f"{prefix}12345678")) + len(_SOCKET_OF_RAY) > _LONGEST_SOCKET:
+    if len(os.fsencode(shared / f"{_prefix()}12345678")) + len(_SOCKET_OF_RAY) > _LONGEST_SOCKET:
         shared = Path("/tmp")
-    remove_abandoned(shared)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
-    owner = _own(folder)
+    folder, owner = _owned_folder(shared)
     try:
         with _as_temporary_folder(folder):
             yield folder
@@ -57,6 +56,31 @@ def scratch_folder(*, logs: Path | None = None) -> Iterator[Path]:
         else:
             _remove(folder)
         os.close(owner)
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """Makes an empty folder in shared memory, if the machine has it, until the end of the block.
+
+    What a killed process left there holds memory of the machine; the next call of any process removes it.
+    """
+    folder, owner = _owned_folder(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+        os.close(owner)
+
+
+def _prefix() -> str:
+    return f"mempipe-{os.getuid()}-"
+
+
+def _owned_folder(shared: Path) -> tuple[Path, int]:
+    """Makes a new folder in `shared`; returns it, and the descriptor that keeps it from being removed as abandoned."""
+    remove_abandoned(shared)
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=shared))
+    return folder, _own(folder)
 
 
 @contextmanager
@@ -82,7 +106,7 @@ def _as_temporary_folder(folder: Path) -> Iterator[None]:
 
 def remove_abandoned(shared: Path) -> None:
     """Removes the folders of this user in `shared` whose owners are dead."""
-    for file in shared.glob(f"mempipe-{os.getuid()}-*/{_OWNER}"):
+    for file in shared.glob(f"{_prefix()}*/{_OWNER}"):
         with suppress(OSError):  # another start removes it, or it is not ours
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
             try:

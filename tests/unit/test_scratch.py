@@ -53,6 +53,17 @@ def test_the_folder_of_a_process_that_was_killed_goes_at_the_next_start(shared):
     assert list(shared.iterdir()) == []
 
 
+def test_the_shared_memory_of_a_process_that_was_killed_is_free_after_the_next_call(shared, monkeypatch):
+    """An engine that is killed while it loads leaves a copy of all weights there."""
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", shared)
+    work = f"scratch.SHARED_MEMORY = Path({str(shared)!r})\nwith scratch.memory_folder(): os.kill(os.getpid(), 9)"
+    assert child(f"import os\nfrom pathlib import Path\nfrom mempipe.storage import scratch\n{work}").returncode == -9
+    assert len(list(shared.iterdir())) == 1
+    with scratch.memory_folder() as first, scratch.memory_folder() as second:
+        assert sorted(shared.iterdir()) == sorted([first, second])
+    assert list(shared.iterdir()) == []
+
+
 def test_the_folder_of_a_living_process_and_other_peoples_folders_stay(shared):
     (shared / f"mempipe-{os.getuid()}-someone").mkdir()
     with scratch_folder() as first:
