@@ -101,6 +101,8 @@ AIMS = {
     "chain": Aim(roles={"driver": 2, "engine": 1, "retriever": 1}, places=("learnt", "collect")),
 }
 ENDED_BY_CLUSTER = ("raylet", "GCS")
+BEFORE_ADMISSION = ("sync", "sync.check", "store.put", "engine.load_weights")
+"""Places that a start passes before it makes an admission."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ def plan(seed: str, number: int, job: str, *, is_first: bool) -> Plan:
     aim = AIMS[job]
     (role,) = draw.choices(list(aim.roles), weights=list(aim.roles.values()))
     place = draw.choice(aim.places)
+    if role == "admission" and place in BEFORE_ADMISSION:
+        place = "collect"
     way = "kill"
     if role == "driver":
         way = draw.choice(["kill", "kill", "SIGTERM", "SIGINT"])
