@@ -108,9 +108,8 @@ class Renderer(Generic[B]):
         return token_ids
 
     def answer_probe(self, question: Question, memory: str) -> AnswerProbe:
-        """Returns prompt and answer tokens for scoring log p(first golden answer | question, memory); `memory` "" is
-        the empty memory. Raises ConfigError for an agent without a memory. "" is the memory of an attempt's start.
-        Raises ConfigError for an agent that answers from no memory.
+        """Returns prompt and answer tokens for scoring log p(first golden answer | question, memory). `memory` "" is
+        the memory that an attempt starts from. Raises ConfigError for an agent that answers from no memory.
         """
         raise ConfigError("reward.information_weight is for agents that answer from a memory; set it to 0")
 

@@ -88,7 +88,7 @@ def _folder(config: RunConfig, resume: Resume) -> Finding:
         return fatal(str(error))
     if saved is None:
         return check_writable(config.folder, setting="output")
-    return ok(f"{config.folder} is resumed after {saved.get('num_steps', 0)} steps")
+    return ok(f"{config.folder} is resumed after step {saved.get('num_steps', 0)}")
 
 
 def _lengths(config: RunConfig) -> list[Finding]:

@@ -168,7 +168,7 @@ def test_a_chain_that_was_interrupted_in_a_later_stage_goes_on(three_runs):
     Run(runs[1], resume="auto").update(finished=False, num_steps=1)
     begun = str(runs[1].folder)
     findings = [finding.text for finding in check_chain(chain) if begun in finding.text]
-    assert findings == [f"stages: two: {begun} is resumed after 1 steps"]
+    assert findings == [f"stages: two: {begun} is resumed after step 1"]
 
 
 @pytest.mark.parametrize("seeds", [[], [1, 2]])
