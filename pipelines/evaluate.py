@@ -33,6 +33,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
 from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.evaluation.quality_by_turn import quality_by_turn
 from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
@@ -212,17 +213,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     """Writes the report of all results that are there: on disk, in MLflow and on the terminal."""
-    cells = [
-        Cell(
-            run=each.run.name,
-            benchmark=job.benchmark,
-            rows=(rows := read_results(job.results.path)),
-            memory=_memory_rates(each.config, job.results.path, rows),
-            trained_on=trained_on(each.run),
-        )
-        for each in planned
-        for job in each.jobs
-    ]
+    cells = [cell_of(suite, each, job) for each in planned for job in each.jobs]
     paths = write_evaluation_report(
         suite.folder,
         suite,
@@ -247,12 +238,20 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     return paths
 
 
-def _memory_rates(config: RunConfig, results: Path, rows: Sequence[ResultRow]) -> dict[str, float]:
-    """Returns the memory-quality rates of a run on a set; none for an agent that carries its whole history."""
-    if config.agent_spec.grows:
-        return {}
-    rates = memory_quality(read_groups(results), memory_budget=config.budget.memory_limit)
-    return rates | recall_rates([counts for row in rows for counts in row.recalls])
+def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: Job) -> Cell:
+    """Returns what a run reached on a set, with the quality of its memories; an agent that carries its whole history
+    has none."""
+    rows = read_results(job.results.path)
+    groups = [] if planned.config.agent_spec.grows else read_groups(job.results.path)
+    rates = memory_quality(groups, memory_budget=planned.config.budget.memory_limit)
+    return Cell(
+        run=planned.run.name,
+        benchmark=job.benchmark,
+        rows=rows,
+        memory=rates | recall_rates([counts for row in rows for counts in row.recalls]),
+        memory_by_turn=quality_by_turn(groups, seed=suite.seed, **suite.bootstrap.model_dump()),
+        trained_on=trained_on(planned.run),
+    )
 
 
 def _check_run(run: EvaluatedRun, config: RunConfig) -> str:

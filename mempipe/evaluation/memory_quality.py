@@ -87,7 +87,12 @@ class MemoryQuality:
 
     def rates(self, *, memory_budget: int | None = None) -> dict[str, float]:
         """Returns the rates of the module's docstring; `memory_budget` in tokens (None: no `budget_use`)."""
-        ratios = {
+        ratios = self.ratios(memory_budget=memory_budget)
+        return {name: above / below for name, (above, below) in ratios.items() if below}
+
+    def ratios(self, *, memory_budget: int | None = None) -> dict[str, tuple[int, int]]:
+        """Returns what each rate is a ratio of: (above the line, below it)."""
+        return {
             "found_rate": (self.searches_found, self.searches_in_need),
             "kept_rate": (self.facts_kept, self.facts_retrieved),
             "lost_rate": (self.facts_lost, self.facts_held),
@@ -101,7 +106,6 @@ class MemoryQuality:
             "irrelevant_rate": (self.irrelevant_words, self.judged_words),
             "contradiction_rate": (self.contradictions, self.statements),
         }
-        return {name: above / below for name, (above, below) in ratios.items() if below}
 
 
 def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None) -> dict[str, float]:
@@ -112,20 +116,28 @@ def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None)
 
 def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
     """Returns the counts of one trajectory."""
-    counts = MemoryQuality()
-    read: dict[str, Passage] = {}
-    for index, context in enumerate(trajectory.contexts):
-        counts += _evidence_counts(context, question, wrote=is_memory_turn(trajectory, index))
-        read |= {passage.id: passage for search in context.searches for passage in search.passages}
-        if is_memory_turn(trajectory, index):
-            counts += _memory_counts(context) + _answer_counts(context, question)
-            counts += _relevance_counts(context.memory_after, question, read)
+    counts = sum(turn_qualities(trajectory, question), MemoryQuality())
     if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
         last = question.evidence[-1]
         memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
         known = any(contains_value(text, last.value) for text in memories) or finds(trajectory.contexts[-1], last)
         counts += MemoryQuality(answers=1, early_answers=int(not known))
     return counts
+
+
+def turn_qualities(trajectory: Trajectory, question: Question) -> list[MemoryQuality]:
+    """Returns the counts of every turn; answers are counted by `trajectory_quality` alone."""
+    turns = []
+    read: dict[str, Passage] = {}
+    for index, context in enumerate(trajectory.contexts):
+        wrote = is_memory_turn(trajectory, index)
+        counts = _evidence_counts(context, question, wrote=wrote)
+        read |= {passage.id: passage for search in context.searches for passage in search.passages}
+        if wrote:
+            counts += _memory_counts(context) + _answer_counts(context, question)
+            counts += _relevance_counts(context.memory_after, question, read)
+        turns.append(counts)
+    return turns
 
 
 def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> MemoryQuality:

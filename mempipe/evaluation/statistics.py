@@ -161,6 +161,39 @@ def bootstrap_gap(
     return _bootstrap(sample, seed=seed, num_resamples=num_resamples, confidence=confidence)
 
 
+def bootstrap_ratios(
+    above: np.ndarray, below: np.ndarray, *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+) -> list[Interval | None]:
+    """Returns the percentile interval of each share sum(above) / sum(below); None without a case.
+
+    `above` and `below` are [questions, shares] and count cases; a question may have several or none. All shares are
+    computed from the same draws of questions. Where every resample is the same, because all cases count or
+    none does, the interval is Wilson's of the questions that have cases; one question has an unbounded one.
+    """
+    generator, number = np.random.default_rng(seed), len(above)
+    sums = above.sum(axis=0), below.sum(axis=0)
+    draws = np.empty((num_resamples, above.shape[1]))
+    for start in range(0, num_resamples, _RESAMPLES_AT_ONCE):
+        size = min(_RESAMPLES_AT_ONCE, num_resamples - start)
+        times = np.stack([np.bincount(generator.integers(number, size=number), minlength=number) for _ in range(size)])
+        with np.errstate(invalid="ignore"):  # a resample may have no case of a rare share
+            draws[start : start + size] = (times @ above) / (times @ below)
+    tail = (1 - confidence) / 2
+    intervals: list[Interval | None] = []
+    for index, (counted, cases) in enumerate(zip(*sums, strict=True)):
+        with_cases = int(np.count_nonzero(below[:, index]))
+        if not cases:
+            intervals.append(None)
+        elif with_cases == 1:
+            intervals.append(unbounded(float(counted / cases)))
+        elif counted in (0, cases):
+            intervals.append(wilson_interval(with_cases * int(counted > 0), with_cases, confidence=confidence))
+        else:
+            low, high = np.nanquantile(draws[:, index], [tail, 1 - tail])
+            intervals.append(Interval(value=float(counted / cases), low=float(low), high=float(high)))
+    return intervals
+
+
 def difference_interval(mean: ClusteredMean, *, confidence: float) -> Interval:
     """Returns an interval of a mean of differences between scores from 0 to 1, for a test against a margin.
 

@@ -16,6 +16,7 @@ import yaml
 from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
+from mempipe.evaluation.quality_by_turn import TurnQuality
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_gap, wilson_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
@@ -40,6 +41,8 @@ class Cell:
     rows: Sequence[ResultRow]
     memory: Mapping[str, float] = field(default_factory=dict)
     """Rates of `memory_quality` over its trajectories; empty for an agent without a memory."""
+    memory_by_turn: Sequence[TurnQuality] = ()
+    """The same by turn."""
     trained_on: Mapping[str, int] | None = None
     """The sets that the run's model was trained on, with their numbers of questions; None where that is not known."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mempipe.config import RunConfig
 from mempipe.evaluation.metrics import METRICS, definitions
+from mempipe.evaluation.quality_by_turn import TurnQuality
 from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import (
@@ -55,6 +56,11 @@ _PAIRED = (
 _CAUSE_TITLE = "First cause of wrong answers"
 _CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
 _MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
+_TURN_TITLE = "Memory quality by turn, percent"
+_TURN_NOTE = (
+    "Intervals are bootstraps over questions; the cases of each share are in brackets. Attempts that end early have no "
+    "later turns, so two lines may differ in their questions. docs/memory.md has the formulas."
+)
 _EVIDENCE_TITLE = "em by the position of the needed documents in the context"
 _MAX_REASONS = 3
 _COSTS = {
@@ -205,6 +211,22 @@ def _memory_lines(cells: Sequence[Cell]) -> list[list[str]]:
     return [["run", "set", *(name.replace("_", " ") for name in names)], *lines] if lines else []
 
 
+def _turn_lines(cells: Sequence[Cell]) -> list[list[str]]:
+    """Returns head and lines of the memory-quality rates by turn; empty where no agent has a memory."""
+    names = list(dict.fromkeys(name for cell in cells for each in cell.memory_by_turn for name in each.rates))
+
+    def text(each: TurnQuality, name: str) -> str:
+        return f"{percent_text(each.rates[name])} [{each.num_cases[name]:,}]" if name in each.rates else "–"
+
+    lines = [
+        [cell.run, cell.benchmark.label, each.turns, f"{each.num_memories:,}", *(text(each, name) for name in names)]
+        for cell in cells
+        for each in cell.memory_by_turn
+    ]
+    head = ["run", "set", "turns", "memories", *(name.replace("_", " ") for name in names)]
+    return [head, *lines] if names else []
+
+
 def _evidence(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
     return evidence_lines(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed, num_bins=NUM_EVIDENCE_BINS)
 
@@ -317,6 +339,8 @@ def _sections(
         sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE, long=True))
     if memory := _memory_lines(cells):
         sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE, long=True))
+    if by_turn := _turn_lines(cells):
+        sections.append(TableSection(title=_TURN_TITLE, lines=by_turn, note=_TURN_NOTE))
     if evidence := _evidence(cells, suite):
         sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
     sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite), long=True))
@@ -373,6 +397,11 @@ def _interval(interval: Interval) -> dict[str, float | None]:
     return {name: end if math.isfinite(end) else None for name, end in asdict(interval).items()}
 
 
+def _turn(quality: TurnQuality) -> dict[str, Any]:
+    rates = {name: _interval(rate) | {"cases": quality.num_cases[name]} for name, rate in quality.rates.items()}
+    return {"turns": quality.turns, "num_memories": quality.num_memories, "rates": rates}
+
+
 def _json(
     suite: EvaluationSuite, cells: Sequence[Cell], tables: Sequence[ScoreTable], facts: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -380,7 +409,15 @@ def _json(
         "name": suite.name,
         "settings": without_credentials(suite.model_dump(mode="json")),
         "metrics": definitions(),
-        "cells": [{"run": cell.run, "set": cell.benchmark.label, **_means(cell)} for cell in cells],
+        "cells": [
+            {
+                "run": cell.run,
+                "set": cell.benchmark.label,
+                **_means(cell),
+                "memory_by_turn": [_turn(each) for each in cell.memory_by_turn],
+            }
+            for cell in cells
+        ],
         "tables": [
             {
                 "title": table.title,

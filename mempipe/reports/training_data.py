@@ -18,6 +18,7 @@ from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_made_of, read_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
+from mempipe.evaluation.quality_by_turn import quality_by_turn
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
 from mempipe.provenance import differences
@@ -129,8 +130,9 @@ def summarise(data: ReportData) -> dict[str, Number]:
 
     `…_start` and `…_end` are of the evaluations before and after training: em, f1 and em_K_hops with `_low`, `_high`
     (95 % intervals over questions), the names of `rollout_metrics`, and what its memory rates are shares of
-    (facts_retrieved, facts_held, answers). em_difference, questions_gained, questions_lost and mcnemar_p compare the
-    same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
+    (facts_retrieved, facts_held, answers). kept_rate_turn_1, lost_rate_turn_5_to_8 and their like are the rates of
+    `quality_by_turn` with `_low`, `_high` and `_cases`. em_difference, questions_gained, questions_lost and mcnemar_p
+    compare the same questions. seconds_PHASE add up to seconds_total; seconds_train_PART split the learner steps.
     """
     data = comparable(data)
     numbers: dict[str, Number] = {"name": data.name, "seed": data.settings.get("seed"), "num_steps": data.num_steps}
@@ -211,17 +213,32 @@ def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | Non
         for group in groups:
             counts = sum((trajectory_quality(t, group.question) for t in group.trajectories), counts)
         numbers |= {f"{name}_{label}": getattr(counts, name) for name in ("facts_retrieved", "facts_held", "answers")}
+        numbers |= _by_turn(groups, label=label)
     intervals = {"em": em_interval(groups), "f1": bootstrap_interval(_per_question(groups, "f1"))}
     for hops, part in by_hops(groups).items():
         intervals[f"em_{hops}_hops"] = em_interval(part)
         numbers[f"num_questions_{hops}_hops"] = len(part)
     for name, interval in intervals.items():
-        numbers |= {
-            f"{name}_{label}": interval.value,
-            f"{name}_{label}_low": interval.low,
-            f"{name}_{label}_high": interval.high,
-        }
+        numbers |= _with_ends(f"{name}_{label}", interval)
     return numbers
+
+
+def _by_turn(groups: Sequence[Group], *, label: str) -> dict[str, Number]:
+    numbers: dict[str, Number] = {}
+    for row in quality_by_turn(groups):
+        for name, rate in row.rates.items():
+            key = f"{turn_name(name, row.turns)}_{label}"
+            numbers |= _with_ends(key, rate) | {f"{key}_cases": row.num_cases[name]}
+    return numbers
+
+
+def turn_name(rate: str, turns: str) -> str:
+    """Returns the name of a rate by turn: "kept_rate_turn_5_to_8"."""
+    return f"{rate}_turn_{turns.replace(' ', '_')}"
+
+
+def _with_ends(name: str, interval: Interval) -> dict[str, Number]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _comparison(before: Sequence[Group], after: Sequence[Group]) -> dict[str, Number]:

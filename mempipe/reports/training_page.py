@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from mempipe.evaluation.quality_by_turn import first_of_row, row_label
 from mempipe.evaluation.rollout_metrics import full_history_tokens, prompt_tokens_by_turn
 from mempipe.reports.alarms import alarms
 from mempipe.reports.charts import (
@@ -30,6 +31,7 @@ from mempipe.reports.charts import (
 from mempipe.reports.examples import examples
 from mempipe.reports.next_steps import next_steps
 from mempipe.reports.pages import Tile, render
+from mempipe.reports.training_data import turn_name
 from mempipe.types import EndReason, Group
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ _SMALL_CHARTS = [
     ),
 ]
 _LINE_STYLES = ("after", "history", "extra")
+_MOST_TURNS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,12 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
         tiles=_tiles(numbers),
         sections=[
             _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),
-            _section("What reinforcement learning repaired", _memory_chart(numbers), _end_chart(numbers)),
+            _section(
+                "What reinforcement learning repaired",
+                _memory_chart(numbers),
+                _kept_by_turn_chart(numbers),
+                _end_chart(numbers),
+            ),
             _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
             _seconds_section(data),
             _section("Health of the training", *_small_charts(data), style="small", folded=True),
@@ -257,6 +265,22 @@ def _memory_chart(numbers: Numbers) -> Figure | None:
         "in memory, so an agent that keeps nothing loses nothing. Too early: of the answers."
     )
     return _figure("Memory quality", chart, _BEFORE_AFTER, text)
+
+
+def _kept_by_turn_chart(numbers: Numbers) -> Figure | None:
+    groups = []
+    for turns in dict.fromkeys(row_label(first_of_row(turn)) for turn in range(1, _MOST_TURNS)):
+        name = turn_name("kept_rate", turns)
+        counts = [numbers[f"{name}_{end}_cases"] for end in ("start", "end") if f"{name}_{end}_cases" in numbers]
+        if bars := _pair(numbers, name):
+            note = f"of {' → '.join(f'{count:,}' for count in counts)}"
+            groups.append(BarGroup(label=f"turn {turns}", note=note, bars=bars))
+    if len(groups) < 2:
+        return None
+    title = "Facts kept by turn"
+    chart = bar_chart(groups, title=f"{title}, before and after", y_max=1.0)
+    text = "Share of the needed facts found in a turn that its memory took. Whiskers are 95 % intervals."
+    return _figure(title, chart, _BEFORE_AFTER, text)
 
 
 def _end_chart(numbers: Numbers) -> Figure | None:

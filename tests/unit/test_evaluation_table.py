@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from trace_builders import group as two_turns
 
 from mempipe.cli import main
 from mempipe.config import RunConfig
@@ -18,9 +19,10 @@ from mempipe.data.qa import QuestionTable, read_questions, write_questions
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
+from mempipe.evaluation.quality_by_turn import TurnQuality
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, prompt_tokens_by_turn
-from mempipe.evaluation.statistics import bootstrap_average
+from mempipe.evaluation.statistics import Interval, bootstrap_average
 from mempipe.evaluation.suite import (
     Benchmark,
     Bootstrap,
@@ -534,6 +536,40 @@ def test_memory_quality_stands_in_the_report_where_an_agent_has_a_memory(tmp_pat
     table = files["report.md"].partition("## Memory quality")[2].partition("##")[0]
     assert "| a | nq | 0.75 |" in table and "| b |" not in table
     assert json.loads(files["report.json"])["cells"][0]["memory/kept_rate"] == 0.75
+
+
+def test_memory_quality_by_turn_stands_in_the_report_with_intervals_and_cases(tmp_path):
+    kept = {"kept_rate": Interval(value=0.75, low=0.5, high=1.0)}
+    rows = [
+        TurnQuality(turns=turns, num_memories=9, rates=rates, num_cases={"kept_rate": 8} if rates else {})
+        for turns, rates in (("1", kept), ("5 to 8", {}))
+    ]
+    files = written(tmp_path, dataclasses.replace(cell("a", "nq", [1, 0]), memory_by_turn=rows))
+    assert "| a | nq | 1 | 9 | 75.00 (50.0–100.0) \\[8] |" in files["report.md"]
+    assert "| a | nq | 5 to 8 | 9 | – |" in files["report.md"] and "Memory quality by turn" in files["report.html"]
+    assert json.loads(files["report.json"])["cells"][0]["memory_by_turn"][0] == {
+        "turns": "1",
+        "num_memories": 9,
+        "rates": {"kept_rate": {"value": 0.75, "low": 0.5, "high": 1.0, "cases": 8}},
+    }
+    (tmp_path / "none").mkdir()
+    assert "by turn, percent" not in written(tmp_path / "none", cell("a", "nq", [1]))["report.md"]
+
+
+def test_an_agent_with_a_memory_has_its_quality_by_turn_and_one_with_its_history_has_none(tmp_path):
+    from pipelines.evaluate import Job, PlannedRun, cell_of
+
+    results = ResultFolder(tmp_path, {})
+    results.open()
+    groups = [two_turns("a", number, right=True, lost=number == 0) for number in range(4)]
+    results.append(groups, rows_of(*groups))
+    job = Job(benchmark=Benchmark(name="mine", file="x"), file="x", num_questions=4, depths={}, results=results)
+    for agent, turns in (("memsearcher", ["1", "2"]), ("react", [])):
+        config = RunConfig.model_validate({"agent": {"name": agent}})
+        run = EvaluatedRun(name="a", checkpoint="m")
+        each = cell_of(suite(tmp_path), PlannedRun(run=run, config=config, prompt_hash="p", jobs=[job]), job)
+        assert [row.turns for row in each.memory_by_turn] == turns and bool(each.memory) == bool(turns)
+        assert not turns or each.memory_by_turn[1].rates["lost_rate"].value == 0.25
 
 
 def with_hops(each: Cell) -> Cell:

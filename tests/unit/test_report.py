@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from trace_builders import group as two_turns
 
 from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
@@ -33,11 +34,13 @@ from mempipe.reports.examples import choose_examples, examples, memory_diff, sho
 from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
+from mempipe.reports.training_page import render_page
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import write_losses
 from mempipe.tracking.tracker import Tracker
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
+LABELS = ("before", "after")
 HOSTILE = (
     """</style></script><script>alert(1)</script><img src=x onerror="alert(2)">"""
     """<svg/onload=alert(3)>'"&lt;]]><!-- \x00\x1b \u202e"""
@@ -175,6 +178,18 @@ def test_numbers_of_the_report():
     assert numbers["seconds_train_learn"] == 4.0 and "seconds_train_step" not in numbers
     assert (numbers["num_steps"], numbers["seed"], numbers["name"]) == (2, 7, "tiny")
     assert all(value is None or isinstance(value, int | float | str) for value in numbers.values())
+
+
+def test_facts_kept_are_counted_and_drawn_by_turn():
+    sides = {label: [two_turns(label, n, right=True, lost=label == "before") for n in range(4)] for label in LABELS}
+    data = make_data(**sides)
+    numbers = summarise(data)
+    assert (numbers["lost_rate_turn_2_start"], numbers["lost_rate_turn_2_end"]) == (1.0, 0.0)
+    assert (numbers["kept_rate_turn_1_end"], numbers["kept_rate_turn_1_end_cases"]) == (1.0, 4)
+    assert numbers["kept_rate_turn_1_end_low"] == wilson_interval(4, 4).low
+    page = render_page(data, numbers)
+    assert "Facts kept by turn" in page and "of 4 → 4" in page and "turn 2" in page
+    assert "Facts kept by turn" not in render_page(make_data(), summarise(make_data())), "one turn is no curve"
 
 
 def test_exact_match_of_several_objectives_is_not_rounded(tmp_path):

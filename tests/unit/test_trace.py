@@ -1,12 +1,9 @@
-"""Trajectories read by people: as text, in a browser, and on a sheet that two people fill in."""
+"""Trajectories read by people: as text, in a browser, and as a picture."""
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -19,7 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import yaml
+from trace_builders import group, write_run
 
 from mempipe.cli import main
 from mempipe.config import RunConfig
@@ -27,74 +24,16 @@ from mempipe.data.trajectories import write_trajectories
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.facts import FactState, fact_states
 from mempipe.reports import viewer
-from mempipe.reports.rating import kappa_interval
 from mempipe.reports.traced import read_traced
-from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
+from mempipe.types import Group
 
 HOSTILE = """</script><script>document.title="taken"</script><img src=x onerror="document.title='taken'"> \u202e"""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def turn(index: int, before: str, after: str, *, passage: str = "", thought: str = "look") -> Context:
-    passages = [Passage(id=passage, title=passage, text=f"{passage} says so")] if passage else []
-    return Context(
-        index=index,
-        token_ids=[1] * 9,
-        loss_mask=[0] * 5 + [1] * 4,
-        logprobs=[0.0] * 9,
-        policy_versions=[0] * 9,
-        num_prompt_tokens=5,
-        num_question_tokens=2,
-        num_memory_tokens=len(before.split()),
-        action=f"{thought}</think><tool_call>call</tool_call>",
-        searches=[Search(query=f"who is {passage}", num_passages=1, passages=passages, snapshot="s")]
-        if passage
-        else [],
-        memory_before=before,
-        memory_after=after,
-        num_new_memory_tokens=len(after.split()),
-    )
-
-
-def group(phase: str, number: int, *, right: bool, lost: bool = False, text: str = "") -> Group:
-    """A question whose two facts are found; the first is lost where `lost` says so."""
-    question = Question(
-        id=f"q{number}",
-        text=text or f"Who is number {number}?",
-        golden_answers=["Ann"],
-        num_hops=1 + number % 2,
-        evidence=[Evidence(passage_id="a", value="Oslo"), Evidence(passage_id="b", value="Ann")],
-    )
-    contexts = [
-        turn(0, "", "Oslo fjord", passage="a"),
-        turn(1, "Oslo fjord", "Ann" if lost else "Oslo Ann", passage="b"),
-        turn(2, "Ann" if lost else "Oslo Ann", "", thought=text or "answer"),
-    ]
-    key = f"{phase}/q{number}" if phase else f"q{number}"
-    trajectory = Trajectory(
-        id=f"{key}/0",
-        group_id=key,
-        member=0,
-        contexts=contexts,
-        end_reason=EndReason.ANSWERED if right else EndReason.MAX_TURNS,
-        answer="Ann" if right else None,
-        reward=float(right),
-        em=float(right),
-    )
-    return Group(id=key, question=question, trajectories=[trajectory])
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Question 1 is repaired by the training, question 2 loses a fact after it."""
-    folder = tmp_path / "run"
-    before = [group("before", number, right=False) for number in range(3)]
-    after = [group("after", number, right=number == 1, lost=number == 2) for number in range(3)]
-    write_trajectories(folder / "trajectories.parquet", [*before, *after])
-    config = RunConfig().model_dump(mode="json")
-    config["budget"]["memory_tokens"] = 64
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
+    return write_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -144,7 +83,6 @@ def test_phase_question_and_limit_choose_others(run, capsys):
         (["--limit", "0"], "--limit is 0; expected at least 1"),
         (["--phase", "during"], "--phase is 'during'; the phases are before, after"),
         (["--question", "absent"], "no trajectory matches --question 'absent'"),
-        (["--sheet", "0", "x.csv"], "--sheet is 0; expected a number"),
     ],
 )
 def test_a_wish_that_nothing_fits_is_refused(run, capsys, arguments, message):
@@ -374,86 +312,6 @@ def test_the_page_follows_light_and_dark_and_hostile_text_stays_text(tmp_path, c
         browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         colours.append(browser.look("getComputedStyle(document.body).backgroundColor"))
     assert colours == ["rgb(246, 247, 249)", "rgb(14, 19, 27)"]
-
-
-# Rating by people
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def filled(source: Path, target: Path, ratings: list[str]) -> Path:
-    rows = rows_of(source)
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        for row, rating in zip(rows, ratings, strict=True):
-            writer.writerow(row | {"facts_kept": rating})
-    return target
-
-
-def test_a_sheet_has_a_row_per_memory_turn_and_hides_what_would_sway_a_rater(run, tmp_path, capsys):
-    sheet = tmp_path / "s.csv"
-    assert "4 trajectories to be rated" in printed(capsys, run, "--sheet", 4, sheet)
-    rows = rows_of(sheet)
-    assert len(rows) == 8, "two memory turns each; the turn that answers writes none"
-    assert {row["turn"] for row in rows} == {"1", "2"} and {row["memory_before"] for row in rows} == {"", "Oslo fjord"}
-    assert not {"phase", "reward"} & rows[0].keys() and not re.search("(before|after)/", sheet.read_text())
-    printed(capsys, run, "--sheet", 4, tmp_path / "again.csv")
-    assert (tmp_path / "again.csv").read_text() == sheet.read_text()
-
-
-def test_a_spreadsheet_takes_no_text_for_a_formula(tmp_path, capsys):
-    write_trajectories(tmp_path / "t.parquet", [group("before", 0, right=False, text="=cmd|' /C calc'!A0")])
-    printed(capsys, tmp_path / "t.parquet", "--sheet", 1, tmp_path / "s.csv")
-    assert rows_of(tmp_path / "s.csv")[0]["question"].startswith("'=")
-
-
-def test_agreement_is_that_of_the_textbook():
-    """Cohen (1960): 20 both yes, 15 both no, 5 and 10 apart: observed 0.7, by chance 0.5."""
-    rated = [("t", "yes", "yes")] * 20 + [("t", "yes", "no")] * 5 + [("t", "no", "yes")] * 10 + [("t", "no", "no")] * 15
-    rated = [(f"t{index % 10}", a, b) for index, (_, a, b) in enumerate(rated)]
-    kappa, low, high = kappa_interval(rated)
-    assert kappa == pytest.approx(0.4) and low < 0.4 < high
-    assert math.isnan(kappa_interval([("t", "yes", "yes")] * 4)[0]), "one label only: nothing to agree on"
-
-
-def test_agreement_is_that_of_scikit_learn():
-    from sklearn.metrics import cohen_kappa_score
-
-    generator = random.Random(3)
-    for _ in range(20):
-        pairs = [(generator.choice(("yes", "no")), generator.choice(("yes", "no"))) for _ in range(30)]
-        rated = [(f"t{index % 7}", *pair) for index, pair in enumerate(pairs)]
-        assert kappa_interval(rated)[0] == pytest.approx(cohen_kappa_score(*zip(*pairs, strict=True)))
-
-
-def test_two_sheets_are_compared_turn_by_turn(run, tmp_path, capsys):
-    sheet = tmp_path / "s.csv"
-    printed(capsys, run, "--sheet", 4, sheet)
-    a = filled(sheet, tmp_path / "a.csv", ["yes", "yes", "no", "no", "yes", "no", "yes", "no"])
-    b = filled(sheet, tmp_path / "b.csv", ["Yes", "no", "no", "no", "yes", "yes", "yes", ""])
-    out = printed(capsys, "--agreement", a, b)
-    assert "7 turns, 71.4% equal, Cohen's kappa 0.42" in out and "1 turns without two ratings" in out
-    assert "nobody rated it twice; 8 turns without two ratings" in out, "of noise_filtered"
-
-
-def test_sheets_that_cannot_be_compared_are_refused_by_name(run, tmp_path, capsys):
-    sheet = tmp_path / "s.csv"
-    printed(capsys, run, "--sheet", 4, sheet)
-    wrong = filled(sheet, tmp_path / "wrong.csv", ["maybe"] * 8)
-    other = tmp_path / "other.csv"
-    other.write_text(sheet.read_text().replace(rows_of(sheet)[0]["trajectory"][:4], "zzzz"))
-    (tmp_path / "none.csv").write_text("a,b\n1,2\n")
-    for second, message in (
-        (wrong, "wrong.csv, row 1: facts_kept is 'maybe'; expected yes, no or nothing"),
-        (tmp_path / "none.csv", "none.csv is not a rating sheet"),
-        (tmp_path / "missing.csv", "missing.csv cannot be read"),
-    ):
-        assert main(["trace", "--agreement", str(sheet), str(second)]) == 2
-        assert message in capsys.readouterr().err
 
 
 # Picture
