@@ -84,8 +84,19 @@ def add_commands(commands: Any) -> None:
     trace.add_argument("--limit", type=int, help="trajectories printed (default: one question before and after)")
     trace.add_argument("--html", metavar="FILE", help="write a page with all trajectories, for a browser")
     trace.add_argument("--svg", metavar="FILE", help="draw one question, by default before and after, as a picture")
-    trace.add_argument("--sheet", nargs=2, metavar=("N", "FILE"), help="write a CSV with N of them to rate by hand")
-    trace.add_argument("--agreement", nargs=2, metavar=("A", "B"), help="print the agreement of two filled sheets")
+    trace.add_argument(
+        "--sheet",
+        nargs=2,
+        metavar=("N", "FILE"),
+        help="write a sheet on which a person rates the memories of N trajectories: .html for a browser, or .csv",
+    )
+    trace.add_argument(
+        "--ratings",
+        nargs="+",
+        metavar="CSV",
+        help="print shares, agreement and quality by turn of filled sheets, one for each person; with RUN also the "
+        "agreement of the automatic rates with them",
+    )
 
 
 def _compare(arguments: argparse.Namespace) -> None:
@@ -130,10 +141,8 @@ def _budgets(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    if arguments.agreement:
-        from mempipe.reports.rating import agreement_lines
-
-        print("\n".join(agreement_lines(*map(Path, arguments.agreement))))
+    if arguments.ratings:
+        _print_ratings(arguments)
         return
     if not arguments.run:
         raise ConfigError("trace needs the folder of a run or an evaluation, e.g. runs/quickstart")
@@ -154,11 +163,23 @@ def _trace(arguments: argparse.Namespace) -> None:
         write_transcript(Path(arguments.svg), shown)
         print(f"{len(shown)} of {len(traced):,} trajectories in {arguments.svg}")
     elif arguments.sheet:
-        from mempipe.reports.rating import write_sheet
+        from mempipe.reports.rating_sheet import write_sheet
 
+        number, file = arguments.sheet
         fitting = select(traced, question=arguments.question, phase=arguments.phase)
-        count = write_sheet(Path(arguments.sheet[1]), fitting, num_trajectories=arguments.sheet[0])
-        print(f"{count} trajectories to be rated in {arguments.sheet[1]}; then: mempipe trace --agreement A.csv B.csv")
+        count = write_sheet(Path(file), fitting, num_trajectories=number, title=Path(arguments.run).resolve().name)
+        print(f"{count} trajectories to be rated in {file}; then: mempipe trace {arguments.run} --ratings A.csv B.csv")
     else:
         shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
         print("\n".join(trace_lines(shown, total=len(traced))))
+
+
+def _print_ratings(arguments: argparse.Namespace) -> None:
+    from mempipe.evaluation.ratings import read_ratings
+    from mempipe.reports.rating_sheet import automatic_counts
+    from mempipe.reports.ratings import rating_lines
+    from mempipe.reports.traced import read_traced
+
+    turns = read_ratings([Path(file) for file in arguments.ratings])
+    automatic = automatic_counts(read_traced(Path(arguments.run))) if arguments.run else None
+    print("\n".join(rating_lines(turns, automatic)))

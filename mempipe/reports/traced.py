@@ -16,7 +16,8 @@ from mempipe.types import Question, Trajectory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """One trajectory. `phase` is "before" or "after" the training, or RUN/SET of an evaluation; `memory_budget` is in
-    tokens, None where the whole history is carried; `thought` finds the thought in the text of an action.
+    tokens, None where the whole history is carried or the run's settings are not known; `thought` finds the thought in
+    the text of an action.
     """
 
     phase: str
@@ -24,6 +25,8 @@ class Traced:
     trajectory: Trajectory
     memory_budget: int | None
     thought: Callable[[str], str]
+    full_history: bool = False
+    """The agent carries its whole history in one context and writes no memory."""
 
     @property
     def key(self) -> str:
@@ -38,7 +41,7 @@ def read_traced(path: Path) -> list[Traced]:
 
 
 def _traced(recorded: Recorded) -> list[Traced]:
-    budget, thought = _facts(recorded.settings)
+    budget, thought, full_history = _facts(recorded.settings)
     return [
         Traced(
             phase=recorded.phase or group.id.removesuffix(group.question.id).strip("/"),  # PHASE/QUESTION
@@ -46,17 +49,18 @@ def _traced(recorded: Recorded) -> list[Traced]:
             trajectory=trajectory,
             memory_budget=budget,
             thought=thought,
+            full_history=full_history,
         )
         for group in recorded.groups
         for trajectory in group.trajectories
     ]
 
 
-def _facts(values: Mapping[str, Any]) -> tuple[int | None, Callable[[str], str]]:
+def _facts(values: Mapping[str, Any]) -> tuple[int | None, Callable[[str], str], bool]:
     if not values:
-        return None, str.strip
+        return None, str.strip, False
     spec = agent_spec(values.get("agent", {}).get("name", DEFAULT_AGENT))
-    return spec.budget.model_validate(values.get("budget", {})).memory_limit, spec.thought
+    return spec.budget.model_validate(values.get("budget", {})).memory_limit, spec.thought, spec.grows
 
 
 def phases_of(traced: Sequence[Traced]) -> list[str]:
