@@ -89,7 +89,7 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     monkeypatch.setattr(models, "_ask_hub", lambda name: None)
     monkeypatch.setattr("mempipe.checks.inputs.load_tokenizer", lambda path: agent_builders.build_tokenizer())
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    questions = ("nq_hotpotqa_train.jsonl", "validation.jsonl", "wiki-18.jsonl.gz")
+    questions = ("nq_hotpotqa_train.jsonl", "hotpotqa_musique/hotpotqa.jsonl", "validation.jsonl", "wiki-18.jsonl.gz")
     tables = ("nq_hotpotqa_train_2_objectives", "validation_2_objectives", "hotpotqa_long_train")
     sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     lengths = (50, 100, 200, 400, 800, 1600, 3200, 6400)

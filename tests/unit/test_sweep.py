@@ -336,6 +336,14 @@ def test_a_trial_that_left_no_results_fails_the_sweep_by_name(tmp_path, monkeypa
     assert only.name == "mem-memory-4-seed-1" and only.commands[0][0] == "evaluate"
 
 
+def test_the_shipped_training_sweep_gives_each_budget_its_message_in_one_context():
+    planned = trials(load_sweep(ROOT / "jobs/configs/sweep_hotpot_musique.yaml"))
+    budgets = [trial.training.budget for trial in planned if trial.training is not None]
+    limits = [(each.memory_tokens, each.memory_message_limit, each.context_tokens) for each in budgets]
+    assert limits == [(512, 576, 10240), (1024, 1088, 10240), (2048, 2112, 10240)]
+    assert all(sum(each.parts().values()) < each.context_tokens for each in budgets)
+
+
 def test_the_shipped_sweep_has_the_budgets_that_the_document_reports():
     sweep = load_sweep(ROOT / "jobs/configs/tiny_sweep.yaml")
     assert sweep.budgets == [4, 6, 8, 12, 16, 32] and len(sweep.seeds) == 3
