@@ -70,11 +70,19 @@ def add_commands(commands: Any) -> None:
     export = add_command(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
     export.add_argument("folder", metavar="DIR", help="folder of the exported model; it must not exist")
-    which = export.add_mutually_exclusive_group()
+    _add_which_checkpoint(export)
+
+    push = add_command(commands, "push", _push, "publish a trained agent on the Hugging Face hub")
+    push.add_argument("source", metavar="RUN_OR_EXPORT", help="the folder of a run, or one that `mempipe export` wrote")
+    push.add_argument("repository", metavar="OWNER/NAME", help="the repository, e.g. ada/quickstart-agent")
+    push.add_argument("--public", action="store_true", help="a new repository can be read by everybody")
+    _add_which_checkpoint(push)
+
+
+def _add_which_checkpoint(command: argparse.ArgumentParser) -> None:
+    which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
-    which.add_argument(
-        "--best", action="store_true", help="export the best checkpoint on validation (checkpoint.best_on)"
-    )
+    which.add_argument("--best", action="store_true", help="the best checkpoint on validation (checkpoint.best_on)")
 
 
 def run_job(arguments: argparse.Namespace) -> None:
@@ -112,3 +120,16 @@ def _export(arguments: argparse.Namespace) -> None:
 
     run, target = Path(arguments.run), Path(arguments.folder)
     print(export_best(run, target) if arguments.best else export_run(run, target, step=arguments.step))
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from pipelines.push import push
+
+    name, address = push(
+        Path(arguments.source),
+        arguments.repository,
+        step=arguments.step,
+        best=arguments.best,
+        public=arguments.public,
+    )
+    print(f"{address}: to ask it elsewhere, hf download {name} --local-dir agent && mempipe ask agent 'a question'")
