@@ -3,6 +3,9 @@
 config.yaml            the whole config as it was resolved
 state.json             phase seconds, steps done, MLflow run id, whether it finished
 metrics.jsonl          one row of metrics per learner step; rows of steps that are made again: metrics.replaced.jsonl
+tensorboard/           event files, with tracking.writers tensorboard
+wandb/ wandb_run.json  the run in W&B's format and its id, with tracking.writers wandb
+profiles/              Chrome traces of the steps in tracking.profile_steps
 lost_records.json      what of the record was lost, in sentences
 ray_logs/              the ends of the logs of Ray, where the run has failed
 world/ index/ model/   made by the run itself when its config has a `world`

@@ -19,6 +19,7 @@ from mempipe.engines.gguf_file import find_gguf
 from mempipe.retrieval.manifest import check_index
 from mempipe.runs import Resume, saved_state
 from mempipe.settings import ConfigError
+from mempipe.tracking.writers import writer_class
 
 MIN_ANSWER_TOKENS = 4
 """The opening of an answer, one token of it, its closing and the stop token."""
@@ -32,6 +33,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     connects to, which are counted there.
     """
     findings = [_folder(config, resume), *check_prompts(config), *_lengths(config), *_correction(config)]
+    findings += _tracking(config)
     if config.world is not None:
         findings += _world(config)
     else:
@@ -115,6 +117,15 @@ def _correction(config: RunConfig) -> list[Finding]:
         f"is the importance weight already; choose {asked}_mask, or set learner.old_logprobs to recompute"
     )
     return [note(text)]
+
+
+def _tracking(config: RunConfig) -> list[Finding]:
+    """Checks the writers next to MLflow, and notes steps that are to be profiled and do not come."""
+    names = config.tracking.further_writers
+    findings = [attempt(lambda name=name: writer_class(name), f"tracking.writers: {name}") for name in names]
+    if late := [step for step in config.tracking.profile_steps if step > config.num_steps]:
+        findings.append(note(f"tracking.profile_steps names {late}, but num_steps is {config.num_steps}"))
+    return findings
 
 
 def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> list[Finding]:

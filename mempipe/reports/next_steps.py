@@ -6,7 +6,7 @@ import itertools
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,20 @@ def next_steps(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, str
         steps.append((f"{mempipe} train {OWN_REWARD}", "train it with your own reward"))
     more = 2 * max(1, settings.get("num_steps", 1))
     steps.append((f"{mempipe} train {run}/config.yaml num_steps={more} --resume", "train on from the last checkpoint"))
-    uri = settings.get("tracking", {}).get("uri") or f"sqlite:///{folder.parent / 'mlflow.db'}"
-    mlflow = program("mlflow")
-    steps.append((uri if uri.startswith("http") else f"{mlflow} ui --backend-store-uri {uri}", "see curves and traces"))
-    return steps
+    return [*steps, *_curves(folder, settings.get("tracking", {}))]
+
+
+def _curves(folder: Path, tracking: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the commands that show what the run's writers have."""
+    run, writers = shlex.quote(str(folder)), tracking.get("writers", ["mlflow"])
+    if "mlflow" in writers:
+        uri = tracking.get("uri") or f"sqlite:///{folder.parent / 'mlflow.db'}"
+        command = uri if uri.startswith("http") else f"{program('mlflow')} ui --backend-store-uri {uri}"
+        yield command, "see curves and traces"
+    if "tensorboard" in writers:
+        yield f"{program('tensorboard')} --logdir {run}/tensorboard", "see curves in TensorBoard"
+    if "wandb" in writers and any(folder.glob("wandb/offline-run-*")):
+        yield f"{program('wandb')} sync {run}/wandb/offline-run-*", "send the run to Weights & Biases"
 
 
 def program(name: str = "mempipe") -> str:

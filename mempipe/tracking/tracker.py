@@ -1,9 +1,10 @@
-"""The record of a run: every metric in `metrics.jsonl`, and parameters, metrics, traces and files in MLflow.
+"""The record of a run: every metric in `metrics.jsonl`, and parameters, metrics, traces and files in MLflow. A training
+may have further writers of metrics.
 
-The file is written at once and always. MLflow is written by a background thread, so that a slow, dead or wrong server
-neither slows nor stops training. What disk or server do not take is kept in memory, said once in the terminal, and
-tried again until `Tracker.finish` gives up; losses are then reported again and kept as sentences in the run's folder.
-One tracker per run; its methods may be called from several threads.
+The file is written at once and always. MLflow and each other writer have a background thread, so that a slow, dead or
+wrong one neither slows nor stops training. What disk or server do not take is kept in memory, said once in the
+terminal, and tried again until `Tracker.finish` gives up; losses are then reported again and kept as sentences in the
+run's folder. One tracker per run; its methods may be called from several threads.
 """
 
 from __future__ import annotations
@@ -12,30 +13,32 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat
+from typing import Any, SupportsFloat
 
 from mempipe.beacons import reached
+from mempipe.tracking.background import BackgroundWriter, TrackingSummary
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import read_losses, write_losses
 from mempipe.tracking.metrics_file import REPLACED_FILE, MetricsFile, read_metrics, read_rows
+from mempipe.tracking.metrics_writer import MetricsRow, RecordedRun, Status, WriterStore
 from mempipe.tracking.mlflow_writer import (
     MetricEntry,
     MlflowRun,
-    MlflowWriter,
-    TrackingSummary,
     last_run_id,
     tracking_uri,
     without_credentials,
 )
 from mempipe.tracking.traces import Wording, sample_groups
+from mempipe.tracking.writers import writer_class
 from mempipe.types import Group
 
 __all__ = ["Tracker", "TrackingSummary", "last_run_id", "read_metrics", "tracking_uri"]
 
 FLUSH_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 60.0
+LEAST_WAIT_S = 1.0
+"""A writer gets this long to finish even if those before it have used the time up."""
 MAX_WAITING_TRACES = 256
 """Traces, files and notes that wait for a server that is away; further traces are skipped, so that memory stays
 bounded. Metrics are small and all wait."""
@@ -56,11 +59,13 @@ class Tracker:
         run_name: str,
         run_config: Mapping[str, Any],
         resume_run_id: str | None = None,
+        further: Sequence[str] = (),
         wording: Wording | None = None,
         tell: Callable[[str], None] = _logger.warning,
     ) -> None:
         """`run_config` holds plain values (numbers, strings, lists, dicts). `resume_run_id` continues that MLflow run
-        (`last_run_id(folder)`). `tell` takes a sentence when something is not taken, at once and from any thread."""
+        (`last_run_id(folder)`). `further` names writers of metrics next to MLflow. `tell` takes a sentence when
+        something is not taken, at once and from any thread."""
         self._config = config
         self._wording = wording or Wording()
         self._tell = tell
@@ -72,9 +77,9 @@ class Tracker:
         self._file_failed = False
         self._num_traces_left_out = 0
         self._started_ms = int(time.time() * 1000)
-        self._writer: MlflowWriter | None = None
-        if config.enabled:
-            run_config = without_credentials(run_config)
+        run_config = without_credentials(run_config)
+        self._writer: BackgroundWriter[MlflowRun] | None = None
+        if config.uses_mlflow:
             store = MlflowRun(
                 config,
                 folder=self._folder,
@@ -83,7 +88,20 @@ class Tracker:
                 resume_run_id=resume_run_id,
                 history=self._history,
             )
-            self._writer = MlflowWriter(store, tell=tell)
+            self._writer = BackgroundWriter(store, tell=tell)
+        run = RecordedRun(name=run_name, folder=self._folder, experiment=config.experiment, settings=run_config)
+        self._further = [
+            BackgroundWriter(
+                WriterStore(
+                    f"writer {name}",
+                    lambda run, name=name: writer_class(name)(run),
+                    run,
+                    history=self._earlier_rows,
+                ),
+                tell=tell,
+            )
+            for name in further
+        ]
 
     def log_metrics(self, metrics: Mapping[str, SupportsFloat | None], step: float) -> None:
         """Records numbers of one step. None means "not measured" and is skipped. Raises ValueError for a value that is
@@ -97,6 +115,8 @@ class Tracker:
         self._tell_of_file()
         if self._writer:
             self._writer.add_metrics([(_metric_key(name), value, now_ms, step) for name, value in values.items()])
+        for writer in self._further:
+            writer.add_metrics([MetricsRow(values=values, step=step, time_s=now_ms / 1000)])
 
     def log_trajectories(self, groups: Sequence[Group], step: int) -> None:
         """Records a random sample of `tracking.traces_per_step` trajectories as MLflow traces, one span per turn."""
@@ -133,20 +153,26 @@ class Tracker:
         if num_bad_lines:
             self._tell(f"lines that are not rows of metrics ({num_bad_lines}) were {moved}")
         if self._writer:
-            self._writer.restart_at(step, int(time.time() * 1000), note=num_rows > 0)
+            now_ms, note = int(time.time() * 1000), num_rows > 0
+            self._writer.add_call(  # metrics go before it, old ones and perhaps new ones: their time tells them apart
+                lambda store: store.forget_metrics(after_step=step, before_ms=now_ms, note=note)
+            )
+        for writer in self._further:
+            writer.add_call(lambda store: store.restart_at(step), in_order=True)
 
     def run_id(self, timeout_s: float = 0.0) -> str | None:
         """Returns the MLflow run after waiting at most `timeout_s` for it; None when there is none (yet)."""
         return self._writer.wait_for_run_id(timeout_s) if self._writer else None
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Brings every row to the disk, waits at most `timeout_s` until every metric is in MLflow, and returns whether
-        that was possible. What is not taken is said, and kept in the folder for the report; nothing is raised.
+        """Brings every row to the disk, waits at most `timeout_s` until every writer has every metric, and returns
+        whether that was possible. What is not taken is said, and kept in the folder for the report; nothing is raised.
         """
         reached("tracker.flush")
         self._file.flush()
         self._tell_of_file()
-        written = self._writer.flush(timeout_s) if self._writer else True
+        deadline = time.monotonic() + timeout_s
+        written = all([writer.flush(max(deadline - time.monotonic(), 0.0)) for writer in self._writers()])
         self._keep_losses()
         return written and not self._file.failure
 
@@ -157,15 +183,11 @@ class Tracker:
             losses.append(f"{self._file.path} lacks {self._file.num_waiting} rows: {_reason(self._file.failure)}")
         if self._num_traces_left_out:
             losses.append(f"{self._num_traces_left_out} traces were skipped while MLflow did not take entries")
-        if self._writer:
-            losses += self._writer.losses()
-        return losses
+        return losses + [loss for writer in self._writers() for loss in writer.losses()]
 
-    def finish(
-        self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED", timeout_s: float = FINISH_TIMEOUT_S
-    ) -> TrackingSummary:
-        """Writes the waiting entries, closes the MLflow run and lists the missing ones. Returns after `timeout_s` at
-        the latest, and raises nothing.
+    def finish(self, status: Status = "FINISHED", timeout_s: float = FINISH_TIMEOUT_S) -> TrackingSummary:
+        """Writes the waiting entries, closes the MLflow run and the other writers, and lists the missing entries.
+        Returns about `timeout_s` later at the latest, and raises nothing.
         """
         assert not self._finished, "finish was called twice"
         reached("tracker.finish")
@@ -173,23 +195,45 @@ class Tracker:
         self._file.flush()
         if self._file.failure:
             self._tell(f"{self._file.path} lacks {self._file.num_waiting} rows: {_reason(self._file.failure)}")
-        summary = TrackingSummary(run_id=None, num_failed_calls=0, num_refused=0, num_unwritten=0)
+        deadline = time.monotonic() + timeout_s
         if self._writer:
             self._writer.add_call(lambda store: store.terminate(status))
-            summary = self._writer.finish(timeout_s)
+        for writer in self._further:
+            writer.add_call(lambda store: store.close(status), in_order=True)
+        ends = [
+            writer.finish(max(deadline - time.monotonic(), min(timeout_s, LEAST_WAIT_S))) for writer in self._writers()
+        ]
         self._keep_losses()
-        return replace(summary, losses=tuple(self.losses()))
+        return TrackingSummary(
+            run_id=ends[0].run_id if self._writer else None,
+            num_failed_calls=sum(end.num_failed_calls for end in ends),
+            num_refused=sum(end.num_refused for end in ends),
+            num_unwritten=sum(end.num_unwritten for end in ends),
+            losses=tuple(self.losses()),
+        )
 
-    def _history(self) -> list[MetricEntry]:
+    def _writers(self) -> list[BackgroundWriter[Any]]:
+        return [*([self._writer] if self._writer else []), *self._further]
+
+    def _earlier_rows(self) -> list[MetricsRow]:
         """Returns what metrics.jsonl has of earlier starts."""
         rows = read_rows(self._file.path)[0] if self._file.path.exists() else []
-        entries = [
-            (_metric_key(name), value, round(1000 * row.get("time", 0.0)), int(row["step"]))
+        return [
+            MetricsRow(
+                values={name: value for name, value in row.items() if name not in _RESERVED},
+                step=int(row["step"]),
+                time_s=row.get("time", 0.0),
+            )
             for row in rows
-            for name, value in row.items()
-            if name not in _RESERVED
+            if round(1000 * row.get("time", 0.0)) < self._started_ms
         ]
-        return [entry for entry in entries if entry[2] < self._started_ms]
+
+    def _history(self) -> list[MetricEntry]:
+        return [
+            (_metric_key(name), value, round(1000 * row.time_s), row.step)
+            for row in self._earlier_rows()
+            for name, value in row.values.items()
+        ]
 
     def _tell_of_file(self) -> None:
         """Says when the file begins not to take rows, and when it takes them again."""

@@ -33,7 +33,7 @@ def parent_run(
     finished = False
     try:
         run_id = tracker.run_id(RUN_ID_TIMEOUT_S)
-        if tracking.enabled and run_id is None:
+        if tracking.uses_mlflow and run_id is None:
             say(f"MLflow does not answer: the runs of the parts of {name} will not be nested")
         uri = tracking_uri(tracking, folder)
         yield tracker, tracking.model_copy(update={"uri": uri, "parent_run_id": run_id or ""})

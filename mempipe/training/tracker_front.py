@@ -24,6 +24,7 @@ class TrackerFront(Tracker):
             run_name=config.name,
             run_config=config.model_dump(mode="json"),
             resume_run_id=last_run_id(config.folder),
+            further=config.tracking.further_writers,
             wording=Wording(decode=_Decoder(config.model.path), thought=config.agent_spec.thought),
             tell=say,
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 from mempipe.agents.registry import AgentSpec
 from mempipe.serve.served_run import ServedRun
-from mempipe.tracking.mlflow_writer import MlflowRun, MlflowWriter
+from mempipe.tracking.background import BackgroundWriter
+from mempipe.tracking.mlflow_writer import MlflowRun
 from mempipe.tracking.traces import Wording
 from mempipe.tracking.tracker import last_run_id, without_credentials
 from mempipe.types import Group
@@ -31,7 +32,7 @@ class SampledTraces:
             run_config=settings,
             resume_run_id=last_run_id(served.state),
         )
-        self._writer = MlflowWriter(run)
+        self._writer = BackgroundWriter(run)
         self._share = share
         self._decode = decode
 
