@@ -41,7 +41,7 @@ from mempipe.config import RunConfig
 from mempipe.engines.config import ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.generator import EngineDead
-from mempipe.engines.learner_settings import LearnerSettings
+from mempipe.engines.learner_settings import LearnerSettings, profile_files
 from mempipe.engines.proof import check_engines
 from mempipe.faults import retry_pauses
 from mempipe.planning.placement import Demand, Plan, needs_reference, plan
@@ -331,6 +331,7 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
         num_updates=config.num_steps * config.algorithm.updates_per_step,
         seed=config.seed,
         mismatch_tolerance=config.mismatch_tolerance,
+        profiles=profile_files(config.folder.absolute(), config.tracking.profile_steps),
     )
 
 

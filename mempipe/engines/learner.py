@@ -41,6 +41,7 @@ from mempipe.engines.model import (
     to_device,
     weight_checksums,
 )
+from mempipe.engines.profile import profiled
 from mempipe.engines.proof import SamplingMismatch, check_sampled
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss, same_version_mismatch
@@ -134,7 +135,8 @@ class Learner:
         Raises FloatingPointError when a gradient is not finite, and SamplingMismatch when engines computed otherwise
         what they sampled; the weights are unchanged then.
         """
-        report = self._update(*self._step[index])
+        with profiled(self._profile):
+            report = self._update(*self._step[index])
         gathered: list[Any] = [report]
         if self.world_size > 1:
             gathered = [None] * self.world_size
@@ -335,6 +337,12 @@ class Learner:
     def _is_of_one_version(self) -> bool:
         """Returns whether the weights are those of `_version` still, and not between two updates of a step."""
         return not self.num_updates_done % self.settings.algorithm.updates_per_step
+
+    @property
+    def _profile(self) -> Path | None:
+        """Returns where a trace of the next update is wanted."""
+        is_first = self.rank == 0 and self._is_of_one_version
+        return self.settings.profiles.get(self._version + 1) if is_first else None
 
     def _check_sampled(self, sums: Mapping[str, float]) -> None:
         """Compares the step's tokens of one version with the engines, over all ranks. Raises SamplingMismatch, on all

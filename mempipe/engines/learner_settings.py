@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
@@ -27,5 +29,12 @@ class LearnerSettings:
     seed: int = 1
     mismatch_tolerance: float = math.inf
     """Largest mean |Δ log-prob| to the engines over a step's tokens of the present version."""
+    profiles: Mapping[int, Path] = field(default_factory=dict)
+    """Steps whose first update rank 0 profiles, and the files of the traces."""
     objective: Objective = "policy"
     """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
+
+
+def profile_files(folder: Path, steps: Sequence[int]) -> dict[int, Path]:
+    """Returns where the traces of these steps of the run in `folder` are."""
+    return {step: folder / "profiles" / f"step-{step:08d}.json" for step in steps}

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mempipe.engines.learner_settings import profile_files
 from mempipe.evaluation.table import percent_text
 from mempipe.reports.budgets import verdicts
 from mempipe.reports.next_steps import next_steps
@@ -48,12 +49,23 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     lines = (
         f"{run.state.get('num_steps', 0)} steps, {minutes:.1f} minutes: {phases}",
         f"Report: {run.folder / 'report.html'}",
+        *_profiles(run),
         *(f"Not on record: {loss}" for loss in losses),
         "Next:",
         *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
     )
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
+
+
+def _profiles(run: Run) -> list[str]:
+    """Returns a line for each step that was to be profiled and was trained."""
+    files = profile_files(run.folder, run.config.tracking.profile_steps)
+    return [
+        f"Profile of step {step}: {f'{file}, to be opened in ui.perfetto.dev' if file.exists() else 'not written'}"
+        for step, file in files.items()
+        if step <= run.state.get("num_steps", 0)
+    ]
 
 
 def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:

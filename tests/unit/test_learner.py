@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,6 +35,7 @@ from mempipe.engines import proof
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import FEWEST_TOKENS, ModelConfig, OptimizerConfig
 from mempipe.engines.learner import Learner, lr_factor
+from mempipe.engines.learner_settings import profile_files
 from mempipe.engines.model import accumulate_locally, shard
 from mempipe.engines.proof import SamplingMismatch, added
 from mempipe.engines.reference import ReferenceModel
@@ -623,3 +625,23 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(qwen2):
         assert rounded.step([[batch]])[0]["grad_norm"] == pytest.approx(exact.step([[batch]])[0]["grad_norm"], rel=0.1)
     finally:
         rounded.close()
+
+
+def test_the_first_update_of_a_step_is_profiled_where_that_is_asked_for(qwen2, tmp_path):
+    (update,) = pack(samples(11))
+    files = profile_files(tmp_path, [2, 3])
+    learner = make_learner(qwen2, updates_per_step=2, profiles=files)
+    for _ in range(2):
+        learner.step([update, update])
+    assert list((tmp_path / "profiles").iterdir()) == [files[2]]
+    names = {event.get("name") for event in json.loads(files[2].read_text())["traceEvents"]}
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+
+
+def test_a_profile_that_cannot_be_written_disturbs_nothing(qwen2, tmp_path, caplog):
+    (update,) = pack(samples(11))
+    away = tmp_path / "away" / "profiles" / "step-00000001.json"
+    learner, plain = make_learner(qwen2, profiles={1: away}), make_learner(qwen2)
+    assert learner.step([update])[0]["loss"] == plain.step([update])[0]["loss"]
+    assert_close(learner.full_state_dict(), plain.full_state_dict(), tolerance=0.0)
+    assert f"{away} is not written" in caplog.text and not away.parent.parent.exists()
