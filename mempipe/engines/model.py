@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import nll_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -32,6 +31,7 @@ from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.experts import num_experts, refusal
+from mempipe.engines.token_scores import token_scores
 from mempipe.engines.tokenizer import MEND
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
@@ -92,10 +92,7 @@ class PolicyModel(nn.Module):
         logits = _float32_logits(cast(nn.Module, self.lm.get_output_embeddings()), states, gradient)
         if temperature != 1.0:
             logits = logits / temperature
-        all_logprobs = logits.log_softmax(-1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
-            entropy = -torch.linalg.vecdot(all_logprobs.exp(), all_logprobs)
-        return -nll_loss(all_logprobs, targets, reduction="none"), entropy
+        return token_scores(logits, targets, entropy_gradient=self.entropy_gradient)
 
 
 def _float32_logits(head: nn.Module, states: Tensor, gradient: Tensor | None) -> Tensor:
