@@ -64,9 +64,11 @@ def _checked(repository: str) -> str:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError(f"{repository!r} is no name of a repository: {error}") from error
+        raise ConfigError(f"{repository!r} is not a repository of the hub: {error}") from error
     if name.count("/") != 1:
-        raise ConfigError(f"{repository!r} is no name of a repository; expected OWNER/NAME, e.g. ada/quickstart-agent")
+        raise ConfigError(
+            f"{repository!r} is not a repository of the hub; expected OWNER/NAME, e.g. ada/quickstart-agent"
+        )
     return name
 
 

@@ -117,8 +117,8 @@ def test_what_cannot_be_published_is_said_in_one_sentence(hub, agent, tmp_path):
     empty.mkdir()
     for words, sentence in {
         (empty, REPOSITORY): "is neither a run (no config.yaml) nor an exported agent (no mempipe.yaml",
-        (agent, "quickstart"): "'quickstart' is no name of a repository; expected OWNER/NAME",
-        (agent, "ada/a b"): "'ada/a b' is no name of a repository",
+        (agent, "quickstart"): "'quickstart' is not a repository of the hub; expected OWNER/NAME",
+        (agent, "ada/a b"): "'ada/a b' is not a repository of the hub",
         (agent, REPOSITORY, "--best"): "--step and --best choose a checkpoint of a run",
     }.items():
         code, said = pushed(hub, *words, home=tmp_path)
