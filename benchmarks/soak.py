@@ -41,6 +41,8 @@ from tools.processes import Marked, Running, command_line, free_ports
 
 GROWTH = 1.1
 """How much of a measure the last quarter may hold for each unit of the second one."""
+NOISE = 10.0
+"""A growth of fewer MiB, descriptors or threads is none."""
 MAY_GROW = {"log files, MiB"}
 """Every request has a line in a log, so these are reported and not judged."""
 REPLICAS = ("agent", "generator", "retriever")
@@ -215,7 +217,7 @@ def report(soak: Soak, *, began: float) -> Iterator[str]:
         series = [(when, values[name]) for when, values in soak.samples]
         second, last = map(fmean, quarters(series, began=began, until=soak.until))
         yield f"| {name} | {second:,.1f} | {last:,.1f} | {last / max(second, 1e-9):.3f} |"
-        if last > GROWTH * second and name not in MAY_GROW:
+        if last > max(GROWTH * second, second + NOISE) and name not in MAY_GROW:
             grown.append(name)
     for percentile in (50, 99):
         second, last = (

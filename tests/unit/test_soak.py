@@ -42,6 +42,7 @@ def test_flat_measures_right_answers_and_refusals_are_no_fault():
 def test_growth_is_a_fault_except_for_the_logs():
     assert faults(a_soak(**{"memory, MiB": 1.3})) == ["fault: memory, MiB grew by more than 10%"]
     assert faults(a_soak(**{"memory, MiB": 1.1})) == []
+    assert faults(a_soak(threads=1.2)) == []  # 8 more are noise
     assert faults(a_soak(**{"log files, MiB": 5.0})) == []
 
 
