@@ -7,7 +7,10 @@ import os
 import sys
 import time
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,55 +18,47 @@ import ray
 
 from mempipe.actors.admission import Admission
 from mempipe.actors.batched_calls import BatchedServer
-from mempipe.actors.handles import start_actor
+from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.lost import GroupFailed, RoleLost
-from mempipe.actors.reference import ReferencePool
+from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.actors.retriever import RetrieverActor
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
-from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedMemSearcher
+from mempipe.data.scripted_agents import NO_NOISE, ScriptedMemSearcher
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.engine_faults import EngineFault
 from mempipe.engines.reference import ReferenceModel
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.rl.samples import to_samples
-from mempipe.streams.groups import Collector, DriverSpec, stream_groups
-from mempipe.types import Completion, EndReason, FinishReason, Group
+from mempipe.streams.groups import Collector, DriverSpec, GroupStage, stream_groups
+from mempipe.types import Completion, EndReason, FinishReason, Group, Question
 from tools.processes import command_line
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
 
-class ScriptedGenerator:
-    """Answers as the script would, or `fails`. `die_at` calls end the process; `slow_every` makes some calls
-    stragglers."""
+GROUP_SIZE = 2
+OPTIONS = {"num_cpus": 0, "max_concurrency": 1000}
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        noise: Noise = NO_NOISE,
-        fails: bool = False,
-        die_at: int = 0,
-        slow_every: int = 0,
-        marker: str = "",
-    ):
-        self._fails = fails
+
+class ScriptedGenerator:
+    """Answers as the script would. `die_at` calls end the process, once; `slow_every` makes some calls stragglers."""
+
+    def __init__(self, config: RunConfig, *, die_at: int = 0, marker: str = "", slow_every: int = 0):
         self._tokenizer = load_tokenizer(config.model.path)
-        self._noise, self._die_at, self._slow_every, self._marker = noise, die_at, slow_every, marker
+        self._die_at, self._marker, self._slow_every = die_at, marker, slow_every
         self._max_turns = config.budget.max_turns
         self._num_calls = 0
         self._desk = BatchedServer(self.generate)
-        self.policy_version = 0
+        self._fails = False
+        self._policy_version = 0
 
     async def exchange(self, caller, requests):
         return await self._desk.exchange(caller, requests)
 
-    async def set_version(self, version: int) -> None:
-        self.policy_version = version
-
-    async def pid(self) -> int:
-        return os.getpid()
+    async def become(self, *, policy_version: int = 0, fails: bool = False) -> None:
+        """From now on it samples under that version, or fails to."""
+        self._policy_version, self._fails = policy_version, fails
 
     async def generate(self, work, token_ids, max_tokens, sampling, stop_token_ids, seed) -> Completion:
         self._num_calls += 1
@@ -76,54 +71,80 @@ class ScriptedGenerator:
             await asyncio.sleep(0.5)
         prompt = self._tokenizer.decode(token_ids)
         question = prompt.split("user\n", 1)[1].split("\n<memory>", 1)[0].strip()
-        script = ScriptedMemSearcher(
-            question=question, max_turns=self._max_turns, noise=self._noise, seed=self._num_calls
-        )
+        script = ScriptedMemSearcher(question=question, max_turns=self._max_turns, noise=NO_NOISE, seed=self._num_calls)
         reply = [*self._tokenizer.encode_template(script.reply(prompt)), *stop_token_ids]
-        version = self.policy_version
+        version = self._policy_version
         return Completion(
             token_ids=reply, logprobs=[-0.1] * len(reply), finish_reason=FinishReason.STOP, policy_version=version
         )
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A scripted engine, and the file that it leaves when it dies by itself."""
+
+    name: str
+    actor: Handle
+    marker: Path
+
+
+@pytest.fixture(scope="module")
+def steady(cluster, world, tmp_path_factory) -> Iterator[Engine]:
+    """An engine that lives as long as the module, with stragglers."""
+    actor = start_actor(ScriptedGenerator, {"name": "steady", **OPTIONS}, world, slow_every=7)
+    yield Engine("steady", actor, tmp_path_factory.mktemp("steady") / "died")
+    ray.kill(actor)
+
+
 @pytest.fixture
-def engines(cluster, world):
-    """Starts named engines and a retriever; returns their specification."""
+def mortal(cluster, world, tmp_path) -> Iterator[Callable[..., Engine]]:
+    """Starts an engine that dies, with stragglers."""
     actors = []
 
-    def start(
-        *, admission: str = "", group_size: int = 2, config: RunConfig = world, max_restarts: int = -1, **faults
-    ) -> DriverSpec:
-        name = f"engine-{time.monotonic_ns()}"
-        options = {"num_cpus": 0, "max_concurrency": 1000}
-        actors.append(
-            start_actor(ScriptedGenerator, {"name": name, "max_restarts": max_restarts, **options}, config, **faults)
-        )
-        actors.append(start_actor(RetrieverActor, {"name": f"retriever-{name}", **options}, config.retrieval))
-        return DriverSpec(
-            config=config,
-            sampling=SamplingConfig(),
-            group_size=group_size,
-            namespace=cluster,
-            generators=[name],
-            retrievers=[f"retriever-{name}"],
-            admission=admission,
-        )
+    def start(*, die_at: int, max_restarts: int) -> Engine:
+        name, marker = f"mortal-{time.monotonic_ns()}", tmp_path / "died"
+        options = {"name": name, "max_restarts": max_restarts, **OPTIONS}
+        actors.append(start_actor(ScriptedGenerator, options, world, die_at=die_at, marker=str(marker), slow_every=3))
+        return Engine(name, actors[-1], marker)
 
-    start.actors = actors
     yield start
     for actor in actors:
         ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def spec(cluster, world) -> Iterator[Callable[..., DriverSpec]]:
+    """Makes the specification of a driver. All of them search one retriever."""
+    retriever = start_actor(RetrieverActor, {"name": "retriever", **OPTIONS}, world.retrieval)
+
+    def make(engine: Engine, *, config: RunConfig = world, admission: str = "") -> DriverSpec:
+        return DriverSpec(
+            config=config,
+            sampling=SamplingConfig(),
+            group_size=GROUP_SIZE,
+            namespace=cluster,
+            generators=[engine.name],
+            retrievers=["retriever"],
+            admission=admission,
+        )
+
+    yield make
+    ray.kill(retriever)
 
 
 def rows(config: RunConfig, count: int):
     return [(f"0/{q.id}", q) for q in read_questions(config.data.train)[:count]]
 
 
-def test_every_question_comes_back_once_as_a_whole_scored_group(world, engines):
-    questions = rows(world, 12)
-    groups = list(stream_groups(engines(), questions))
-    assert sorted(g.id for g in groups) == sorted(i for i, _ in questions)
+def kill_newest(stage: type) -> None:
+    """Kills the process of a stage of the stream; those of earlier streams may still be on their way out."""
+    workers = [p for p in psutil.Process().children(recursive=True) if f"({stage.__name__})" in command_line(p)]
+    max(workers, key=psutil.Process.create_time).kill()
+
+
+def check_whole(groups: Sequence[Group], asked: Sequence[tuple[str, Question]]) -> None:
+    """Every question came back once, as the scored group of a run in which nothing happens."""
+    assert Counter(group.id for group in groups) == Counter(group_id for group_id, _ in asked)
     for group in groups:
         assert [t.member for t in group.trajectories] == [0, 1]
         assert {t.end_reason for t in group.trajectories} == {EndReason.ANSWERED}
@@ -131,139 +152,116 @@ def test_every_question_comes_back_once_as_a_whole_scored_group(world, engines):
         assert len(group.trajectories[0].contexts) == group.question.num_hops + 1
 
 
-def test_promise_8_an_engine_that_dies_is_not_data(world, engines, tmp_path):
-    """The engine's process ends in the middle; its calls are repeated, and no trajectory shows a trace of it."""
-    spec = engines(die_at=10, marker=str(tmp_path / "died"))
-    groups = list(stream_groups(spec, rows(world, 8)))
-    assert (tmp_path / "died").exists()
-    assert len(groups) == 8
-    assert all(t.em == 1.0 for g in groups for t in g.trajectories)
+def test_promises_7_and_8_an_engine_and_a_driver_that_die_lose_no_group_double_none_and_are_not_data(
+    world, mortal, spec
+):
+    """The engine dies at its tenth call, the driver after the fifth group."""
+    engine, questions = mortal(die_at=10, max_restarts=-1), rows(world, 30)
+    groups: list[Group] = []
+    for group in stream_groups(spec(engine), questions):
+        groups.append(group)
+        if len(groups) == 5:
+            kill_newest(GroupStage)
+    assert engine.marker.exists() and len(groups) > 5
+    check_whole(groups, questions)
 
 
-def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, engines):
+def test_the_reference_scores_every_finished_group_and_one_that_dies_costs_a_retry(world, steady, spec):
+    questions = rows(world, 24)
+    groups: list[Group] = []
+    for group in stream_groups(spec(steady), questions, references=ReferencePool(size=1, options={"num_cpus": 0})):
+        groups.append(group)
+        if len(groups) == 1:
+            kill_newest(ReferenceStage)
+    check_whole(groups, questions)
+    model = ReferenceModel(world.model, temperature=1.0, max_tokens=4096)
+    for group in groups[-3:]:
+        samples = [sample for trajectory in group.trajectories for sample in to_samples(trajectory)]
+        for sample, expected in zip(samples, model.logprobs(samples), strict=True):
+            assert sample.ref_logprobs == pytest.approx(expected, abs=1e-4)
+            assert min(sample.ref_logprobs) < 0
+    assert all(group.reference_seconds > 0 for group in groups)
+
+
+def test_promise_8_a_group_that_cannot_be_finished_ends_the_run_and_is_named(world, steady, spec):
     config = world.model_copy(
         update={
             "generation": world.generation.model_copy(update={"timeout_s": 1.0}),
             "stream": world.stream.model_copy(update={"num_attempts": 2}),
         }
     )
-    spec = engines(config=config, fails=True)
+    ray.get(steady.actor.become.remote(fails=True))
     with pytest.raises(GroupFailed, match=r"group 0/\S+ failed 2 times \(stream.num_attempts\)"):
-        list(stream_groups(spec, rows(world, 2)))
+        list(stream_groups(spec(steady, config=config), rows(world, 2)))
+    ray.get(steady.actor.become.remote())
 
 
-def test_promise_8_engines_that_are_dead_for_good_are_not_waited_for(world, engines, tmp_path):
-    spec = engines(die_at=1, marker=str(tmp_path / "died"), max_restarts=0)
-    assert spec.config.generation.timeout_s >= 600
+def test_promise_8_engines_that_are_dead_for_good_are_not_waited_for(world, mortal, spec):
+    assert world.generation.timeout_s >= 600
     with pytest.raises(RoleLost, match="every generator died: "):
-        list(stream_groups(spec, rows(world, 2)))
+        list(stream_groups(spec(mortal(die_at=1, max_restarts=0)), rows(world, 2)))
 
 
-def test_promise_7_a_driver_that_dies_loses_no_group_and_doubles_none(world, engines):
-    spec = engines(slow_every=3)
-    questions = rows(world, 30)
-    seen: Counter[str] = Counter()
-    killed = False
-    for group in stream_groups(spec, questions):
-        seen[group.id] += 1
-        if len(seen) == 5 and not killed:
-            killed = True
-            drivers = [p for p in psutil.Process().children(recursive=True) if "MapWorker" in command_line(p)]
-            max(
-                drivers, key=psutil.Process.create_time
-            ).kill()  # those of earlier streams may still be on their way out
-    assert killed
-    assert seen == Counter(i for i, _ in questions)
+@pytest.fixture
+def admitted(world, steady, spec) -> Iterator[Callable[..., Collector]]:
+    """Starts a stream of training; returns what cuts it into steps."""
+    streams, actors = [], []
+
+    def start(count: int, *, lag: int, groups_in_flight: int = 64, **settings: Any) -> Collector:
+        settings |= {"group_size": GROUP_SIZE, "max_off_policy_steps": lag}
+        algorithm = world.algorithm.model_copy(update=settings)
+        name = f"admission-{time.monotonic_ns()}"
+        options = {"groups_per_step": algorithm.groups_per_step, "max_off_policy_steps": lag}
+        actors.append(start_actor(Admission, {"name": name, **OPTIONS}, **options))
+        stream = world.stream.model_copy(update={"groups_in_flight": groups_in_flight})
+        config = world.model_copy(update={"stream": stream, "algorithm": algorithm})
+        streams.append(stream_groups(spec(steady, config=config, admission=name), rows(world, count)))
+        return Collector(streams[-1], actors[-1], algorithm)
+
+    yield start
+    for groups, actor in zip(streams, actors, strict=True):
+        groups.close()
+        ray.kill(actor)
+    ray.get(steady.actor.become.remote())
 
 
-def test_promise_7_a_driver_that_dies_while_groups_wait_for_their_turn_stops_nothing(world, engines):
-    """The groups that may start are played again though more than a driver plays at once are asked of it, and those
-    that have to wait for them may be asked first."""
-    name = f"admission-{time.monotonic_ns()}"
+def policy_versions(groups: Iterable[Group]) -> set[int]:
+    return {v for g in groups for t in g.trajectories for c in t.contexts for v in c.policy_versions if v >= 0}
+
+
+def test_promises_6_and_7_drivers_that_die_while_groups_wait_for_their_turn_change_no_step(world, steady, admitted):
+    """Strictly on-policy. The groups that may start are played again though more than a driver plays at once are asked
+    of it, and those that have to wait for them may be asked first."""
     size = 2
-    admission = start_actor(
-        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=size, max_off_policy_steps=0
-    )
-    algorithm = world.algorithm.model_copy(update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": 0})
-    stream = world.stream.model_copy(update={"groups_in_flight": 4})
-    config = world.model_copy(update={"stream": stream, "algorithm": algorithm})
+    collector = admitted(40, lag=0, groups_per_step=size, groups_in_flight=4)
     trained: list[str] = []
-    with closing(stream_groups(engines(admission=name, config=config), rows(world, 40))) as groups:
-        collector = Collector(groups, admission, algorithm)
-        for version in range(6):
-            step = collector.next_step(version)
-            assert step is not None
-            trained += sorted(group.id for group in step.groups)
-            drivers = [p for p in psutil.Process().children(recursive=True) if "MapWorker" in command_line(p)]
-            max(drivers, key=psutil.Process.create_time).kill()
-            collector.consumed(step, policy_version=version + 1)
+    for version in range(6):
+        step = collector.next_step(version)
+        assert step is not None and policy_versions(step.groups) == {version}
+        trained += sorted(group.id for group in step.groups)
+        if version % 2:
+            kill_newest(GroupStage)
+        ray.get(steady.actor.become.remote(policy_version=version + 1))
+        collector.consumed(step, policy_version=version + 1)
     asked = [group_id for group_id, _ in rows(world, 6 * size)]
     assert trained == [key for i in range(0, len(asked), size) for key in sorted(asked[i : i + size])]
-    ray.kill(admission)
 
 
-def test_the_reference_scores_every_finished_group_and_one_that_dies_costs_a_retry(world, engines):
-    questions = rows(world, 24)
-    seen: dict[str, Group] = {}
-    killed = False
-    for group in stream_groups(engines(), questions, references=ReferencePool(size=1, options={"num_cpus": 0})):
-        assert group.id not in seen
-        seen[group.id] = group
-        if not killed:
-            stages = [p for p in psutil.Process().children(recursive=True) if "ReferenceStage" in command_line(p)]
-            max(stages, key=psutil.Process.create_time).kill()
-            killed = True
-    assert seen.keys() == {i for i, _ in questions}
-    model = ReferenceModel(world.model, temperature=1.0, max_tokens=4096)
-    for group in list(seen.values())[-3:]:
-        samples = [sample for trajectory in group.trajectories for sample in to_samples(trajectory)]
-        for sample, expected in zip(samples, model.logprobs(samples), strict=True):
-            assert sample.ref_logprobs == pytest.approx(expected, abs=1e-4)
-            assert min(sample.ref_logprobs) < 0
-    assert all(group.reference_seconds > 0 for group in seen.values())
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_promise_6_no_step_trains_a_group_older_than_allowed(world, engines, lag):
-    name = f"admission-{time.monotonic_ns()}"
-    size = 3
-    admission = start_actor(
-        Admission,
-        {"name": name, "num_cpus": 0, "max_concurrency": 1000},
-        groups_per_step=size,
-        max_off_policy_steps=lag,
-    )
-    algorithm = world.algorithm.model_copy(
-        update={"groups_per_step": size, "group_size": 2, "max_off_policy_steps": lag}
-    )
-    groups = stream_groups(engines(admission=name, slow_every=7), rows(world, 30))
-    engine = engines.actors[0]
-    collector = Collector(groups, admission, algorithm)
+def test_promise_6_no_step_trains_a_group_older_than_allowed(world, steady, admitted):
+    size, lag = 3, 1
+    collector = admitted(30, lag=lag, groups_per_step=size)
     trained: list[str] = []
-    with closing(groups):
-        for version in range(6):
-            step = collector.next_step(version)
-            assert step is not None and len(step.groups) == size
-            versions = [
-                v for g in step.groups for t in g.trajectories for c in t.contexts for v in c.policy_versions if v >= 0
-            ]
-            assert version - min(versions) <= lag
-            assert lag or set(versions) == {version}  # strictly on-policy
-            trained += [group.id for group in step.groups]
-            ray.get(engine.set_version.remote(version + 1))
-            collector.consumed(step, policy_version=version + 1)
+    for version in range(6):
+        step = collector.next_step(version)
+        assert step is not None and len(step.groups) == size
+        assert version - min(policy_versions(step.groups)) <= lag
+        trained += [group.id for group in step.groups]
+        ray.get(steady.actor.become.remote(policy_version=version + 1))
+        collector.consumed(step, policy_version=version + 1)
     assert len(trained) == len(set(trained)) == 6 * size
-    ray.kill(admission)
 
 
-def test_groups_without_signal_are_replaced(world, engines):
+def test_groups_without_signal_are_replaced(admitted):
     """Every scripted answer is right, so no group has signal: all are dropped,
     and the stream runs dry without a step."""
-    name = f"admission-{time.monotonic_ns()}"
-    admission = start_actor(
-        Admission, {"name": name, "num_cpus": 0, "max_concurrency": 1000}, groups_per_step=2, max_off_policy_steps=0
-    )
-    algorithm = world.algorithm.model_copy(update={"groups_per_step": 2, "group_size": 2, "filter_zero_variance": True})
-    with closing(stream_groups(engines(admission=name), rows(world, 8))) as groups:
-        assert Collector(groups, admission, algorithm).next_step(0) is None
-    ray.kill(admission)
+    assert admitted(8, lag=0, groups_per_step=2, filter_zero_variance=True).next_step(0) is None
