@@ -4,10 +4,10 @@ the real command, its driver killed after step 2, then resumed, and a look at al
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +27,12 @@ from mempipe.actors import launch as launching
 from mempipe.actors.cluster import connected
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.launch import Roles, launch, learner_settings
-from mempipe.actors.learner_group import LearnerActor, LearnerFailed
+from mempipe.actors.learner_group import LearnerActor, LearnerFailed, LearnerLost
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import OptimizerConfig, SamplingConfig
-from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.proof import StaleWeights, canary_gap
 from mempipe.engines.tokenizer import load_tokenizer
@@ -41,25 +40,27 @@ from mempipe.loader import load_config
 from mempipe.reports.trace import trajectory_lines
 from mempipe.rollout import make_renderer
 from mempipe.runs import Run
+from mempipe.stop import Interrupted, StopRequest
 from mempipe.streams.groups import stream_groups
 from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
 from mempipe.training.tracker_front import TrackerFront
 from mempipe.training.training_rows import TrainingRows
-from mempipe.types import Context, Group, Question
+from mempipe.types import Context, Group
+from pipelines import train
 from pipelines.train import learn
 from tools.processes import Marked, Running, run
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
 TOLERANCE = 1e-3  # of log-probs
-NUM_STEPS = 8
-NUM_QUESTIONS = 128
+NUM_STEPS = 6
+NUM_QUESTIONS = 96
 SHORT = [
     f"num_steps={NUM_STEPS}",
     f"world.num_validation_questions={NUM_QUESTIONS}",
-    "warm_start.num_clean_trajectories=2000",  # enough for a model that searches and forgets
-    "warm_start.num_noisy_trajectories=500",
-    "optimizer.lr=8e-4",  # eight steps must show something
+    "warm_start.num_clean_trajectories=1500",  # enough for a model that searches and forgets
+    "warm_start.num_noisy_trajectories=400",
+    "optimizer.lr=8e-4",  # six steps must show something
     "optimizer.schedule=constant",
 ]
 CHECKPOINTS = ["checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}"]
@@ -265,7 +266,7 @@ def test_the_reward_rises(job):
     assert report["em_start"] < 0.30
     assert report["em_difference_low"] > 0.05, report  # of the interval of the paired difference
     assert report["kept_rate_end"] > report["kept_rate_start"] + 0.1
-    assert fmean(rewards[-5:]) > fmean(rewards[:2])
+    assert fmean(rewards[2:]) > fmean(rewards[:2])
 
 
 def test_report_has_flat_numbers(job):
@@ -355,17 +356,10 @@ def test_promise_6_no_token_is_older_than_max_off_policy_steps(job):
     assert all(row["staleness_max"] <= 1 for row in rows)
 
 
-def test_the_export_is_the_checkpoint(job):
+def test_the_export_is_the_checkpoint(job, started):
     """transformers, the learner restored from the last checkpoint, and vLLM agree about the same ids."""
-    folder = job.folder / "huggingface"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    sequences = [
-        context.token_ids for context in _contexts(read_trajectories(job.folder / "evaluation" / "after.parquet"))[:6]
-    ]
-    sequences.append(
-        tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=True, return_dict=False)
-    )
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = _sequences(job)
+    policy = AutoModelForCausalLM.from_pretrained(job.folder / "huggingface", dtype=torch.float32).eval()
     exported = [
         [row[token].item() for row, token in zip(_logprobs(policy, ids), ids[1:], strict=False)] for ids in sequences
     ]  # the last row predicts what follows
@@ -374,20 +368,15 @@ def test_the_export_is_the_checkpoint(job):
     assert newest is not None
     assert learner.load(newest).step == job.config.num_steps
     assert canary_gap(learner.score(sequences), exported).maximum < 1e-4
-    assert canary_gap(asyncio.run(_served_scores(job.config, folder, sequences)), exported).maximum < TOLERANCE
+    assert canary_gap(started.scores_of_export, exported).maximum < TOLERANCE
 
 
-async def _served_scores(config: RunConfig, model: Path, sequences: list[list[int]]) -> list[list[float]]:
-    engine = Generator(
-        config.model.model_copy(update={"path": str(model)}),
-        config.generation,
-        max_model_len=config.budget.context_tokens,
-    )
-    await engine.start()
-    try:
-        return list(await asyncio.gather(*(engine.score(ids) for ids in sequences)))
-    finally:
-        await engine.shutdown()
+def _sequences(job: Job) -> list[list[int]]:
+    """Contexts of the evaluation after training, and a prompt of the exported chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(job.folder / "huggingface")
+    played = _contexts(read_trajectories(job.folder / "evaluation" / "after.parquet"))[:6]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=True, return_dict=False)
+    return [*(context.token_ids for context in played), prompt]
 
 
 def _contexts(groups: list[Group]) -> list[Context]:
@@ -423,11 +412,15 @@ class ConfinedLearner(LearnerActor):
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step."""
+    """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step.
+
+    Their engine was started with the job's export, and was asked for scores before it was given other weights.
+    """
 
     roles: Roles
     run: Run
     tracker: TrackerFront
+    scores_of_export: list[list[float]]
     greedy: dict[str, Group]  # by question, sampled as training does, but at temperature 0
 
 
@@ -440,17 +433,21 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         world=None,
         warm_start=None,
         num_steps=2,
-        algorithm={"max_off_policy_steps": 0, "groups_per_step": 4, "group_size": 3},
+        algorithm={"max_off_policy_steps": 0, "groups_per_step": 4, "group_size": 3, "kl_coef": 0.0},
         # Every update changes the weights, whatever the rewards are.
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=10.0, schedule="constant", warmup_steps=0).model_dump(),
         tracking={"enabled": False},
     )
     validation = read_questions(config.data.validation)[:FEW]
+    exported = _with(config, model={"path": str(job.folder / "huggingface")})
     with (
         _actors_of_this_test(),
         connected(config.ray_address, name=config.name) as namespace,
-        launch(config, namespace) as roles,
+        launch(exported, namespace) as roles,
     ):
+        roles.wait()
+        (engine,) = roles.generators.values()
+        scores_of_export = ray.get([engine.score.remote(ids) for ids in _sequences(job)])
         roles.load_policy(config.model)
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
@@ -459,7 +456,13 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
             group.question.id: group
             for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])
         }
-        yield Started(roles=roles, run=Run(config), tracker=TrackerFront(config), greedy=greedy)
+        yield Started(
+            roles=roles,
+            run=Run(config),
+            tracker=TrackerFront(config),
+            scores_of_export=scores_of_export,
+            greedy=greedy,
+        )
 
 
 @contextmanager
@@ -494,17 +497,36 @@ def test_without_staleness_every_step_trains_the_next_questions_under_its_own_po
 
 def test_a_full_disk_while_checkpointing_ends_the_run_and_harms_nothing(started):
     run, roles = started.run, started.roles
-    questions = read_questions(roles.config.data.train)
     if latest(run.folder / "checkpoints") is None:
         roles.learners.save(run.folder / "checkpoints", START, keep=1)
     kept = _files(run.folder / "checkpoints")
     ray.get([rank.limit_files.remote(2**16) for rank in roles.learners.ranks])
     with pytest.raises(LearnerFailed, match=r"cannot write checkpoint \S+/step-\d+: ."):
-        _one_more_step(started, questions)
+        _more_steps(started, 1)
     ray.get([rank.limit_files.remote(resource.RLIM_INFINITY) for rank in roles.learners.ranks])
     assert _files(run.folder / "checkpoints") == kept
     newest = latest(run.folder / "checkpoints")
     assert newest is not None and read_state(newest)
+
+
+def test_a_run_that_is_told_to_stop_saves_the_step_that_it_has_learnt(started, monkeypatch, capsys):
+    """No checkpoint is due, and another step would follow."""
+    monkeypatch.setattr(started.roles, "config", _with(started.roles.config, checkpoint={"every_steps": 100}))
+    step = train.train_step
+
+    def step_and_be_told(*args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = step(*args, **kwargs)
+        signal.raise_signal(signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(train, "train_step", step_and_be_told)
+    with StopRequest(60.0).listening() as stop, pytest.raises(Interrupted) as caught:
+        _more_steps(started, 2, stop)
+    assert caught.value.exit_code == 143
+    *_, last = [row["step"] for row in read_metrics(started.run.folder / "metrics.jsonl") if "reward" in row]
+    newest = latest(started.run.folder / "checkpoints")
+    assert newest is not None and read_state(newest).position.step == last
+    assert f"saved step {last} before the run ended: it was told to" in capsys.readouterr().out
 
 
 def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_step(started):
@@ -512,18 +534,26 @@ def test_promise_5_an_engine_that_ignores_new_weights_ends_the_run_within_one_st
     trained = [row for row in read_metrics(metrics) if "reward" in row]
     ray.get([engine.become_deaf.remote() for engine in roles.generators.values()])
     with pytest.raises(StaleWeights, match=r"generator-0 serves weights of version \d+, the learner sent \d+"):
-        _one_more_step(started, read_questions(roles.config.data.train))
+        _more_steps(started, 1)
     *before, learnt = [row for row in read_metrics(metrics) if "reward" in row]
     assert before == trained and "canary_max_difference" not in learnt
     newest = latest(started.run.folder / "checkpoints")
     assert newest is not None and read_state(newest).position.step == learnt["step"]  # saved, so it is on record
 
 
-def _one_more_step(started: Started, questions: list[Question]) -> None:
+def test_a_learner_that_dies_is_a_lost_role(started):
+    """Last: the roles cannot learn any more. With a lost role a run starts again (test_restarts.py)."""
+    ray.kill(started.roles.learners.ranks[1])
+    with pytest.raises(LearnerLost, match="a learner rank died"):
+        _more_steps(started, 1)
+
+
+def _more_steps(started: Started, number: int, stop: StopRequest | None = None) -> None:
     roles = started.roles
     (version,) = ray.get([engine.ready.remote() for engine in roles.generators.values()])
-    roles.config = roles.config.model_copy(update={"num_steps": version + 1})
-    learn(started.run, roles, questions, [], replace(START, step=version), started.tracker)
+    roles.config = roles.config.model_copy(update={"num_steps": version + number})
+    questions = read_questions(roles.config.data.train)
+    learn(started.run, roles, questions, [], replace(START, step=version), started.tracker, stop)
 
 
 def _files(folder: Path) -> dict[str, int]:
