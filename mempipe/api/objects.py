@@ -35,14 +35,15 @@ import cloudpickle
 
 def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any]:
     """Returns settings with the name of each Python object in its place: `agent` and `agent.name` (an AgentSpec or its
-    module), `agent.tools` (classes), `reward` and `reward.function` (functions).
+    module), `agent.tools` (classes), `reward`, `reward.function` and `reward.per_turn` (functions; the last may be a
+    mapping from functions to weights), `tracking.writers` (classes).
 
     An object that no module holds goes into a module in `folder`; None: into one of this process alone. Raises
     ConfigError for an object that has no place there.
     """
     result = dict(settings)
     passed = _Passed(folder)
-    given, reward = result.get("agent"), result.get("reward")
+    given, reward, tracking = result.get("agent"), result.get("reward"), result.get("tracking")
     if isinstance(given, Mapping | ModuleType | AgentSpec):
         agent: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"name": given}
         if isinstance(agent.get("name"), ModuleType | AgentSpec):
@@ -54,8 +55,15 @@ def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> di
         reward = {"function": reward}
     if isinstance(reward, Mapping) and reward.get("function"):
         reward = {**reward, "function": passed.name(reward["function"], setting="reward.function")}
+    if isinstance(reward, Mapping) and (paid := reward.get("per_turn")):
+        weights = paid if isinstance(paid, Mapping) else {paid: 1.0}
+        named = {passed.name(each, setting="reward.per_turn"): weight for each, weight in weights.items()}
+        reward = {**reward, "per_turn": named}
     if isinstance(reward, Mapping):
         result["reward"] = reward
+    if isinstance(tracking, Mapping) and isinstance(tracking.get("writers"), list | tuple):
+        writers = [passed.name(each, setting="tracking.writers") for each in tracking["writers"]]
+        result["tracking"] = {**tracking, "writers": writers}
     passed.write()
     return result
 

@@ -15,7 +15,9 @@ from stand_in_run import NUM_STEPS, Strike, stand_in_run
 
 import mempipe
 from mempipe.api.objects import with_names
+from mempipe.api.settings import nested
 from mempipe.loader import load_config
+from mempipe.types import Question, Trajectory
 from mempipe.user_code import load_user_object
 from pipelines import train
 
@@ -118,6 +120,21 @@ def test_another_object_takes_the_place_of_the_one_before(tmp_path, monkeypatch)
     for value in (1.0, 2.0):
         named = with_names({"reward": {"function": lambda *_, value=value: value}}, folder=tmp_path / "again")
         assert load_user_object(named["reward"]["function"], setting="s")() == value
+
+
+def asks_briefly(trajectory: Trajectory, question: Question) -> list[float | None]:
+    return [1.0 for _ in trajectory.contexts]
+
+
+def test_rewards_of_turns_and_writers_are_objects_too():
+    mine = f"{__name__}:asks_briefly"
+    assert with_names({"reward": {"per_turn": asks_briefly}})["reward"] == {"per_turn": {mine: 1.0}}
+    overrides = nested({"reward": {"per_turn": {"kept_fact": 0.5, asks_briefly: 0.1, "pkg.rewards:brief": 0.2}}})
+    assert with_names(overrides)["reward"] == {"per_turn": {"kept_fact": 0.5, mine: 0.1, "pkg.rewards:brief": 0.2}}
+    with pytest.raises(mempipe.ConfigError, match=r"reward\.per_turn is 3; expected MODULE:NAME"):
+        with_names({"reward": {"per_turn": 3}})
+    named = with_names(nested({"tracking.writers": ["mlflow", Calculator]}))
+    assert named["tracking"] == {"writers": ["mlflow", f"{__name__}:Calculator"]}
 
 
 def test_an_object_that_has_no_place_is_refused():
