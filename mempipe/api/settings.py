@@ -14,7 +14,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     text."""
     result: dict[str, Any] = {}
     for name, value in settings.items():
-        # The dots of MODULE:NAME belong to the module; an object may stand in its place
+        # The dots of MODULE:NAME belong to the module; it may be an object instead
         *sections, leaf = name.split(".") if isinstance(name, str) and ":" not in name else [name]
         value = nested(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
         own: dict[str, Any] = {leaf: value}
