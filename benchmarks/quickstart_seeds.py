@@ -1,19 +1,22 @@
 """Does the quickstart learn on every seed? Runs it once per seed and prints held-out exact match before and after, with
 95 % intervals.
 
-    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot FILE.svg] [key=value ...]
+    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot FILE.svg]
+        [--readme README.md] [key=value ...]
 
 A seed draws everything anew: worlds, questions, passages, model, script, sampling. A finished run is read, not
 repeated. The bar is below 0.30 after the warm start and at least 0.60 after reinforcement learning, greedy, on every
-seed; the exit code is 1 if one misses it.
+seed; the exit code is 1 if one misses it. `--readme` writes the table and the plot into the README.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
@@ -21,6 +24,8 @@ import polars as pl
 from benchmarks.learning_plot import plot
 
 BAR_BEFORE, BAR_AFTER = 0.30, 0.60
+MARKS = "<!-- the table of benchmarks.quickstart_seeds -->\n", "<!-- its end -->\n"
+"""What the table stands between in a page."""
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 
 
@@ -29,6 +34,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", default="runs/seeds")
     parser.add_argument("--plot", default="", help="an SVG of the learning curves and of the context by turn")
+    parser.add_argument("--readme", type=Path, help="a page whose table of seeds is written anew")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     rows = [run(seed, arguments.output, arguments.overrides) for seed in arguments.seeds]
@@ -42,8 +48,13 @@ def main() -> int:
         tbl_width_chars=200,
     ):
         print(table)
+    folders = [Path(arguments.output) / f"seed-{seed}" for seed in arguments.seeds]
     if arguments.plot:
-        plot([Path(arguments.output) / f"seed-{seed}" for seed in arguments.seeds], arguments.plot)
+        plot(folders, arguments.plot)
+    if arguments.readme:
+        write_table(
+            arguments.readme, {seed: report(folder) for seed, folder in zip(arguments.seeds, folders, strict=True)}
+        )
     missed = table.filter((pl.col("em before") >= BAR_BEFORE) | (pl.col("em after") < BAR_AFTER))
     print(f"{len(rows) - len(missed)} of {len(rows)} seeds below {BAR_BEFORE} before and at {BAR_AFTER} or above after")
     return int(len(missed) > 0)
@@ -63,23 +74,59 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         "--resume-if-exists",
     ]
     subprocess.run([*command, *overrides], check=True)
-    report = json.loads((Path(output) / name / "report.json").read_text())
+    found = report(Path(output) / name)
 
     def interval(label: str) -> str:
-        return f"{report[f'em_{label}_low']:.3f}..{report[f'em_{label}_high']:.3f}"
+        return f"{found[f'em_{label}_low']:.3f}..{found[f'em_{label}_high']:.3f}"
 
     return {
         "seed": seed,
-        "em before": round(report["em_start"], 3),
+        "em before": round(found["em_start"], 3),
         "before, 95 %": interval("start"),
-        "em after": round(report["em_end"], 3),
+        "em after": round(found["em_end"], 3),
         "after, 95 %": interval("end"),
-        **{f"{hops} hops after": round(report[f"em_{hops}_hops_end"], 3) for hops in (1, 2, 3)},
-        "kept after": round(report["kept_rate_end"], 3),
-        "questions": report["num_questions"],
-        "steps": report["num_steps"],
-        "minutes": round(report["seconds_total"] / 60, 1),
+        **{f"{hops} hops after": round(found[f"em_{hops}_hops_end"], 3) for hops in (1, 2, 3)},
+        "kept after": round(found["kept_rate_end"], 3),
+        "questions": found["num_questions"],
+        "steps": found["num_steps"],
+        "minutes": round(found["seconds_total"] / 60, 1),
     }
+
+
+def report(folder: Path) -> dict[str, float]:
+    """Returns the report of a finished run."""
+    return json.loads((folder / "report.json").read_text())
+
+
+def table_lines(reports: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """Returns the table of a page, a row for each seed."""
+    lines = [
+        "| seed | before GRPO | after 30 steps | 1 / 2 / 3 hops | facts it found and wrote down | context tokens per "
+        "turn (full history) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for seed, found in sorted(reports.items()):
+
+        def with_interval(label: str, mark: str, found: Mapping[str, float] = found) -> str:
+            low, high = found[f"em_{label}_low"], found[f"em_{label}_high"]
+            return f"{mark}{found[f'em_{label}']:.3f}{mark} ({low:.3f} to {high:.3f})"
+
+        hops = " / ".join(f"{found[f'em_{number}_hops_end']:.2f}" for number in (1, 2, 3))
+        kept = f"{found['kept_rate_start']:.2f} → {found['kept_rate_end']:.2f}"
+        tokens = f"{found['context_tokens_per_turn']:.0f} ({found['full_history_tokens_per_turn']:.0f})"
+        cells = [with_interval("start", ""), with_interval("end", "**"), hops, kept, tokens]
+        lines.append(f"| {seed} | {' | '.join(cells)} |")
+    return lines
+
+
+def write_table(page: Path, reports: Mapping[int, Mapping[str, float]]) -> None:
+    """Replaces the table between the MARKS of a page. Raises ValueError for a page without them."""
+    first, last = MARKS
+    made = "\n".join(table_lines(reports)) + "\n"
+    text, number = re.subn(f"{first}.*?{last}", f"{first}{made}{last}", page.read_text(), flags=re.DOTALL)
+    if number != 1:
+        raise ValueError(f"{page} holds {number} tables between {first.strip()} and {last.strip()}, expected one")
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""The README's table of seeds is written by the benchmark that measures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quickstart_seeds import MARKS, table_lines, write_table
+
+ROOT = Path(__file__).parents[2]
+MEASURED = {
+    "em_start": 0.09375,
+    "em_start_low": 0.0685,
+    "em_start_high": 0.1271,
+    "em_end": 0.9765625,
+    "em_end_low": 0.9561,
+    "em_end_high": 0.9876,
+    "em_1_hops_end": 0.992,
+    "em_2_hops_end": 0.969,
+    "em_3_hops_end": 0.968,
+    "kept_rate_start": 0.052,
+    "kept_rate_end": 0.991,
+    "context_tokens_per_turn": 25.8,
+    "full_history_tokens_per_turn": 66.4,
+}
+ROW = "| 2 | 0.094 (0.069 to 0.127) | **0.977** (0.956 to 0.988) | 0.99 / 0.97 / 0.97 | 0.05 → 0.99 | 26 (66) |"
+
+
+def test_a_row_has_the_measured_values_with_their_intervals():
+    assert table_lines({2: MEASURED})[2:] == [ROW]
+
+
+def test_only_the_table_of_the_readme_changes(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text((ROOT / "README.md").read_text())
+    write_table(page, {2: MEASURED})
+    before, after = (ROOT / "README.md").read_text(), page.read_text()
+    assert [text.split(MARKS[0])[0] for text in (before, after)] == [before.split(MARKS[0])[0]] * 2
+    assert after.split(MARKS[1])[1] == before.split(MARKS[1])[1]
+    assert after.split(MARKS[0])[1].split(MARKS[1])[0].splitlines()[:2] == table_lines({})
+    assert ROW in after.splitlines()
+
+
+def test_a_page_without_the_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+    with pytest.raises(ValueError, match="holds 0 tables between"):
+        write_table(page, {2: MEASURED})
