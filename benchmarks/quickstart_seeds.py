@@ -2,11 +2,11 @@
 95 % intervals.
 
     python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot FILE.svg]
-        [--readme README.md] [key=value ...]
+        [--pages README.md docs/results.md] [key=value ...]
 
 A seed draws everything anew: worlds, questions, passages, model, script, sampling. A finished run is read, not
 repeated. The bar is below 0.30 after the warm start and at least 0.60 after reinforcement learning, greedy, on every
-seed; the exit code is 1 if one misses it. `--readme` writes the table and the plot into the README.
+seed; the exit code is 1 if one misses it. `--pages` writes the table into these pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", default="runs/seeds")
     parser.add_argument("--plot", default="", help="an SVG of the learning curves and of the context by turn")
-    parser.add_argument("--readme", type=Path, help="a page whose table of seeds is written anew")
+    parser.add_argument("--pages", type=Path, nargs="+", default=[], help="pages whose table of seeds is written anew")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     rows = [run(seed, arguments.output, arguments.overrides) for seed in arguments.seeds]
@@ -51,10 +51,9 @@ def main() -> int:
     folders = [Path(arguments.output) / f"seed-{seed}" for seed in arguments.seeds]
     if arguments.plot:
         plot(folders, arguments.plot)
-    if arguments.readme:
-        write_table(
-            arguments.readme, {seed: report(folder) for seed, folder in zip(arguments.seeds, folders, strict=True)}
-        )
+    reports = {seed: report(folder) for seed, folder in zip(arguments.seeds, folders, strict=True)}
+    for page in arguments.pages:
+        write_table(page, reports)
     missed = table.filter((pl.col("em before") >= BAR_BEFORE) | (pl.col("em after") < BAR_AFTER))
     print(f"{len(rows) - len(missed)} of {len(rows)} seeds below {BAR_BEFORE} before and at {BAR_AFTER} or above after")
     return int(len(missed) > 0)
