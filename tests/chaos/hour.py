@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from journal import Journal
 from machine import speed_factor
 from mutations import check_mutations
 from starting_point import starting_point
-from watched import Over, Place, Watched
+from watched import Absent, Over, Place, Watched
 
 from tools.guard import leave_nothing_behind
 
@@ -190,7 +191,8 @@ def block(faults: Sequence[Plan], journal: Journal, start: Path, *, until: float
             for fault in faults:
                 if time.time() > until or (fault.job == "training" and _steps_left(watched) < ENDING):
                     break
-                inflict(fault, campaign)
+                with suppress(Absent):
+                    inflict(fault, campaign)
         except Over:
             pass
         campaign.finish()

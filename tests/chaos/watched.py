@@ -62,6 +62,10 @@ class Over(Exception):
     """The command has ended well before what was waited for."""
 
 
+class Absent(Over):
+    """There is no process of a role that a command may do without, so there is no fault."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A beacon, and what its details have to be."""
