@@ -132,6 +132,21 @@ def plans(seed: str) -> Iterator[Plan]:
             yield plan(seed, number, job, is_first=i == 0)
 
 
+def by_command(seed: str, *, only: int | None = None) -> Iterator[list[Plan]]:
+    """Yields the faults of each command in turn; with `only` the fault of that number alone."""
+    faults: list[Plan] = []
+    for each in plans(seed):
+        if only is not None:
+            if each.number == only:
+                yield [each]
+                return
+            continue
+        if each.is_first and faults:
+            yield faults
+            faults = []
+        faults.append(each)
+
+
 def plan(seed: str, number: int, job: str, *, is_first: bool) -> Plan:
     """Draws one fault of a command of the kind `job`."""
     draw = random.Random(f"{seed}:{number}")
@@ -223,18 +238,13 @@ def main() -> int:
     start, journal = starting_point(), Journal(lets_end=True)
     print(f"SEED={seed}; this machine takes {speed_factor():.1f} times as long as a quiet one", flush=True)
     until = time.time() + asked.hours * 3600
-    if asked.only:
-        wanted = next(each for each in plans(seed) if each.number == asked.only)
-        block([wanted], journal, start, until=until)
-    else:
-        waiting: list[Plan] = []
-        for each in plans(seed):
-            if each.is_first and waiting:
-                block(waiting, journal, start, until=until)
-                waiting = []
+    try:
+        for faults in by_command(seed, only=asked.only):
             if time.time() > until:
                 break
-            waiting.append(each)
+            block(faults, journal, start, until=until)
+    except KeyboardInterrupt:
+        print("ended early; the faults so far:")
     print(journal.table())
     for line in journal.misses:
         print(f"missed: SEED={seed} {line}")
