@@ -1,7 +1,7 @@
-"""A run that is told to stop, goes on as a submitted Ray job on another cluster, and loses its learner there: the real
-commands, their processes ended or killed.
+"""Jobs that are submitted to a Ray cluster: one that succeeds, one that cannot work, and, for `make test-jobs`, a run
+that is told to stop, goes on as a submitted job and loses its learner there. It trains MEM1.
 
-It trains MEM1.
+`make test` stops a run and kills its learner in test_main_job.py.
 """
 
 from __future__ import annotations
@@ -84,19 +84,47 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def submit(cluster: Cluster, *arguments: str, output: Path) -> Running:
+def submit(cluster: Cluster, module: str, *arguments: str, output: Path) -> Running:
     """`ray job submit` as the job's docstring has it; follows the log to the job's end."""
     command = [str(BIN / "ray"), "job", "submit", f"--address={cluster.dashboard}", "--working-dir=.", "--"]
-    command += ["python", "-m", "jobs.train", str(CONFIG.relative_to(ROOT)), *arguments, f"output={output}"]
+    command += ["python", "-m", module, *arguments, f"output={output}"]
     return Running(command, marked=cluster.marked, cwd=ROOT, writes=output)
 
 
-def job_driver(cluster: Cluster) -> psutil.Process | None:
+def job_driver(cluster: Cluster, module: str) -> psutil.Process | None:
     for process in cluster.marked.processes():
         with suppress(psutil.NoSuchProcess):
-            if process.cmdline()[1:3] == ["-m", "jobs.train"]:
+            if process.cmdline()[1:3] == ["-m", module]:
                 return process
     return None
+
+
+def of_the_job(log: str) -> str:
+    """What the job itself has written, of all that `ray job submit` shows."""
+    return log.partition("Tailing logs until the job exits")[2]
+
+
+def test_a_submitted_job_runs_in_what_was_uploaded_and_succeeds(cluster, tmp_path):
+    (tmp_path / "passages.jsonl").write_text('{"id": "a", "contents": "\\"Lima\\"\\nThe capital of Peru."}\n')
+    (tmp_path / "index.yaml").write_text(f"corpus: [{tmp_path / 'passages.jsonl'}]\nencoder: {{kind: hashing}}\n")
+    client = submit(cluster, "jobs.build_index", str(tmp_path / "index.yaml"), output=tmp_path / "index")
+    job = client.wait_until(lambda: job_driver(cluster, "jobs.build_index"), every_s=0.1)
+    interpreter, uploaded = job.exe(), Path(job.cwd())
+    assert interpreter == psutil.Process().exe()
+    assert "_ray_pkg_" in str(uploaded)
+    assert [name for name in (".venv", ".git", "runs") if (uploaded / name).exists()] == []  # those are not uploaded
+    ended = client.wait()
+    assert ended.returncode == 0 and "succeeded" in ended.stdout, ended.stdout + ended.stderr
+    said = of_the_job(ended.stdout)
+    assert f"{tmp_path / 'index'}: 1 passages" in said and "pid=" not in said and "WARNING" not in said
+
+
+def test_a_job_that_cannot_work_fails_with_its_sentence(cluster, tmp_path):
+    config = str(CONFIG.relative_to(ROOT))
+    ended = submit(cluster, "jobs.train", config, "algorithm.group_size=0", output=tmp_path).wait()
+    log = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert "error: algorithm.group_size is 0" in log and "Traceback" not in log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +135,6 @@ class Repaired:
     steps_at_stop: int
     checkpoint_at_stop: int
     stopped: subprocess.CompletedProcess[str]
-    folder_of_job: Path  # that it runs in
-    interpreter_of_job: str
-    found_in_it: list[str]  # of what is not uploaded
     ended: subprocess.CompletedProcess[str]
 
 
@@ -127,10 +152,7 @@ def repaired(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
     newest, steps_at_stop = latest(folder / "checkpoints"), _steps(folder)
     checkpoint_at_stop = read_state(newest).position.step if newest else 0  # later ones take its place
     settings = [*MINIATURE, *SHORT_WARM_START, *OVERRIDES]
-    client = submit(cluster, *settings, "--resume", output=output)
-    job = client.wait_until(lambda: job_driver(cluster), every_s=0.1)
-    interpreter, uploaded = job.exe(), Path(job.cwd())
-    found = [name for name in (".venv", ".git", "runs") if (uploaded / name).exists()]
+    client = submit(cluster, "jobs.train", str(CONFIG.relative_to(ROOT)), *settings, "--resume", output=output)
     client.wait_until(lambda: _steps(folder) > steps_at_stop, every_s=0.02)
     (rank,) = [process for process in cluster.marked.processes() if "LearnerActor" in command_line(process)]
     rank.kill()
@@ -139,9 +161,6 @@ def repaired(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
         steps_at_stop=steps_at_stop,
         checkpoint_at_stop=checkpoint_at_stop,
         stopped=stopped,
-        folder_of_job=uploaded,
-        interpreter_of_job=interpreter,
-        found_in_it=found,
         ended=client.wait(),
     )
 
@@ -151,6 +170,7 @@ def _steps(folder: Path) -> int:
     return json.loads(file.read_text()).get("num_steps", 0) if file.exists() else 0
 
 
+@pytest.mark.jobs
 def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt(repaired):
     assert repaired.stopped.returncode == 143
     assert repaired.checkpoint_at_stop >= repaired.steps_at_stop >= 2
@@ -158,27 +178,24 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt(repaired):
     assert "SIGTERM received" not in repaired.stopped.stdout + (repaired.stopped.stderr or "")
 
 
-def test_a_submitted_job_runs_in_what_was_uploaded(repaired):
-    assert repaired.interpreter_of_job == psutil.Process().exe()
-    assert "_ray_pkg_" in str(repaired.folder_of_job) and repaired.found_in_it == []
-
-
+@pytest.mark.jobs
 def test_a_submitted_job_goes_on_with_a_run_and_ends_it_with_its_report(repaired):
     log = repaired.ended.stdout
     assert repaired.ended.returncode == 0 and "succeeded" in log, log + repaired.ended.stderr
     report = json.loads((repaired.folder / "report.json").read_text())
     assert report["num_steps"] == NUM_STEPS and report["num_questions"] == NUM_QUESTIONS
-    _, _, of_the_job = log.partition("Tailing logs until the job exits")
-    assert f"train: {NUM_STEPS}/{NUM_STEPS}" in of_the_job  # plain lines of the run itself
-    assert "pid=" not in of_the_job and "WARNING" not in of_the_job
+    assert f"train: {NUM_STEPS}/{NUM_STEPS}" in of_the_job(log)  # plain lines of the run itself
+    assert "pid=" not in of_the_job(log) and "WARNING" not in of_the_job(log)
 
 
+@pytest.mark.jobs
 def test_a_run_that_loses_its_learner_goes_on_by_itself(repaired):
     assert repaired.ended.stdout.count("restart 1 of max_restarts 3") == 1
     newest = latest(repaired.folder / "checkpoints")
     assert newest is not None and read_state(newest).position.step == NUM_STEPS
 
 
+@pytest.mark.jobs
 def test_every_step_is_on_record_and_no_group_was_trained_twice(repaired):
     rows = [row["step"] for row in read_metrics(repaired.folder / "metrics.jsonl") if "reward" in row]
     assert rows == [*range(1, NUM_STEPS + 1)]
@@ -188,12 +205,6 @@ def test_every_step_is_on_record_and_no_group_was_trained_twice(repaired):
     assert len(groups) == len(set(groups)) == 4 * NUM_STEPS
 
 
+@pytest.mark.jobs
 def test_mem1_learns_its_grammar_from_the_script_and_is_trained_on_all_the_same(repaired):
     check_trained(repaired.folder, "mem1", num_steps=NUM_STEPS, stopped_in=repaired.checkpoint_at_stop)
-
-
-def test_a_job_that_cannot_work_fails_with_its_sentence(cluster, tmp_path):
-    ended = submit(cluster, "algorithm.group_size=0", output=tmp_path).wait()
-    log = ended.stdout + ended.stderr
-    assert ended.returncode != 0
-    assert "error: algorithm.group_size is 0" in log and "Traceback" not in log
