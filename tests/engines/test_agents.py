@@ -1,4 +1,5 @@
-"""Every built-in agent on one real engine and index: its contexts are what the learner scores, trains on and serves.
+"""Every built-in agent, and one of a user's own, on one real engine and index: its contexts are what the learner
+scores, trains on and serves.
 
 Whole runs of the agents are in tests/jobs.
 """
@@ -29,8 +30,9 @@ from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import make_rollout, run_group
 from mempipe.runs import Run
-from mempipe.types import Completion, Group
+from mempipe.types import Completion, Group, SearchResult
 from pipelines.prepare import prepare
+from tools.processes import ROOT
 
 GROUP_SIZE = 3
 NUM_QUESTIONS = 2
@@ -44,6 +46,7 @@ CONTEXTS = {
     "quickstart_memagent": [5],
     "tiny_memtrain": [5],
     "quickstart_full_text": [1],
+    "notebook": range(1, 5),
 }
 """By config, how many contexts an attempt may have."""
 
@@ -58,13 +61,25 @@ async def engine(world: RunConfig) -> AsyncIterator[Generator]:
 
 def config_of(name: str, world: RunConfig, output: Path) -> RunConfig:
     """The config on the world's model, with its own questions and index."""
-    settings = [*MINIATURE, *ALWAYS_TRAINED, f"model.path={world.model.path}", f"output={output}"]
+    settings = [*ALWAYS_TRAINED, f"model.path={world.model.path}", f"output={output}"]
+    if name == "notebook":
+        return own_agent(settings, output)
+    settings += MINIATURE
     return prepare(Run(load_config(QUICKSTART.with_name(f"{name}.yaml"), settings)))
+
+
+def own_agent(settings: Sequence[str], output: Path) -> RunConfig:
+    """The example of an agent, a reward and a tool of a user's own, with prompts that the model has room for."""
+    folder = ROOT / "examples" / "notebook_agent"
+    (output / "prompts.yaml").write_text('system: ""\nuser: "{question}<notebook>{memory}</notebook>"\n')
+    short = ["budget.question_tokens=160", "budget.action_tokens=24", "budget.context_tokens=512"]
+    files = [f"data.train={folder / 'train.jsonl'}", f"agent.prompts={output / 'prompts.yaml'}"]
+    return load_config(folder / "config.yaml", [*settings, *short, *files, "model.dtype=float32"])
 
 
 async def played(config: RunConfig, engine: Generator) -> list[Group]:
     tokenizer = load_tokenizer(config.model.path)
-    index = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
+    index = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval) if config.retrieval.index else None
 
     async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int | None = None) -> Completion:
         stops = sorted(tokenizer.stop_token_ids)
@@ -72,7 +87,11 @@ async def played(config: RunConfig, engine: Generator) -> list[Group]:
             token_ids, max_tokens=max_tokens, sampling=SamplingConfig(), stop_token_ids=stops, seed=seed
         )
 
-    rollout = make_rollout(config, tokenizer=tokenizer, generate=generate, search=index.search, training=True)
+    async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
+        assert index is not None, f"{config.agent.name} has no index"
+        return await index.search(query, num_passages=num_passages, partition=partition)
+
+    rollout = make_rollout(config, tokenizer=tokenizer, generate=generate, search=search, training=True)
     of_run = {"group_size": GROUP_SIZE, "reward": config.reward, "advantage": config.algorithm}
     questions = read_questions(config.data.train)[:NUM_QUESTIONS]
     groups = (run_group(question, rollout, group_id=f"0/{question.id}", **of_run) for question in questions)
@@ -87,6 +106,11 @@ async def test_promise_1_an_agents_contexts_are_scored_trained_on_and_served(nam
         trajectories = [trajectory for group in await played(config, engine) for trajectory in group.trajectories]
         assert len(trajectories) == NUM_QUESTIONS * GROUP_SIZE
         assert {len(trajectory.contexts) for trajectory in trajectories} <= {*CONTEXTS[name]}
+        if name == "notebook":
+            for trajectory in trajectories:
+                assert {measure.name for measure in trajectory.measures} == {"right", "calls"}
+                written = sum(len(context.action) for context in trajectory.contexts)
+                assert trajectory.reward == pytest.approx(-written / 10_000), "only this reward has a price for words"
         contexts = [context for trajectory in trajectories for context in trajectory.contexts]
         for context, scores in zip(contexts, learner.score([context.token_ids for context in contexts]), strict=True):
             sampled = [i for i, bit in enumerate(context.loss_mask) if bit]

@@ -57,7 +57,10 @@ def train(workplace: Path, name: str, *overrides: str) -> subprocess.CompletedPr
     return run(command, marked=Marked(), cwd=workplace)
 
 
+@pytest.mark.jobs
 def test_an_agent_a_reward_and_a_tool_of_ones_own_are_trained(workplace):
+    """`make test` has the same agent on an engine and a learner (tests/engines/test_agents.py), and its reward in a
+    worker of the stream (tests/ray/test_stream.py)."""
     done = train(workplace, "run")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = workplace / "runs" / "run"

@@ -207,14 +207,16 @@ def admitted(world, steady, spec) -> Iterator[Callable[..., Collector]]:
     """Starts a stream of training; returns what cuts it into steps."""
     streams, actors = [], []
 
-    def start(count: int, *, lag: int, groups_in_flight: int = 64, **settings: Any) -> Collector:
+    def start(
+        count: int, *, lag: int, groups_in_flight: int = 64, config: RunConfig = world, **settings: Any
+    ) -> Collector:
         settings |= {"group_size": GROUP_SIZE, "max_off_policy_steps": lag}
         algorithm = world.algorithm.model_copy(update=settings)
         name = f"admission-{time.monotonic_ns()}"
         options = {"groups_per_step": algorithm.groups_per_step, "max_off_policy_steps": lag}
         actors.append(start_actor(Admission, {"name": name, **OPTIONS}, **options))
         stream = world.stream.model_copy(update={"groups_in_flight": groups_in_flight})
-        config = world.model_copy(update={"stream": stream, "algorithm": algorithm})
+        config = config.model_copy(update={"stream": stream, "algorithm": algorithm})
         streams.append(stream_groups(spec(steady, config=config, admission=name), rows(world, count)))
         return Collector(streams[-1], actors[-1], algorithm)
 
@@ -248,14 +250,20 @@ def test_promises_6_and_7_drivers_that_die_while_groups_wait_for_their_turn_chan
 
 
 def test_promise_6_no_step_trains_a_group_older_than_allowed(world, steady, admitted):
+    """The reward is one of the user's own, which the worker finds in the folder that the tests are started from."""
     size, lag = 3, 1
-    collector = admitted(30, lag=lag, groups_per_step=size)
+    reward = world.reward.model_copy(update={"function": "examples.notebook_agent.reward:right_and_brief"})
+    collector = admitted(30, lag=lag, groups_per_step=size, config=world.model_copy(update={"reward": reward}))
     trained: list[str] = []
     for version in range(6):
         step = collector.next_step(version)
         assert step is not None and len(step.groups) == size
         assert version - min(policy_versions(step.groups)) <= lag
         trained += [group.id for group in step.groups]
+        for trajectory in (trajectory for group in step.groups for trajectory in group.trajectories):
+            written = sum(len(context.action) for context in trajectory.contexts)
+            assert trajectory.reward == pytest.approx(-written / 10_000)
+            assert {measure.name for measure in trajectory.measures} == {"right", "calls"}
         ray.get(steady.actor.become.remote(policy_version=version + 1))
         collector.consumed(step, policy_version=version + 1)
     assert len(trained) == len(set(trained)) == 6 * size
