@@ -66,15 +66,20 @@ async def sampled_together(engine: Generator, *, at_once: int) -> list[Completio
     return completions
 
 
-async def test_a_seeded_request_gives_the_same_bits_alone_in_company_and_again(engine):
-    alone = await sampled_together(engine, at_once=1)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def alone(engine: Generator) -> list[Completion]:
+    """What the engine samples when it has one request at a time."""
+    return await sampled_together(engine, at_once=1)
+
+
+async def test_a_seeded_request_gives_the_same_bits_alone_in_company_and_again(engine, alone):
+    assert await sampled(engine, 0) == alone[0]
     assert len({tuple(completion.logprobs) for completion in alone}) == len(PROMPTS)
     for at_once in (2, 7, len(PROMPTS)):
         assert await sampled_together(engine, at_once=at_once) == alone, at_once
 
 
-async def test_requests_that_come_while_others_are_under_way_change_nothing(engine):
-    alone = await sampled_together(engine, at_once=1)
+async def test_requests_that_come_while_others_are_under_way_change_nothing(engine, alone):
     scores = [await engine.score(prompt) for prompt in PROMPTS[:6]]
 
     async def late(number: int) -> Completion:
@@ -87,9 +92,8 @@ async def test_requests_that_come_while_others_are_under_way_change_nothing(engi
     assert completions == alone and list(beside) == scores
 
 
-async def test_weights_that_come_back_give_the_same_bits_again(engine):
-    first = await sampled_together(engine, at_once=8)
+async def test_weights_that_come_back_give_the_same_bits_again(engine, alone):
     await engine.load_weights(adapter(engine._model, seed=1), 2)
-    assert [c.token_ids for c in await sampled_together(engine, at_once=8)] != [c.token_ids for c in first]
+    assert [c.token_ids for c in await sampled_together(engine, at_once=8)] != [c.token_ids for c in alone]
     await engine.load_weights(adapter(engine._model, seed=0), 1)
-    assert await sampled_together(engine, at_once=24) == first
+    assert await sampled_together(engine, at_once=24) == alone
