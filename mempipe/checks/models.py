@@ -15,6 +15,8 @@ from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
 HUB_TIMEOUT_S = 8.0
+NOT_HERE = "which is not on this machine"
+"""Words of the finding about a model that another machine may have."""
 
 
 def model_folder(path: str) -> Path | None:
@@ -83,7 +85,7 @@ def check_hub(path: str, *, setting: str) -> list[Finding]:
     problem = _ask_hub(path)
     if problem is None:
         return [ok(f"{setting}: {path}, to be fetched from the Hugging Face hub")]
-    return [fatal(f"{setting} is {path!r}, which is not on this machine, and {problem}")]
+    return [fatal(f"{setting} is {path!r}, {NOT_HERE}, and {problem}")]
 
 
 def _no_model(folder: Path) -> str:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mempipe.cli import data, index, measure, run, serve
+from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
 from mempipe.environment import prepare_process
 from mempipe.settings import ConfigError
@@ -89,6 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for room in (run, measure, serve, index, data):
+    for room in (run, submit, measure, serve, index, data):
         room.add_commands(commands)
     return parser

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mempipe.cli import _parsed
-from mempipe.loader import load_config
+from mempipe.loader import load_config, load_job
 from mempipe.types import EndReason, Question, Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch):
 
 
 def check_mempipe(words: list[str], command: str) -> None:
-    """Parses a command as `mempipe` does, and its overrides of a training run as its config does."""
+    """Parses a command as `mempipe` does, and its overrides as the config of its job does."""
     if len(words) == 1 or all(
         word in ("index", "build", "data", "qa", "ruler", "cloze", "memtrain", "model", "import") for word in words
     ):
@@ -131,6 +131,8 @@ def check_mempipe(words: list[str], command: str) -> None:
     config = ROOT / str(getattr(arguments, "config", ""))
     if words[0] == "train" and config.is_file():
         load_config(config, arguments.overrides)
+    if words[0] == "submit" and config.is_file():
+        load_job(config, arguments.overrides)
 
 
 def test_a_command_that_is_wrong_is_found():
@@ -139,6 +141,8 @@ def test_a_command_that_is_wrong_is_found():
             check_mempipe(words, "")
     with pytest.raises(ValueError, match="no_such"):
         check_mempipe(["train", "jobs/configs/quickstart.yaml", "algorithm.no_such=1"], "")
+    with pytest.raises(ValueError, match="no_such"):
+        check_mempipe(["submit", "jobs/configs/index_wiki18_e5.yaml", "no_such=1"], "")
 
 
 def test_the_reward_of_the_readme_does_what_it_says():

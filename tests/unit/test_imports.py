@@ -42,6 +42,7 @@ ALLOWED = {
     "mempipe.checks.chain": (),
     "mempipe.checks.retrieval": (),
     "mempipe.doctor": (),
+    "mempipe.submission": (),
     "mempipe.runs": (),
     "mempipe.agents.registry": (),
     "mempipe.agents.memsearcher": (),
@@ -192,7 +193,7 @@ LAYERS = [
     {"actors"},
     {"streams"},
     {"training", "serve"},
-    {"doctor", "template"},
+    {"doctor", "submission", "template"},
     {"api"},
     {"cli"},
 ]
