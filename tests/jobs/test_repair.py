@@ -7,12 +7,7 @@ that is told to stop, goes on as a submitted job and loses its learner there. It
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
 import subprocess
-import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,14 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 from miniature import FEW_PROCESSES, MINIATURE, QUICKSTART, SHORT_WARM_START, train_command
+from ray_head import BIN, Head, ray_head
 from trained import GRAMMAR, NUM_QUESTIONS, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
-from mempipe.environment import EVERY_PROCESS
 from mempipe.tracking.tracker import read_metrics
-from tools.processes import ROOT, Marked, Running, command_line, free_ports
+from tools.processes import ROOT, Marked, Running, command_line
 
-BIN = Path(sys.executable).parent
 CONFIG = QUICKSTART.with_name("quickstart_mem1.yaml")
 NUM_STEPS = 6
 OVERRIDES = [
@@ -40,58 +34,23 @@ OVERRIDES = [
     "checkpoint.every_steps=100",
     "tracking.enabled=false",
 ]
-PORTS = ["port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    marked: Marked
-    dashboard: str
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """A head node with ports, temporary folder and token of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="mp-", dir="/tmp"))  # sockets need a short path
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-    # The job's `python` is found on the path of whoever started the node, as with an activated environment.
-    marked = Marked({**token, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **EVERY_PROCESS})
-    marked.environment.pop("PYTHONPATH")  # the job must get along with what was uploaded
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    command = [
-        str(BIN / "ray"),
-        "start",
-        "--head",
-        "--block",
-        "--node-ip-address=127.0.0.1",
-        "--dashboard-host=127.0.0.1",
-    ]
-    command += [f"--temp-dir={folder}", "--num-cpus=2", f"--object-store-memory={256 * 2**20}"]
-    command += [f"--{name}={port}" for name, port in ports.items()]
-    node = Running(command, marked=marked, cwd=folder)
-    try:
-        for name in ("dashboard-port", "dashboard-agent-listen-port"):  # the agent takes the jobs
-            node.wait_until(lambda port=ports[name]: is_open(port), every_s=0.2)
-        yield Cluster(marked=marked, dashboard=f"http://127.0.0.1:{ports['dashboard-port']}")
-    finally:
-        node.kill()
-        marked.end()
-        shutil.rmtree(folder, ignore_errors=True)
+def cluster() -> Iterator[Head]:
+    """A head with a token of its own; a job must get along with what was uploaded."""
+    with ray_head({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}) as head:
+        yield head
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def submit(cluster: Cluster, module: str, *arguments: str, output: Path) -> Running:
+def submit(cluster: Head, module: str, *arguments: str, output: Path) -> Running:
     """`ray job submit` as the job's docstring has it; follows the log to the job's end."""
     command = [str(BIN / "ray"), "job", "submit", f"--address={cluster.dashboard}", "--working-dir=.", "--"]
     command += ["python", "-m", module, *arguments, f"output={output}"]
     return Running(command, marked=cluster.marked, cwd=ROOT, writes=output)
 
 
-def job_driver(cluster: Cluster, module: str) -> psutil.Process | None:
+def job_driver(cluster: Head, module: str) -> psutil.Process | None:
     for process in cluster.marked.processes():
         with suppress(psutil.NoSuchProcess):
             if process.cmdline()[1:3] == ["-m", module]:
@@ -139,7 +98,7 @@ class Repaired:
 
 
 @pytest.fixture(scope="module")
-def repaired(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
+def repaired(cluster: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repaired]:
     output = tmp_path_factory.mktemp("repair")
     folder, marked = output / "run", Marked()
     try:
