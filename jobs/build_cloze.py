@@ -1,4 +1,4 @@
-"""Making questions of a corpus as a Ray job.
+"""Making questions of a corpus as a Ray job. RAY_AUTH_MODE is token or disabled, as the cluster is (docs/cluster.md).
 
     RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
         python -m jobs.build_cloze /shared/wiki-18.jsonl.gz /shared/wiki18_cloze two_passages=0.5

@@ -1,11 +1,10 @@
 """Builds an index as a Ray job.
 
-    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
-        python -m jobs.build_index jobs/configs/index_wiki18_e5.yaml \\
-        corpus=[/shared/wiki-18.jsonl.gz] output=/shared/wiki18_e5
+    mempipe submit jobs/configs/index_wiki18_e5.yaml corpus=[/shared/wiki-18.jsonl.gz] output=/shared/wiki18_e5
 
-`output` must be a path that all nodes see. There is an encoder for every GPU of the cluster, or for every two CPUs
-(`num_encoders` sets another number). After a kill the same submission resumes where the last one stopped.
+`python -m jobs.build_index` is the same job for manifests and for Ray's own command, as in `jobs.train`. `output` must
+be a path that all nodes see. There is an encoder for every GPU of the cluster, or for every two CPUs (`num_encoders`
+sets another number). After a kill the same submission resumes where the last one stopped.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Making masked documents of an index as a Ray job; the same command again resumes where a killed one stopped.
 
-    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
-        python -m jobs.build_memtrain jobs/configs/memtrain_wiki18.yaml output=/shared/runs
+    mempipe submit jobs/configs/memtrain_wiki18.yaml index=/shared/wiki18_e5 output=/shared/runs
 
-The index and `output` must be paths that all nodes see.
+`python -m jobs.build_memtrain` is the same job for manifests and for Ray's own command, as in `jobs.train`. The index
+and `output` must be paths that all nodes see.
 """
 
 import sys

@@ -1,10 +1,10 @@
 """Does what a config of any kind describes, as a Ray job: a training, an evaluation, a sweep, or a
 user-defined kind.
 
-    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- \\
-        python -m jobs.run CONFIG [key=value ...] [--resume]
+    mempipe submit CONFIG [key=value ...] [--resume]
 
-Paths in the config are absolute and seen by all nodes, as `jobs.train` says.
+`python -m jobs.run` is the same job for manifests and for Ray's own command, as in `jobs.train`. Paths in the config
+are absolute and seen by all nodes.
 """
 
 import sys
