@@ -82,7 +82,14 @@ def _bound(
 
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
     """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
-    tokenizer. It is "" for an agent that ends without a prompt.
+    tokenizer. It is "" for an agent that ends without a prompt."""
+    token_ids = first_prompt(config, _PROBE, tokenizer=tokenizer)
+    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:16] if token_ids else ""
+
+
+def first_prompt(config: RunConfig, question: Question, *, tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids that the agent would send to the engine first for the question; [] for an agent that ends without
+    a prompt. Its searches find nothing.
 
     The agent begins in a separate thread, since the caller's may have a running event loop (a notebook's has one).
     """
@@ -91,13 +98,16 @@ def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
         raise _Seen(list(token_ids))
 
     agent = make_agent(config, tokenizer=tokenizer, generate=generate, search=find_nothing)
-    rollout = partial(agent.rollout, _PROBE, trajectory_id="probe", group_id="probe", member=0)
+    rollout = partial(agent.rollout, question, trajectory_id="probe", group_id="probe", member=0)
     try:
-        with start_blocking_portal(name="prompt-hash") as portal:
+        with (
+            agent_code(config, f"question {question.id} cannot be begun", passing=(_Seen,)),
+            start_blocking_portal(name="first-prompt") as portal,
+        ):
             portal.call(rollout)
     except _Seen as seen:
-        return hashlib.sha256(json.dumps(seen.token_ids).encode()).hexdigest()[:16]
-    return ""
+        return seen.token_ids
+    return []
 
 
 class _Seen(Exception):

@@ -33,7 +33,7 @@ from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import ModelConfig, SamplingConfig
-from mempipe.engines.proof import SamplingMismatch
+from mempipe.engines.proof import SamplingMismatch, canary_sequences
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, say, waiting, watched
@@ -44,6 +44,7 @@ from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
+from mempipe.rollout import first_prompt
 from mempipe.runs import Resume, Run
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
@@ -58,8 +59,7 @@ from pipelines.prepare import prepare
 from pipelines.warm_start import recorded_demonstrations, warm_start, warm_start_folder
 
 NUM_CANARIES = 4
-"""Sequences that learner and engines score after each sync: the first questions, without the chat template. Not
-tuned."""
+"""Sequences that learner and engines score after each sync: prompts of the first questions. Not tuned."""
 
 
 def main(config: RunConfig, *, resume: Resume = "never") -> Run:
@@ -253,8 +253,7 @@ def _train(
     with run.phase("launch"), waiting("loading the model into all roles"):
         roles.load_policy(_first_model(run, roles.config))
     say(f"all roles are up ({roles.plan})")
-    tokenizer = load_tokenizer(roles.config.model.path)
-    roles.canary = [tokenizer.encode_text(questions[i].text) for i in range(min(NUM_CANARIES, len(questions)))]
+    roles.canary = _canary(roles.config, [questions[i] for i in range(min(NUM_CANARIES, len(questions)))])
     newest = newest_usable(run)
     position = Position() if newest is None else roles.learners.load(newest, verified=newest == verified)
     if taken_back := run.restart_at(position.step, num_updates=position.num_updates):
@@ -275,6 +274,13 @@ def _train(
         roles.learners.export(run.folder / "huggingface", source=roles.config.model.path)
         made_of = {"step": run.state["num_steps"], "weights": roles.weights_sha256}
         write_record(run.folder / "huggingface" / MADE_OF, made_of)
+
+
+def _canary(config: RunConfig, questions: Sequence[Question]) -> list[list[int]]:
+    """Returns the sequences that every sync scores: the prompts with which attempts at these questions begin."""
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = [first_prompt(config, q, tokenizer=tokenizer) or tokenizer.encode_text(q.text) for q in questions]
+    return canary_sequences(prompts, max_tokens=config.budget.context_tokens - 1)
 
 
 def _exports(run: Run, roles: Roles) -> Exports:

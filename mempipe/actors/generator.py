@@ -101,10 +101,14 @@ class GeneratorActor:
 
     async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
         """Returns the data of the weight check: version and checksums of the loaded weights, and the log-probs of the
-        canary sequences."""
+        canary sequences, computed whole and from the prefix cache."""
         await self._awake()
         held = await self._engine.held_weights()
-        return Proof(held=held, scores=[await self._engine.score(token_ids) for token_ids in canary])
+        return Proof(
+            held=held,
+            scores=[await self._engine.score(token_ids) for token_ids in canary],
+            scores_from_cache=[await self._engine.score_from_cache(token_ids) for token_ids in canary],
+        )
 
     async def take_load(self) -> EngineLoad:
         """Returns how busy the engine was since the last call, and how long its last weights took."""

@@ -222,6 +222,7 @@ class Roles(RolloutActors):
         checked = {
             "canary_mean_difference": gap.mean,
             "canary_max_difference": gap.maximum,
+            "canary_tokens_from_cache": gap.num_from_cache,
             "sync/check_seconds": time.perf_counter() - started,
         }
         busy = self._all_engines(lambda engine: engine.take_load.remote(), phase="asking for load")

@@ -23,7 +23,7 @@ import numpy as np
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_faults import EngineDead, EngineFault, GenerationTimeout, WeightTransferFailed
 from mempipe.engines.engine_load import EngineLoad
-from mempipe.engines.proof import HeldWeights, added
+from mempipe.engines.proof import CANARY_END, HeldWeights, added
 from mempipe.engines.vllm_own import OwnEngine
 from mempipe.engines.vllm_settings import VllmSettings, engine_arguments, engine_variables
 from mempipe.engines.vllm_shared import SharedEngine, is_occupied
@@ -157,6 +157,21 @@ class Generator:
 
         Raises as `generate` does, and ValueError for fewer than two ids.
         """
+        return await self._scores(token_ids, from_cache=False)
+
+    async def score_from_cache(self, token_ids: Sequence[int], *, num_last: int = CANARY_END) -> list[float]:
+        """Log-probs of the last ids, computed after the others were found in the prefix cache; temperature 1.
+
+        The others are computed first, for the cache, which holds whole blocks: the result has about `num_last`
+        log-probs and up to a block more. It has fewer when the cache held more than that, and none when the engine has
+        no prefix cache or the sequence is too short for one. Raises as `score` does.
+        """
+        if len(token_ids) < num_last + 2:
+            return []
+        await self._scores(token_ids[:-num_last], from_cache=False)
+        return await self._scores(token_ids, from_cache=True)
+
+    async def _scores(self, token_ids: Sequence[int], *, from_cache: bool) -> list[float]:
         if len(token_ids) < 2:
             raise ValueError(f"a sequence of {len(token_ids)} ids has nothing to score; give at least 2")
         self._check(token_ids, 1)
@@ -164,12 +179,21 @@ class Generator:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not from_cache,
         )
         output = await self._run(token_ids, params)
-        rows = output.prompt_logprobs
+        rows, num_cached = output.prompt_logprobs, output.num_cached_tokens or 0
         assert rows is not None, "prompt_logprobs were asked for"
-        return [row[token].logprob for token, row in zip(token_ids[1:], rows[1:], strict=True) if row is not None]
+        if from_cache and not num_cached:
+            return []
+        first = num_cached + 1  # vLLM fills the rows of what it computed
+        scored = zip(token_ids[first:], rows[first:], strict=True)
+        return [row[token].logprob for token, row in scored if row is not None]
 
     async def held_weights(self) -> HeldWeights:
         """The version and the checksums of the weights that the engine holds, as its workers find them in memory.

@@ -5,8 +5,9 @@ of canary sequences (within a tolerance). Promise 5 of docs/architecture.md. Not
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
 
 import numpy as np
 
@@ -15,7 +16,15 @@ from mempipe.engines.config import FEWEST_TOKENS
 CANARY_LOOSENESS = 20
 """The largest difference of one canary token may be this many times `generation.canary_tolerance`."""
 
+CANARY_TOKENS = 256
+"""Ids of a canary sequence: several blocks of the cache of an engine, which has 16 to 128 ids in a block. Not tuned."""
+CANARY_END = 64
+"""Ids of its end, which are scored again after the rest was found in the prefix cache. Not tuned."""
+
 _MODULUS = 2**64  # of checksums (`mempipe.engines.checksums`)
+
+
+Scores = Sequence[Sequence[float]]
 
 
 class StaleWeights(RuntimeError):
@@ -107,6 +116,16 @@ class CanaryGap:
 
     mean: float
     maximum: float
+    num_from_cache: int = 0
+    """Tokens among them that the engine computed after its prefix cache."""
+
+
+def canary_sequences(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[list[int]]:
+    """Returns one sequence for each prompt: it begins with that prompt, and the next ones follow until it has
+    CANARY_TOKENS ids, or `max_tokens` if that is less."""
+    prompts = [prompt for prompt in prompts if prompt]
+    length = min(CANARY_TOKENS, max_tokens)
+    return [list(islice(chain.from_iterable(cycle([*prompts[i:], *prompts[:i]])), length)) for i in range(len(prompts))]
 
 
 def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> CanaryGap:
@@ -152,6 +171,17 @@ class Proof:
     held: HeldWeights
     scores: list[list[float]]
     """Log-probs of every canary sequence's tokens but the first."""
+    scores_from_cache: list[list[float]] = field(default_factory=list)
+    """Log-probs of each sequence's last tokens, computed after the prefix cache; empty for an engine without one."""
+
+    def compared(self, learner: Sequence[Sequence[float]]) -> Iterator[tuple[str, Scores, Scores]]:
+        """Yields how the engine scored, its log-probs, and the learner's of the same tokens."""
+        yield "", self.scores, learner
+        ends = [
+            (end, row[len(row) - len(end) :]) for end, row in zip(self.scores_from_cache, learner, strict=False) if end
+        ]
+        if sum(len(end) for end, _ in ends) >= FEWEST_TOKENS:
+            yield " from its prefix cache", [end for end, _ in ends], [row for _, row in ends]
 
 
 def check_engines(
@@ -164,16 +194,21 @@ def check_engines(
 ) -> CanaryGap:
     """The largest gap of any engine, by its name, to the learner's `checksums` and canary `scores`.
 
-    There are two checks: the weights arrived (exact), and both sides compute the same with them (up to rounding).
-    Raises StaleWeights for the first, CanaryFailed for the second.
+    There are two checks: the weights arrived (exact), and both sides compute the same with them (up to rounding), also
+    where the engine's prefix cache has the beginning. Raises StaleWeights for the first, CanaryFailed for the second.
     """
     gaps = []
     for engine, proof in proofs.items():
         check_held(proof.held, checksums, engine=engine, version=version)
-        try:
-            gaps.append(check_canary(proof.scores, scores, tolerance=tolerance))
-        except CanaryFailed as error:
-            raise CanaryFailed(
-                f"{engine} holds the learner's weights of version {version}, but computes otherwise: {error}"
-            ) from error
-    return CanaryGap(mean=max(gap.mean for gap in gaps), maximum=max(gap.maximum for gap in gaps))
+        for how, found, expected in proof.compared(scores):
+            try:
+                gaps.append(check_canary(found, expected, tolerance=tolerance))
+            except CanaryFailed as error:
+                raise CanaryFailed(
+                    f"{engine} holds the learner's weights of version {version}, but computes otherwise{how}: {error}"
+                ) from error
+    return CanaryGap(
+        mean=max(gap.mean for gap in gaps),
+        maximum=max(gap.maximum for gap in gaps),
+        num_from_cache=sum(len(end) for proof in proofs.values() for end in proof.scores_from_cache),
+    )

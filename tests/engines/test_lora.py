@@ -104,6 +104,10 @@ async def trained_and_served(adapted: Adapted) -> None:
         held = await adapted.generator.held_weights()
         check_held(held, adapted.learner.checksums(), engine="generator-0", version=version)
         check_canary(await adapted.scores(), adapted.learner.score(CANARY), tolerance=1e-4)
+        (long,) = prompts(1, length=200, seed=seed)
+        end = await adapted.generator.score_from_cache(long)
+        assert len(end) > 64, "the cache has the beginning, of this adapter"
+        check_canary([end], [adapted.learner.score([long])[0][-len(end) :]], tolerance=1e-4)
     with pytest.raises(CanaryFailed):
         check_canary(await adapted.scores(), start, tolerance=1e-2)
     completion = await adapted.generator.generate(CANARY[0], max_tokens=4, sampling=SamplingConfig(), stop_token_ids=[])

@@ -235,6 +235,37 @@ async def test_the_same_prompt_after_a_sync_is_not_answered_from_the_old_prefix_
     await serve(before)
 
 
+async def test_promise_5_canaries_are_scored_from_the_prefix_cache_too(generator, serve, monkeypatch):
+    before = build_model(seed=0)
+    after = changed_model(before)
+    fresh, stale = prompts(2, length=200, seed=5)
+
+    async def ends_after_sync(canary: list[int]) -> list[float]:
+        """Serves `before`, fills the cache, serves `after`, and scores the canary's end from the cache."""
+        await serve(before)
+        await generator.generate(canary, max_tokens=1, sampling=SamplingConfig(), stop_token_ids=[])
+        await serve(after)
+        return await generator.score_from_cache(canary)
+
+    def gap(canary: list[int], found: list[float]) -> CanaryGap:
+        return canary_gap([found], [model_scores(after, canary)[-len(found) :]])
+
+    end = await ends_after_sync(fresh)
+    assert len(end) == 200 - 4 * 32 - 1, "of 136 ids four blocks of 32 are in the cache"
+    assert gap(fresh, end).maximum < TOLERANCE
+    assert await generator.score_from_cache(fresh[:65]) == []
+    assert len(await generator.score_from_cache(fresh)) == 200 - 6 * 32 - 1, "the first call has cached the whole"
+
+    async def keep_the_cache(*, running: bool) -> bool:
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator._engine, "reset_prefix_cache", keep_the_cache)
+        assert gap(stale, await ends_after_sync(stale)).maximum > 0.01
+        assert gap(stale, await generator.score(stale)).maximum < TOLERANCE, "which the cold score does not show"
+    await serve(before)
+
+
 async def test_packed_weights_are_served_and_leave_no_file(generator):
     model = build_model(seed=3)
     files = set(Path("/dev/shm").glob("mempipe-*"))

@@ -184,7 +184,8 @@ def stand_in_run(folder: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike) 
     monkeypatch.setattr(train, "write_report", report)
     monkeypatch.setattr(train, "stream_groups", stream)
     monkeypatch.setattr(train, "hash_inputs", lambda _: {})
-    monkeypatch.setattr(train, "load_tokenizer", lambda _: SimpleNamespace(encode_text=lambda text: [1, 2]))
+    monkeypatch.setattr(train, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(train, "first_prompt", lambda config, question, *, tokenizer: [1, 2])
     return run
 
 

@@ -7,11 +7,14 @@ import torch
 
 from mempipe.engines.checksums import CHUNKS, checksum
 from mempipe.engines.proof import (
+    CANARY_TOKENS,
     CanaryFailed,
+    CanaryGap,
     HeldWeights,
     Proof,
     StaleWeights,
     added,
+    canary_sequences,
     check_engines,
     check_held,
     joined,
@@ -108,6 +111,31 @@ def test_weights_that_did_not_arrive_are_told_apart_from_another_computation():
     stale = Proof(held=HeldWeights(version=2, checksums=LEARNER, packed_modules={}), scores=[[-9.0, -9.0]])
     with pytest.raises(StaleWeights, match=r"generator-1 serves weights of version 2"):
         check_engines(proofs | {"generator-1": stale}, **learner, tolerance=0.01)
+
+
+def test_an_engine_whose_prefix_cache_computes_otherwise_is_named():
+    held = HeldWeights(version=3, checksums=LEARNER, packed_modules={})
+    rows = [[-float(i % 7) for i in range(99)], [-float(i % 5) for i in range(80)]]
+    learner = {"checksums": LEARNER, "scores": rows, "version": 3, "tolerance": 0.05}
+
+    def proof(*ends: list[float]) -> dict[str, Proof]:
+        return {"generator-0": Proof(held=held, scores=rows, scores_from_cache=list(ends))}
+
+    gap = check_engines(proof(rows[0][-40:], rows[1][-50:]), **learner)
+    assert gap == CanaryGap(mean=0.0, maximum=0.0, num_from_cache=90)
+    off = [value + 0.2 for value in rows[1][-50:]]
+    with pytest.raises(CanaryFailed, match=r"3, but computes otherwise from its prefix cache: .* 90 canary tok"):
+        check_engines(proof(rows[0][-40:], off), **learner)
+    assert check_engines(proof([], off), **learner).maximum == 0.0, "50 tokens are too few to judge"
+    assert check_engines(proof([], []), **learner).num_from_cache == 0
+
+
+def test_canaries_begin_with_a_prompt_each_and_take_several_blocks():
+    first, second = list(range(100)), list(range(500, 700))
+    one, other = canary_sequences([first, [], second], max_tokens=1000)
+    assert one == [*first, *second[:156]] and other == [*second, *first[:56]]
+    assert len(one) == CANARY_TOKENS >= 2 * 128
+    assert canary_sequences([[1, 2]], max_tokens=5) == [[1, 2, 1, 2, 1]]
 
 
 def test_an_engine_with_names_of_its_own_is_judged_by_the_sum():

@@ -28,7 +28,7 @@ from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, Re
 from mempipe.retrieval.build import build_index
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
-from mempipe.rollout import prompt_hash
+from mempipe.rollout import first_prompt, prompt_hash
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted, StopRequest
@@ -107,7 +107,11 @@ def test_the_same_seed_gives_the_same_trajectories(config):
 
 async def test_a_script_plays_although_an_event_loop_runs_as_in_a_notebook(config):
     assert len(demonstrations(config).clean) == 4
-    assert prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
+    assert prompt_hash(config, tokenizer=tokenizer)
+    question = Question(id="q", text="Who made the lamp?", golden_answers=["Ann"], context="Ann made the lamp.")
+    prompt = first_prompt(config, question, tokenizer=tokenizer)
+    assert question.text in tokenizer.decode(prompt) and len(prompt) > len(tokenizer.encode_text(question.text))
 
 
 def test_a_teacher_plays_batch_after_batch_over_the_same_connections(config, monkeypatch):

@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError
 from mempipe.actors import generator
 from mempipe.actors.pools import GeneratorPool
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.proof import HeldWeights, Proof
 
 
 class Engine:
@@ -35,6 +36,12 @@ class Engine:
     async def score(self, token_ids: Any) -> list[float]:
         assert self.started, "not started"
         return [-float(token) for token in token_ids[1:]]
+
+    async def score_from_cache(self, token_ids: Any) -> list[float]:
+        return (await self.score(token_ids))[-1:]
+
+    async def held_weights(self) -> HeldWeights:
+        return HeldWeights(version=7, checksums={"w": 1}, packed_modules={})
 
 
 class Store:
@@ -60,6 +67,14 @@ async def test_a_sync_starts_an_engine_that_nobody_has_asked_for_completions_yet
     await actor.load_weights(np.zeros(1, np.uint8), 3)
     engine: Any = actor._engine
     assert engine.loaded == [3]
+
+
+async def test_an_engine_shows_its_weights_and_scores_canaries_whole_and_from_its_cache(actor):
+    assert await actor.prove([[5, 6, 7], [8, 9]]) == Proof(
+        held=HeldWeights(version=7, checksums={"w": 1}, packed_modules={}),
+        scores=[[-6.0, -7.0], [-9.0]],
+        scores_from_cache=[[-7.0], [-9.0]],
+    )
 
 
 async def test_an_engine_whose_store_was_lost_while_it_started_takes_the_weights_at_the_next_call(actor):
