@@ -92,6 +92,11 @@ class GenerationConfig(Section):
     latter starts in half the CPU time, takes less memory and answers short calls with less work. auto: shared without a
     GPU and with tensor_parallel 1, else own. On a GPU shared has not been measured yet; there a separate process
     prepares and reads requests while the engine computes."""
+    ngram_tokens: int = Field(0, ge=0, le=16)
+    """Tokens that an engine guesses ahead and checks in one step (speculation): those that followed the last 2 to 4
+    ids where these occurred before in the context; 0: none. What is sampled has the same distribution. Messages that
+    copy, as memories do, take fewer steps; wrong guesses cost time (`engine/guessed_right` in the metrics). An
+    `ordered` run without GPUs does not guess."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     updates_in_flight: bool = False

@@ -11,7 +11,7 @@ class EngineLoad:
     """Counts of one engine."""
 
     steps: int = 0
-    """Steps of the engine; each samples one token of every running completion."""
+    """Steps of the engine; each samples one token of every running completion, or more where guesses were right."""
     running: int = 0
     """Completions that continued after a step, added up over the steps."""
     most_waiting: int = 0
@@ -21,6 +21,10 @@ class EngineLoad:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache."""
+    guessed_tokens: int = 0
+    """Tokens that were guessed ahead (`generation.ngram_tokens`)."""
+    right_tokens: int = 0
+    """Guessed tokens that were sampled."""
     drain_seconds: float = 0.0
     """Seconds that the last weight update waited for running completions."""
     load_seconds: float = 0.0
@@ -31,6 +35,10 @@ class EngineLoad:
         self.running += running
         self.most_waiting = max(self.most_waiting, waiting)
         self.most_cache_use = max(self.most_cache_use, cache_use)
+
+    def count_guesses(self, *, guessed: int, right: int) -> None:
+        self.guessed_tokens += guessed
+        self.right_tokens += right
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         self.prompt_tokens += num_tokens
@@ -49,4 +57,6 @@ def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
         metrics["engine/running_mean"] = sum(load.running for load in loads) / steps
     if prompt_tokens := sum(load.prompt_tokens for load in loads):
         metrics["engine/prefix_hit_rate"] = sum(load.cached_tokens for load in loads) / prompt_tokens
+    if guessed := sum(load.guessed_tokens for load in loads):
+        metrics["engine/guessed_right"] = sum(load.right_tokens for load in loads) / guessed
     return metrics

@@ -110,6 +110,8 @@ class Generator:
         arguments["enable_sleep_mode"] = self._can_sleep
         # A prompt that is found in the cache is attended to in other pieces than one that is computed whole.
         arguments["enable_prefix_caching"] = not self._alone
+        if self._alone:  # how many guesses a step checks depends on what else is in it
+            arguments.pop("speculative_config", None)
         settings = VllmSettings(
             arguments=arguments,
             variables=engine_variables(self._config, device=self._device, transfer=self._transfer),
@@ -378,6 +380,8 @@ class Generator:
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         with self._load_lock:
             self._load.count_step(running=stats.num_running_reqs, waiting=waiting, cache_use=stats.kv_cache_usage)
+            if (guesses := stats.spec_decoding_stats) is not None:
+                self._load.count_guesses(guessed=guesses.num_draft_tokens, right=guesses.num_accepted_tokens)
 
     def _live(self) -> Engine:
         if self._engine is None or self._engine.death:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
     from vllm.v1.metrics.stats import SchedulerStats
 
+NGRAM_IDS = (2, 4)
+"""The fewest and the most ids that must have occurred before for a guess. Not tuned."""
+
 _ENVIRONMENT = threading.Lock()
 
 
@@ -57,6 +60,13 @@ def engine_arguments(
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
+    if config.ngram_tokens:
+        arguments["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": config.ngram_tokens,
+            "prompt_lookup_min": NGRAM_IDS[0],
+            "prompt_lookup_max": NGRAM_IDS[1],
+        }
     if model.serves_adapter:
         arguments |= {
             "enable_lora": True,

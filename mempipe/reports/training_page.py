@@ -78,6 +78,7 @@ _SMALL_CHARTS = [
     ),
     ("Most of an engine's KV cache in use", percent, [("engine/kv_cache_use_max", "blocks")]),
     ("Prompt tokens that the prefix cache held", percent, [("engine/prefix_hit_rate", "tokens")]),
+    ("Tokens that were guessed right (generation.ngram_tokens)", percent, [("engine/guessed_right", "tokens")]),
     (
         "Seconds of a sync",
         number,

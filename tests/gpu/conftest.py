@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from mempipe.planning.capacity import GIB
 
 ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_job_gpu"]
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
+FASTEST = "tokens/s"
+"""Of tests with several choices of settings, the one with the most of these is named."""
 COLUMNS = {"GiB": 8, "MFU": 6, "tokens/s": 10, "canary mean": 12, "canary max": 11}
 """What a test may measure, and how wide its column is."""
 
@@ -57,3 +60,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"{report.outcome:7} {report.duration:8.1f}{cells}  {report.nodeid.removeprefix('tests/gpu/')}"
         )
+    for test, choices in _choices({report.nodeid: config.stash[MEASURED][report.nodeid] for report in rows}).items():
+        best = max(choices, key=lambda choice: choices[choice])
+        terminalreporter.write_line(f"{test}: the fastest is {best} ({choices[best]:,.0f} {FASTEST})")
+
+
+def _choices(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the speed of each choice, of the tests that played several."""
+    by_test: dict[str, dict[str, float]] = defaultdict(dict)
+    for node, numbers in found.items():
+        test, _, choice = node.rpartition("::")[2].removesuffix("]").partition("[")
+        if "=" in choice and FASTEST in numbers:  # other tests are played with several models
+            by_test[test][choice] = numbers[FASTEST]
+    return {test: choices for test, choices in by_test.items() if len(choices) > 1}

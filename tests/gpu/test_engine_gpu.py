@@ -90,10 +90,20 @@ async def proven(generator: Generator, learner: Learner, *, version: int, tolera
     return {"canary mean": gap.mean, "canary max": gap.maximum}
 
 
-@pytest.mark.parametrize("process", ["own", "shared"])
-async def test_what_is_sampled_has_the_log_probs_of_the_learner(model, process, measured):
-    """With the presets' settings: bfloat16, and on a GPU recorded graphs. The table shows which process is faster."""
-    config = run_config(model, f"generation.engine_process={process}")
+CHOICES = [
+    "generation.engine_process=own",
+    "generation.engine_process=shared",
+    "generation.engine_process=own generation.enforce_eager=true",
+    "generation.engine_process=own generation.ngram_tokens=4",
+]
+"""Settings of an engine that change its speed and nothing that it samples."""
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+async def test_what_is_sampled_has_the_log_probs_of_the_learner(model, choice, measured):
+    """With the presets' settings: bfloat16, and on a GPU recorded graphs. The end of the table names the fastest
+    choice. A random model copies nothing, so the row of n-grams shows what wrong guesses cost."""
+    config = run_config(model, *choice.split())
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, shape_of(SMALL).vocab, 32).tolist() for _ in range(PROMPTS)]
     async with engine(config) as generator:

@@ -35,6 +35,10 @@ def test_extremes_are_over_engines_and_means_over_all_steps_and_prompts():
         "sync/drain_seconds": 2.0,
         "sync/load_seconds": 1.0,
     }
+    busy.count_guesses(guessed=8, right=2)
+    idle.count_guesses(guessed=8, right=6)
+    assert load_metrics([busy, idle])["engine/guessed_right"] == 0.5
+    idle = EngineLoad()
     assert not {"engine/running_mean", "engine/prefix_hit_rate"} & set(load_metrics([idle]))
 
 

@@ -1,0 +1,105 @@
+"""An engine that guesses ahead from the context samples what the others sample, and says with which log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tiny_qwen2 import build_model, changed_model, make_generator, model_scores, prompts
+
+from mempipe.engines.config import SamplingConfig
+from mempipe.engines.generator import Generator
+from mempipe.engines.weights import publish
+from mempipe.types import FinishReason
+
+TOLERANCE = 1e-4
+GREEDY = SamplingConfig(temperature=0)
+LENGTH = 64
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def guessing(model_path: Path) -> AsyncIterator[Generator]:
+    generator = make_generator(model_path, ngram_tokens=4)
+    await generator.start()
+    yield generator
+    await generator.shutdown()
+
+
+def repeating(num_prompts: int) -> list[list[int]]:
+    """Prompts in which the same few ids come again and again."""
+    return [prompt * 6 for prompt in prompts(num_prompts, length=6, seed=3)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingConfig(), SamplingConfig(temperature=0.3), SamplingConfig(top_k=3)], ids=str
+)
+async def test_the_log_probs_of_guessed_tokens_are_those_of_the_sampled_distribution(guessing, sampling):
+    model = build_model(seed=0)
+    guessing.take_load()
+    asked = repeating(4)
+    completions = await asyncio.gather(
+        *(guessing.generate(ids, max_tokens=LENGTH, sampling=sampling, stop_token_ids=[]) for ids in asked)
+    )
+    for prompt, completion in zip(asked, completions, strict=True):
+        assert len(completion.token_ids) == len(completion.logprobs) == LENGTH
+        if sampling.top_k > 0:
+            continue  # renormalised over three ids
+        temperature = sampling.temperature or 1.0
+        expected = model_scores(model, prompt + completion.token_ids, temperature=temperature)[-LENGTH:]
+        assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    load = guessing.take_load()
+    assert load.guessed_tokens > 0 and load.right_tokens <= load.guessed_tokens
+    if sampling == GREEDY:
+        assert load.right_tokens > LENGTH, "a model that takes the likeliest id repeats itself"
+        assert load.steps < LENGTH, "so it takes fewer steps than tokens"
+
+
+async def test_greedy_ids_are_the_likeliest_with_and_without_guesses(guessing, model_path):
+    plain = make_generator(model_path, engine_process="own")
+    await plain.start()
+    try:
+        for prompt in repeating(3):
+            calls = (
+                engine.generate(prompt, max_tokens=LENGTH, sampling=GREEDY, stop_token_ids=[])
+                for engine in (guessing, plain)
+            )
+            guessed, one_by_one = await asyncio.gather(*calls)
+            assert guessed.token_ids == one_by_one.token_ids
+            stop = guessed.token_ids[LENGTH // 2]
+            ended = await guessing.generate(prompt, max_tokens=LENGTH, sampling=GREEDY, stop_token_ids=[stop])
+            length = guessed.token_ids.index(stop) + 1
+            assert ended.token_ids == guessed.token_ids[:length] and ended.finish_reason == FinishReason.STOP
+            assert ended.logprobs == pytest.approx(guessed.logprobs[:length], abs=TOLERANCE)
+    finally:
+        await plain.shutdown()
+
+
+async def test_a_seeded_completion_is_the_same_next_to_others(guessing):
+    asked = repeating(5)
+
+    async def seeded(prompt: list[int]) -> list[int]:
+        completion = await guessing.generate(
+            prompt, max_tokens=24, sampling=SamplingConfig(temperature=0.5), stop_token_ids=[], seed=7
+        )
+        return list(completion.token_ids)
+
+    alone = await seeded(asked[0])
+    together, *_ = await asyncio.gather(*map(seeded, asked))
+    assert together == alone
+
+
+async def test_guesses_are_checked_by_new_weights_and_canaries_are_scored(guessing, tmp_path):
+    model = changed_model(build_model(seed=0))
+    await guessing.load_weights(publish(model.state_dict(), tmp_path, 3), 3)
+    (prompt,) = repeating(1)
+    completion = await guessing.generate(prompt, max_tokens=LENGTH, sampling=GREEDY, stop_token_ids=[])
+    assert completion.policy_version == 3 and not completion.policy_versions
+    expected = model_scores(model, prompt + completion.token_ids)
+    assert completion.logprobs == pytest.approx(expected[-LENGTH:], abs=TOLERANCE)
+    whole = prompt + completion.token_ids
+    assert await guessing.score(whole) == pytest.approx(expected, abs=TOLERANCE)
+    end = await guessing.score_from_cache(whole * 2)
+    assert end == pytest.approx(model_scores(model, whole * 2)[-len(end) :], abs=TOLERANCE) and end
