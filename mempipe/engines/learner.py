@@ -341,7 +341,7 @@ class Learner:
     @property
     def _profile(self) -> Path | None:
         """Returns where a trace of the next update is wanted."""
-        is_first = self.rank == 0 and self._is_of_one_version
+        is_first = self.settings.objective == "policy" and self.rank == 0 and self._is_of_one_version
         return self.settings.profiles.get(self._version + 1) if is_first else None
 
     def _check_sampled(self, sums: Mapping[str, float]) -> None:

@@ -633,6 +633,7 @@ def test_the_first_update_of_a_step_is_profiled_where_that_is_asked_for(qwen2, t
     learner = make_learner(qwen2, updates_per_step=2, profiles=files)
     for _ in range(2):
         learner.step([update, update])
+    make_learner(qwen2, objective="sft", profiles=profile_files(tmp_path, [1])).step([update])  # a warm start
     assert list((tmp_path / "profiles").iterdir()) == [files[2]]
     names = {event.get("name") for event in json.loads(files[2].read_text())["traceEvents"]}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
