@@ -41,8 +41,9 @@ KERNELS = 2 * GIB
 not measured."""
 LOGITS = 2**26
 """Logits that exist at once (`engines.model.MAX_LOGITS`)."""
-COPIES_OF_LOGITS = 5
-"""Float32 tensors of that size: logits, their log-softmax and its exponential, and two gradients."""
+COPIES_OF_LOGITS = 3
+"""Float32 tensors of that size: the log-softmax, which becomes the gradient, next to the logits, its exponential or
+its quotient by the temperature (`engines.token_scores`); and the gradient's 16-bit copy, which is half a tensor."""
 PACKED = 2 * GIB
 """Two buffers in which nccl sends and receives (vLLM's default)."""
 FULL_CONTEXTS = 16

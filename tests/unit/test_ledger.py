@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
@@ -19,6 +26,7 @@ from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB, KNOWN, Shape, trained_parameters, weight_width
 from mempipe.planning.ledger import (
     CONTEXT,
+    COPIES_OF_LOGITS,
     KERNELS,
     LOGITS,
     PHASES,
@@ -210,7 +218,7 @@ def test_a_rank_by_hand():
     assert needs["send"] - state == pytest.approx(1.1 * (2 * gathered + 2 * GIB), rel=1e-6)
     assert needs["checkpoint"] - state == pytest.approx(1.1 * 4 * head, rel=1e-6)
     learn = 4 * p / 8 + 14 * SEVEN.layer_parameters + 4 * 2 * head + 8 * head
-    learn += 16384 * (3584 * 28 + 16 * 3584 + 8 * 18944) * 2 + 4 * 5 * 2**26
+    learn += 16384 * (3584 * 28 + 16 * 3584 + 8 * 18944) * 2 + 4 * 3 * 2**26
     assert needs["learn"] - state == pytest.approx(1.1 * learn, rel=1e-6)
     copy = rank_needs(config, SEVEN, num_ranks=8, transfer="ipc")["send"] - state
     assert copy == pytest.approx(1.1 * (2 * p + gathered), rel=1e-6)
@@ -271,14 +279,47 @@ def test_the_largest_share_is_the_setting_itself():
 
 def test_a_reference_holds_its_weights_in_every_phase():
     needs = reference_needs(preset("7b"), SEVEN)
-    working = 16384 * (8 * 3584 + 4 * 18944) * 2 + 4 * 5 * 2**26
+    working = 16384 * (8 * 3584 + 4 * 18944) * 2 + 4 * 3 * 2**26
     (always,) = set(needs.values())
     assert set(needs) == {*PHASES}
     assert always == pytest.approx(CONTEXT + 2 * SEVEN.num_parameters + (1 + RESERVED) * working)
 
 
-def test_logits_are_those_that_the_learner_makes_at_once():
+class LargeTensors(TorchDispatchMode):
+    """Counts the tensors of at least so many bytes that exist at the same time."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.most = 0
+        self._num_bytes = num_bytes
+        self._living: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self._num_bytes:
+                self._living.add(StorageWeakRef(tensor.untyped_storage()))
+        self._living = {each for each in self._living if not each.expired()}
+        self.most = max(self.most, len(self._living))
+        return result
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_logits_are_those_that_the_learner_makes_at_once(entropy_gradient):
+    """In float32, so without the 16-bit copy of the gradient that the ledger has besides."""
     assert LOGITS == learner_model.MAX_LOGITS
+    rows, vocab = 200, 400
+    head = torch.nn.Linear(8, vocab, bias=False)
+    policy = learner_model.PolicyModel(SimpleNamespace(get_output_embeddings=lambda: head))  # pyrefly: ignore
+    policy.entropy_gradient = entropy_gradient
+    states, targets = torch.randn(3 * rows, 8, requires_grad=True), torch.randint(vocab, (3 * rows,))
+    with LargeTensors(4 * rows * vocab) as counted:
+        chunks = [
+            checkpoint(policy._score, states[i : i + rows], targets[i : i + rows], 0.7, None, use_reentrant=False)
+            for i in range(0, 3 * rows, rows)
+        ]
+        sum((logprobs + entropies).sum() for logprobs, entropies in chunks).backward()
+    assert counted.most == COPIES_OF_LOGITS - 1
 
 
 def test_doctor_shows_the_ledger_and_names_the_tightest_phase():
