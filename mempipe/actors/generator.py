@@ -104,11 +104,10 @@ class GeneratorActor:
         canary sequences, computed whole and from the prefix cache."""
         await self._awake()
         held = await self._engine.held_weights()
-        return Proof(
-            held=held,
-            scores=[await self._engine.score(token_ids) for token_ids in canary],
-            scores_from_cache=[await self._engine.score_from_cache(token_ids) for token_ids in canary],
-        )
+        # From the cache first: it would have the ends too, once the whole sequences were scored.
+        from_cache = [await self._engine.score_from_cache(token_ids) for token_ids in canary]
+        scores = [await self._engine.score(token_ids) for token_ids in canary]
+        return Proof(held=held, scores=scores, scores_from_cache=from_cache)
 
     async def take_load(self) -> EngineLoad:
         """Returns how busy the engine was since the last call, and how long its last weights took."""
