@@ -95,8 +95,8 @@ class GenerationConfig(Section):
     ngram_tokens: int = Field(0, ge=0, le=16)
     """Tokens that an engine guesses ahead and checks in one step (speculation): those that followed the last 2 to 4
     ids where these occurred before in the context; 0: none. What is sampled has the same distribution. Messages that
-    copy, as memories do, take fewer steps; wrong guesses cost time (`engine/guessed_right` in the metrics). An
-    `ordered` run without GPUs does not guess."""
+    copy, as memories do, take fewer steps; wrong guesses cost time (`engine/guessed_right` in the metrics). Engines
+    without a GPU do not guess: vLLM samples guessed tokens wrongly there. On a GPU this has not been tried yet."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one completion, waiting included."""
     updates_in_flight: bool = False

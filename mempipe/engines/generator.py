@@ -110,8 +110,6 @@ class Generator:
         arguments["enable_sleep_mode"] = self._can_sleep
         # A prompt that is found in the cache is attended to in other pieces than one that is computed whole.
         arguments["enable_prefix_caching"] = not self._alone
-        if self._alone:  # how many guesses a step checks depends on what else is in it
-            arguments.pop("speculative_config", None)
         settings = VllmSettings(
             arguments=arguments,
             variables=engine_variables(self._config, device=self._device, transfer=self._transfer),

@@ -60,13 +60,6 @@ def engine_arguments(
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
-    if config.ngram_tokens:
-        arguments["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": config.ngram_tokens,
-            "prompt_lookup_min": NGRAM_IDS[0],
-            "prompt_lookup_max": NGRAM_IDS[1],
-        }
     if model.serves_adapter:
         arguments |= {
             "enable_lora": True,
@@ -76,6 +69,8 @@ def engine_arguments(
         }
     if device == "cuda":
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the learner computes logits; CPUs: vllm_worker
+        if config.ngram_tokens:  # vLLM 0.32 samples guessed tokens wrongly on CPUs, unless they are the likeliest
+            arguments["speculative_config"] = guesses(config.ngram_tokens)
         return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
     return {
         **arguments,
@@ -84,6 +79,17 @@ def engine_arguments(
         # a seeded request in chunks needs a generator that rewinds, which CPU ones cannot
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
+    }
+
+
+def guesses(num_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's settings for guesses of `num_tokens` from the context."""
+    fewest, most = NGRAM_IDS
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": num_tokens,
+        "prompt_lookup_min": fewest,
+        "prompt_lookup_max": most,
     }
 
 
