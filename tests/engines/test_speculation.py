@@ -32,14 +32,17 @@ samples_right = pytest.mark.skipif(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guessing(model_path: Path) -> AsyncIterator[Generator]:
-    """Guesses without a GPU too, which the setting does not."""
+    """Guesses without a GPU too, which the setting does not.
+
+    In a process of its own: guessing imports numba, and vLLM's CPU kernels cannot be registered in a process with it.
+    """
 
     def arguments(*args: Any, **settings: Any) -> dict[str, Any]:
         return engine_arguments(*args, **settings) | {"speculative_config": guesses(4)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator_module, "engine_arguments", arguments)
-        generator = make_generator(model_path)
+        generator = make_generator(model_path, engine_process="own")
         await generator.start()
     yield generator
     await generator.shutdown()
@@ -87,7 +90,7 @@ async def test_the_log_probs_of_guessed_tokens_are_those_of_the_sampled_distribu
 
 
 async def test_greedy_ids_are_the_likeliest_with_and_without_guesses(guessing, model_path):
-    plain = make_generator(model_path, engine_process="own")
+    plain = make_generator(model_path)
     await plain.start()
     try:
         for prompt in repeating(3):
