@@ -49,8 +49,8 @@ class QuestionSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What `row` answers more than `other`, as a mean over `sets` (empty: all of the claim). It holds when the interval
-    over trainings lies above -margin."""
+    """The exact match of `row` less that of `other`, as a mean over `sets` (empty: all sets of the claim). It holds
+    when the interval over trainings lies above -margin."""
 
     row: str
     other: str

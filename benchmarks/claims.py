@@ -142,8 +142,11 @@ def measure(number: int, claim: Claim, arguments: argparse.Namespace, *, run: Ru
 
 
 def train(folder: Path, name: str, seed: int, overrides: Sequence[str], run: Run) -> None:
-    """Runs a training, or what is missing of it."""
+    """Runs a training, or what is missing of it. An override of a section that the training goes without is left out,
+    since it would bring the section back."""
     training = TRAININGS[name]
+    absent = tuple(f"{word.removesuffix('=null')}." for word in training.settings if word.endswith("=null"))
+    overrides = [word for word in overrides if not word.startswith(absent)]
     begins = [f"model.path={folder / training.begins}"] if training.begins else []
     where = [f"output={folder}", f"name={name}", f"seed={seed}", "--resume-if-exists"]
     config = str(CONFIGS / f"{training.config}.yaml")

@@ -263,6 +263,15 @@ def test_with_other_settings_no_page_is_written(tmp_path, monkeypatch, capsys):
     assert "unrecognized arguments: 7" in capsys.readouterr().err
 
 
+def test_an_override_of_the_warm_start_is_for_trainings_that_have_one(tmp_path):
+    given: dict[str, list[str]] = {}
+    for name in ("reader", "full"):
+        words = ["warm_start.lr=0.1", "num_steps=2"]
+        claims.train(tmp_path, name, 1, words, lambda command, name=name: given.setdefault(name, list(command)))
+    assert "warm_start.lr=0.1" in given["reader"] and "warm_start.lr=0.1" not in given["full"]
+    assert "warm_start=null" in given["full"] and all("num_steps=2" in command for command in given.values())
+
+
 def test_a_claim_that_another_script_measures_runs_it_and_a_list_runs_nothing(capsys):
     calls: list[Sequence[str]] = []
     claims.main(["--claim", "2"], run=calls.append)
