@@ -59,7 +59,11 @@ def add_commands(commands: Any) -> None:
         help="for a run a question file (default: its held-out questions); and key=value, e.g. budgets=[512,1024]",
     )
     add_resume(sweep)
+    _add_budgets(commands)
+    _add_trace(commands)
 
+
+def _add_budgets(commands: Any) -> None:
     budgets = add_command(
         commands,
         "budgets",
@@ -75,6 +79,8 @@ def add_commands(commands: Any) -> None:
         help="percent points that a budget may lose and still be enough (default: that of the sweep, or 2)",
     )
 
+
+def _add_trace(commands: Any) -> None:
     trace = add_command(
         commands, "trace", _trace, "read the trajectories of a run or an evaluation, turn by turn, or rate them by hand"
     )
