@@ -104,11 +104,12 @@ def test_every_file_of_the_agent_arrives(hub, agent, tmp_path):
     assert code == 0, said
     assert hub.files == {file.name: file.read_bytes() for file in agent.iterdir()}
     assert (hub.created["name"], hub.created["organization"]) == ("quickstart-agent", "ada")
-    assert hub.created.get("visibility", "private") == "private" and hub.created.get("private", True)
+    assert hub.created.get("visibility") == "private" or hub.created.get("private") is True
     assert f"hf download {REPOSITORY} --local-dir agent && mempipe ask agent" in said
     assert TOKEN not in said
     code, said = pushed(hub, agent, REPOSITORY, "--public", home=tmp_path)
-    assert code == 0 and hub.created.get("visibility", "public") == "public" and not hub.created.get("private"), said
+    assert code == 0, said
+    assert hub.created.get("visibility") == "public" or hub.created.get("private") is False
 
 
 @pytest.mark.slow
