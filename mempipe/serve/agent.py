@@ -27,7 +27,7 @@ from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
-from mempipe.serve.http import bodies, front
+from mempipe.serve.http import bodies, front, strangers
 from mempipe.serve.http.keys import load_keys
 from mempipe.serve.local import local_serve
 from mempipe.serve.mcp.stdio import KEY_VARIABLE
@@ -159,7 +159,12 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
     refuse(check_agent_service(config))
     refuse(check_address(host=host, port=port, has_keys=bool(load_keys(config.keys))))
     # Serve's proxy is started with this environment.
-    os.environ |= {front.VARIABLE: front.PATH, bodies.VARIABLE: str(config.max_body_bytes)}
+    keys = os.path.abspath(config.keys) if config.keys else ""
+    os.environ |= {
+        front.VARIABLE: front.PATH,
+        bodies.VARIABLE: str(config.max_body_bytes),
+        strangers.VARIABLE: keys,
+    }
     service = LocalService(settings)
     with local_serve(NAME, host=host, port=port) as url:
         service.deploy()

@@ -24,6 +24,7 @@ from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sen
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
 from mempipe.serve.http.keys import API, Access, KeyRing
+from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes import corpus as corpora
 from mempipe.serve.routes.documented import leave_out_422
@@ -62,7 +63,7 @@ def make_app(
         answering=answering,
         jobs=jobs,
         store=store,
-        health=health,
+        health=SharedHealth(health),
         include_reasoning=config.include_reasoning,
         corpus=searched or CorpusReply(),
     )

@@ -12,7 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http import front
+from mempipe.serve.http import front, strangers
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -42,6 +42,7 @@ def test_nobody_else_is_served_unless_keys_are_asked_for():
         (container,) = group["template"]["spec"]["containers"]
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment[front.VARIABLE]["value"] == front.PATH
+        assert environment[strangers.VARIABLE]["value"] == ""  # the keys are in the next variable
         assert "secretKeyRef" in environment["MEMPIPE_API_KEYS"]["valueFrom"]
 
 

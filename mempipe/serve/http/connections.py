@@ -6,47 +6,74 @@ Serve's proxy takes its protocol by a name of uvicorn's, which `install` gives a
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections import Counter
 from typing import Any, ClassVar
 
 import uvicorn.config
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_TIMEOUT_S = 10.0
 """Seconds in which the header of a request has to arrive: of the first one from the beginning of the connection, of the
 others from their first byte. In between uvicorn closes a connection after a few seconds.
 """
+STALL_TIMEOUT_S = 60.0
+"""Seconds in which a client has to read some of an answer that waits for it."""
 MAX_HEADER_BYTES = 2**16
 MAX_PER_ADDRESS = 512
 """Connections of one address. A proxy before the service is one address for all its clients."""
 MAX_CONNECTIONS = 8192
+MAX_UNREAD_BYTES = 2**20
+"""Bytes of a body that come after its request was refused; a client that sends them all can still read why."""
+MAX_PIPELINED = 16
+"""Requests of a connection that wait for the answers of earlier ones."""
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
-_Protocol: Any = AutoHTTPProtocol
+_Protocol: Any = HttpToolsProtocol
 
 
 class GuardedProtocol(_Protocol):
-    """uvicorn's protocol with limits; what exceeds one is closed without an answer."""
+    """uvicorn's protocol with limits; what exceeds one is closed without an answer.
+
+    If MAX_CONNECTIONS are open, a new one takes the place of the one that has been without a request for longest. So
+    connections that only wait keep nobody out.
+    """
 
     per_address: ClassVar[Counter[str]] = Counter()
     """Open connections of this process."""
+    idle: ClassVar[dict[GuardedProtocol, None]] = {}
+    """Connections without a request; the one that has been so for longest is first."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.ws_protocol_class = None  # the service has no web sockets, and uvicorn would hand the connection over
         self._deadline: asyncio.TimerHandle | None = None
-        self._header_bytes = 0
+        self._stalled: asyncio.TimerHandle | None = None
+        self._extra_bytes = 0
+        """Bytes of the request in progress beyond twice its body: header, sizes of chunks, trailers."""
+        self._unread_bytes = 0
         self._address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._address = (transport.get_extra_info("peername") or ("",))[0]
         self.per_address[self._address] += 1
-        if self.per_address[self._address] > MAX_PER_ADDRESS or self.per_address.total() > MAX_CONNECTIONS:
+        if self.per_address[self._address] > MAX_PER_ADDRESS:
             transport.abort()
-        else:
-            self._expect_header()
+            return
+        if self.per_address.total() > max_connections():
+            if not self.idle:
+                transport.abort()
+                return
+            longest = next(iter(self.idle))
+            del self.idle[longest]
+            longest.transport.abort()
+        self.idle[self] = None
+        self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._go_on()
+        self.idle.pop(self, None)
         self.per_address[self._address] -= 1
         if self.per_address[self._address] <= 0:
             del self.per_address[self._address]
@@ -54,15 +81,45 @@ class GuardedProtocol(_Protocol):
 
     def data_received(self, data: bytes) -> None:
         was_waiting = self._has_no_request()
+        self._extra_bytes += len(data)
         super().data_received(data)
-        if not self._has_no_request():
+        if (
+            self._extra_bytes > MAX_HEADER_BYTES
+            or self._unread_bytes > MAX_UNREAD_BYTES
+            or len(self.pipeline) > MAX_PIPELINED
+        ):
+            self.transport.abort()
+        elif not self._has_no_request():
             self._stop_waiting()
-        elif was_waiting:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self.transport.abort()
-            elif self._deadline is None:
-                self._expect_header()
+            self.idle.pop(self, None)
+        elif was_waiting and self._deadline is None:
+            self._expect_header()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._extra_bytes = self._unread_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._extra_bytes -= 2 * len(body)
+        if self._has_no_request():
+            self._unread_bytes += len(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._has_no_request() and not self.transport.is_closing():
+            self.idle[self] = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Writes no line to the log for an upgrade that the service does not have; its request is answered."""
 
     def _has_no_request(self) -> bool:
         """Returns whether no request is being answered."""
@@ -72,10 +129,19 @@ class GuardedProtocol(_Protocol):
         self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:
-        self._header_bytes = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _go_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+
+def max_connections() -> int:
+    """Returns how many connections may be open: MAX_CONNECTIONS, or three quarters of this process's descriptors."""
+    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
 
 
 def install() -> None:

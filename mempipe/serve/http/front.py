@@ -1,5 +1,5 @@
-"""Middleware of Serve's HTTP proxy, in front of all replicas: limits of connections and bodies, and 503 for a request
-whose replica died.
+"""Middleware of Serve's HTTP proxy, in front of all replicas: limits of connections, strangers and bodies, and 503 for
+a request whose replica died.
 
 Serve itself would close the connection of such a request. Ray installs it when it is started with
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
@@ -15,6 +15,7 @@ from mempipe.serve.http import connections
 from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import RETRY_AFTER_S
+from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PATH = "mempipe.serve.http.front:middlewares"
@@ -68,4 +69,4 @@ def _can_be_read(header: tuple[bytes, bytes]) -> bool:
 def middlewares() -> list[Middleware]:
     """Returns what Serve's proxy adds to its application, before which connections have separate limits."""
     connections.install()
-    return [Middleware(Front), Middleware(Bodies)]
+    return [Middleware(Front), Middleware(Strangers, keys=keys_of_proxy()), Middleware(Bodies)]

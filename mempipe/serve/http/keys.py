@@ -183,14 +183,13 @@ class Access:
         self._keys = keys
         self._limits = (per_minute, at_once)
         self._allowances: dict[str, Allowance] = {}
-        self._no_record = new_key("nobody")[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(API):
             await self._app(scope, receive, send)
             return
         try:
-            owner = self._owner(scope)
+            owner = owner_of(scope, self._keys)
             if not self._keys.are_needed:
                 await self._pass(owner, scope, receive, send)
                 return
@@ -208,20 +207,21 @@ class Access:
     async def _pass(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app({**scope, "state": {**scope.get("state", {}), "owner": owner}}, receive, send)
 
-    def _owner(self, scope: Scope) -> str:
-        """Returns the name of the caller's key. Raises ApiError 401 or 403."""
-        headers = Headers(scope=scope)
-        if not self._keys.are_needed:
-            _check_is_local(scope, headers)
-            return NOBODY
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        match = _KEY.fullmatch(key.strip()) if kind.lower() == "bearer" else None
-        record = self._keys.find(match[1]) if match else None
-        # The secret is compared in any case, so that the time does not tell which ids there are.
-        is_right = (record or self._no_record).is_of(match[2] if match else "")
-        if record is None or not is_right:
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        return record.name
+
+def owner_of(scope: Scope, keys: KeyRing) -> str:
+    """Returns the name of the caller's key, NOBODY if no keys are needed. Raises ApiError 401 or 403."""
+    headers = Headers(scope=scope)
+    if not keys.are_needed:
+        _check_is_local(scope, headers)
+        return NOBODY
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    match = _KEY.fullmatch(key.strip()) if kind.lower() == "bearer" else None
+    record = keys.find(match[1]) if match else None
+    # The secret is compared in any case, so that the time does not tell which ids there are.
+    is_right = (record or _NO_RECORD).is_of(match[2] if match else "")
+    if record is None or not is_right:
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+    return record.name
 
 
 def _check_is_local(scope: Scope, headers: Headers) -> None:
@@ -239,3 +239,6 @@ def _check_is_local(scope: Scope, headers: Headers) -> None:
 
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+_NO_RECORD = new_key("nobody")[1]

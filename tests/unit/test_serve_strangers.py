@@ -1,0 +1,263 @@
+"""Strangers without a key: they cost no replica anything, hold no memory, and keep nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from front_builders import ASKED, echo, head, served, status_of
+from starlette.responses import PlainTextResponse
+
+from mempipe.serve.http import connections, probes, strangers
+from mempipe.serve.http.errors import ApiError
+from mempipe.serve.http.keys import VARIABLE, new_key
+from mempipe.serve.http.probes import SharedHealth
+from mempipe.serve.http.strangers import keys_of_proxy
+
+KEY, RECORD = new_key("ann")
+BEARER = {"authorization": f"Bearer {KEY}"}
+MAY_GROW = 32 * 2**20
+"""Bytes of memory that a connection without limits passes within a second."""
+
+
+@pytest.fixture
+def address(monkeypatch, tmp_path) -> Iterator[tuple[str, int]]:
+    (tmp_path / "keys").write_text(RECORD.line())
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(strangers.VARIABLE, str(tmp_path / "keys"))
+    ASKED.clear()
+    with served(echo) as address:
+        yield address
+
+
+def get(address: tuple[str, int], path: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"http://{address[0]}:{address[1]}{path}", headers=headers, timeout=10)
+
+
+def test_a_body_without_a_key_is_401_before_it_arrives(address):
+    for path in ("/v1/answer", "/mcp"):
+        with socket.create_connection(address) as connection:
+            connection.sendall(head(path))
+            assert status_of(connection) == 401
+    assert get(address, "/v1/models", authorization=f"Bearer {new_key('ann')[0]}").status_code == 401
+    assert ASKED == []
+    assert get(address, "/v1/models", **BEARER).status_code == 200
+
+
+def test_the_proxy_says_what_the_replicas_would_say(address):
+    answer = get(address, "/v1/models")
+    assert answer.json()["error"]["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_proxy_reads_the_keys_of_the_variables(monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(strangers.VARIABLE, raising=False)
+    assert keys_of_proxy() is None
+    monkeypatch.setenv(strangers.VARIABLE, "")
+    assert (ring := keys_of_proxy()) is not None and not ring.are_needed
+    monkeypatch.setenv(VARIABLE, RECORD.line())
+    assert (ring := keys_of_proxy()) is not None and ring.find(RECORD.id) == RECORD
+    monkeypatch.setenv(strangers.VARIABLE, str(tmp_path / "none"))
+    assert keys_of_proxy() is None and "leaves the API keys to the replicas" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"0\r\n", b"".join(b"a%d: %s\r\n" % (number, b"y" * 50) for number in range(500))),  # trailers
+        (b"0\r\na: ", b"y" * 30_000),  # one trailer
+        (b"1;", b"x" * 30_000),  # an extension of a chunk
+        (b"", b"1\r\nx\r\n" * 5000),  # more sizes than body
+    ],
+)
+def test_what_is_sent_beside_a_body_is_limited(address, first, then):
+    chunked = head(length=0, **BEARER).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    assert is_cut_off(address, chunked + first, then)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"", b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 500),  # requests that wait for earlier answers
+        (b"", b"\r\n" * 10_000),
+        (head(length=10**12), b"x" * 60_000),  # a body that was refused
+        (head("/nowhere", length=10**12), b"x" * 60_000),
+    ],
+)
+def test_what_comes_besides_a_request_is_limited(address, first, then):
+    assert is_cut_off(address, first, then)
+
+
+def is_cut_off(address: tuple[str, int], first: bytes, then: bytes) -> bool:
+    """Whether a connection that sends `then` over and over is closed within two seconds, without taking memory."""
+    before, started = psutil.Process().memory_info().rss, time.monotonic()
+    with socket.create_connection(address) as connection:
+        connection.settimeout(5)
+        try:
+            connection.sendall(first)
+            while time.monotonic() < started + 2:
+                connection.sendall(then)
+            return False
+        except ConnectionError:
+            return psutil.Process().memory_info().rss < before + MAY_GROW
+
+
+def test_a_whole_body_in_small_chunks_is_taken(address):
+    def pieces() -> Iterator[bytes]:
+        yield from (b"%0100d" % number for number in range(5000))
+
+    url = f"http://{address[0]}:{address[1]}/v1/answer"
+    assert httpx.post(url, content=pieces(), headers=BEARER, timeout=20).status_code == 200
+
+
+def test_an_upgrade_to_a_web_socket_is_an_ordinary_request_and_is_counted_out_again(address):
+    upgrade = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    for _ in range(5):
+        assert get(address, "/v1/models", **upgrade).status_code == 401
+    assert ASKED == []
+    until(lambda: connections.GuardedProtocol.per_address.total() == 0)
+
+
+def test_connections_that_wait_keep_nobody_out(address, monkeypatch):
+    """From many addresses, more than there may be connections."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
+    with ExitStack() as stack:
+        first = stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        for number in range(60):
+            source = (f"127.0.1.{number + 1}", 0)
+            stack.enter_context(socket.create_connection(address, source_address=source))
+        assert get(address, "/v1/models", **BEARER).status_code == 200
+        assert status_of(first) is None
+        assert connections.GuardedProtocol.per_address.total() <= 20
+
+
+def test_an_answered_connection_that_stays_makes_room_too(address, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 5)
+    with ExitStack() as stack:
+        for number in range(5):
+            source = (f"127.0.1.{number + 1}", 0)
+            kept = stack.enter_context(socket.create_connection(address, source_address=source))
+            kept.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert status_of(kept) == 200
+        assert get(address, "/v1/models", **BEARER).status_code == 200
+
+
+def test_there_are_descriptors_left_for_other_things_than_connections(monkeypatch):
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1024, 4096))
+    assert connections.max_connections() == 768
+
+
+def test_a_client_that_does_not_read_is_let_go(monkeypatch):
+    monkeypatch.setattr(connections, "STALL_TIMEOUT_S", 0.3)
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(b"x" * 2**24)(scope, receive, send)
+
+    with served(page) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        until(lambda: connections.GuardedProtocol.per_address.total() == 1)
+        until(lambda: connections.GuardedProtocol.per_address.total() == 0)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def asked_together(number: int, path: str, *, addresses: int = 1) -> list[int]:
+    """The statuses of as many requests without a key at the same time, whose replica answers when all are refused or
+    wait."""
+    waiting, go_on = 0, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal waiting
+        waiting += 1
+        await go_on.wait()
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    guard = strangers.Strangers(app)
+
+    async def ask(of: int) -> int:
+        transport = httpx.ASGITransport(app=guard, client=(f"10.0.0.{of % addresses}", 5000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get(path)).status_code
+
+    asking = [asyncio.create_task(ask(of)) for of in range(number)]
+    while waiting + sum(task.done() for task in asking) < number:
+        await asyncio.sleep(0.01)
+    go_on.set()
+    return await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize("path", ["/", "/readyz", "/docs", "/nowhere"])
+async def test_an_address_has_so_many_requests_without_a_key(monkeypatch, path):
+    monkeypatch.setattr(strangers, "MAX_PER_ADDRESS", 3)
+    assert sorted(await asked_together(5, path)) == [200, 200, 200, 429, 429]
+
+
+async def test_all_addresses_have_so_many_requests_without_a_key(monkeypatch):
+    monkeypatch.setattr(strangers, "MAX_OPEN", 3)
+    assert sorted(await asked_together(5, "/", addresses=5)) == [200, 200, 200, 503, 503]
+
+
+async def test_probes_are_answered_while_pages_take_all_places(monkeypatch):
+    monkeypatch.setattr(strangers, "MAX_OPEN", 2)
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/":
+            await go_on.wait()
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    transport = httpx.ASGITransport(app=strangers.Strangers(app), client=("10.0.0.1", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        pages = [asyncio.create_task(client.get("/")) for _ in range(4)]
+        await asyncio.wait(pages, return_when=asyncio.FIRST_COMPLETED)
+        assert (await client.get("/readyz")).status_code == 200
+        go_on.set()
+        assert sorted(page.status_code for page in await asyncio.gather(*pages)) == [200, 200, 503, 503]
+        assert (await client.get("/")).status_code == 200  # the places are free again
+
+
+async def test_a_page_that_does_not_come_is_503(monkeypatch):
+    monkeypatch.setattr(strangers, "TIMEOUT_S", 0.1)
+
+    async def hangs(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    transport = httpx.ASGITransport(app=strangers.Strangers(hangs), client=("10.0.0.1", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert (await client.get("/")).status_code == 503
+
+
+async def test_many_looks_at_the_health_cost_one(monkeypatch):
+    looked = 0
+
+    async def look() -> dict[str, Any]:
+        nonlocal looked
+        looked += 1
+        await asyncio.sleep(0.01)
+        if looked == 1:
+            raise ApiError(503, "not ready")
+        return {"generator": looked}
+
+    health = SharedHealth(look)
+    found = await asyncio.gather(*(health() for _ in range(50)), return_exceptions=True)
+    assert looked == 1 and {str(each) for each in found} == {"not ready"}
+    monkeypatch.setattr(probes, "SHARED_FOR_S", 0.0)
+    health = SharedHealth(look)
+    assert [await health(), await health()] == [{"generator": 2}, {"generator": 3}]
