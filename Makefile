@@ -25,7 +25,7 @@ quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) \
 		$(if $(GPU),model.dtype=bfloat16) --resume-if-exists
 
-real: setup  ## train a real language model on real text: CORPUS=FILE for your own (docs/real_model.md)
+real: setup  ## train a real language model on Wikipedia text: CORPUS=FILE for your own (docs/real_model.md)
 	$(BIN)/mempipe train jobs/configs/smollm2_cloze_search.yaml name=smollm2_cloze$(SUFFIX) seed=$(SEED) \
 		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 

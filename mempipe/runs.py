@@ -35,9 +35,11 @@ from pydantic import ValidationError
 
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints, latest
+from mempipe.masking.cloze import MANIFEST
 from mempipe.provenance import MADE_OF, changed_inputs, differences, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.storage.files import LOCK_FILE, lock, write_text
+from mempipe.storage.json_files import read_object
 
 Resume = Literal["never", "auto", "always"]
 
@@ -74,6 +76,8 @@ FREE_SETTINGS = (
 result of a step."""
 
 
+QUESTIONS_FOLDER = "cloze"
+"""Folder of the questions that a run creates from data.corpus."""
 _STATE, _CONFIG, _INPUTS = "state.json", "config.yaml", "inputs.json"
 _WORK = (
     "checkpoints",
@@ -350,6 +354,15 @@ def saved_inputs(folder: Path) -> dict[str, str]:
     Raises ConfigError for a damaged file."""
     file = folder / _INPUTS
     return read_record(file, mends="delete it to continue with the inputs as they are now") if file.exists() else {}
+
+
+def saved_source(folder: Path) -> str:
+    """Returns a description of the passages behind the questions of the run in `folder`, with their licence where it is
+    known; "" for a run that was given its questions. Raises ConfigError for a damaged file."""
+    file = folder / QUESTIONS_FOLDER / MANIFEST
+    if not file.exists():
+        return ""
+    return str(read_object(file, advice="remove its folder, and --resume makes it again").get("source", ""))
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:

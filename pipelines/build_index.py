@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
-from mempipe.data.plain_text import is_plain_text, write_corpus
+from mempipe.data.plain_text import describe_source, is_plain_text, write_corpus
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, make_index
 from mempipe.retrieval.config import IndexConfig
@@ -46,7 +46,7 @@ def corpus_of(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
     files: list[CorpusFile] = []
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
-            say(f"{source}: making passages of at most {config.passage_words} words")
+            say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
             made.mkdir(parents=True, exist_ok=True)
             source = write_corpus(source, made / f"{number}.parquet", words=config.passage_words)
         files += corpus_files(source)

@@ -23,7 +23,7 @@ from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.rollout import make_renderer
-from mempipe.runs import Run
+from mempipe.runs import QUESTIONS_FOLDER, Run
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import write_checksums
 from mempipe.storage.files import whole_folder
@@ -56,7 +56,13 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
     from pipelines.build_cloze import build_cloze
     from pipelines.build_index import main as index_corpus
 
-    made = build_cloze(config.data.corpus, run.folder / "cloze", cloze, ray_address=config.ray_address)
+    made = build_cloze(
+        config.data.corpus,
+        run.folder / QUESTIONS_FOLDER,
+        cloze,
+        fallback=config.data.fallback_corpus,
+        ray_address=config.ray_address,
+    )
     index = run.folder / "index"
     if not index.exists():
         index_corpus(

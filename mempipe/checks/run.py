@@ -162,7 +162,10 @@ def _cloze(config: RunConfig) -> list[Finding]:
             return [fatal(f"{setting} is {value!r}; a run with `cloze` makes it from data.corpus")]
     if not corpus:
         return [fatal("data.corpus is empty; a run with `cloze` makes its questions of it, e.g. python-reference")]
-    return [attempt(lambda: check_source(corpus), f"data.corpus: {corpus}")]
+    findings = [attempt(lambda: check_source(corpus), f"data.corpus: {corpus}")]
+    if fallback := config.data.fallback_corpus:
+        findings.append(attempt(lambda: check_source(fallback), f"data.fallback_corpus: {fallback}"))
+    return findings
 
 
 def _demonstrations(config: RunConfig) -> list[Finding]:

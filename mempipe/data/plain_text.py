@@ -1,5 +1,6 @@
-"""Makes passages of texts: of a .txt, .md, .html or .pdf file, a folder of them, or the reference text that Python
-carries; and of the rows of a .csv, .tsv or .json file, which are passages already.
+"""Makes passages of texts: of a .txt, .md, .html or .pdf file, a folder of them, the reference text that Python
+carries, or a corpus in a package (`mempipe.data.packaged`); and of the rows of a .csv, .tsv or .json file, which are
+passages already.
 
 A passage joins paragraphs until it has about `PASSAGE_WORDS` words, or as many as are asked for; a longer paragraph
 is cut at the ends of sentences, whether or not lines end there. A heading (`#` in markdown, an underlined line
@@ -10,6 +11,7 @@ of a long section on its number: the titles are what questions are split by into
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
@@ -18,6 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage, read_segments
+from mempipe.data.packaged import PACKAGED
 from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, is_hidden, read_rows
 from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
@@ -41,11 +44,11 @@ _WORD = re.compile(r"\S+\s*")
 
 
 def is_plain_text(source: str | Path) -> bool:
-    """Returns whether passages must be made of `source`: of the Python reference, of a text file or a table, or of a
-    folder that holds a text file somewhere and no file of a corpus.
+    """Returns whether passages must be made of `source`: of the Python reference or a corpus in a package, of a text
+    file or a table, or of a folder that holds a text file somewhere and no file of a corpus.
     """
     path = Path(source)
-    if str(source) == PYTHON_REFERENCE or path.suffix.lower() in (*SUFFIXES, *_TABLES):
+    if _is_name(source) or path.suffix.lower() in (*SUFFIXES, *_TABLES):
         return True
     if not path.is_dir() or any(file.parent == path for file in _files_of(path, _PASSAGES)):
         return False
@@ -59,15 +62,31 @@ def check_source(source: str | Path) -> None:
             corpus_files(source)
         except ConfigError as error:
             raise ConfigError(f"{error}; texts and tables end in {', '.join((*SUFFIXES, *_TABLES))}") from error
-    elif str(source) != PYTHON_REFERENCE:
+    elif not _is_name(source):
         for file in _files(Path(source)):
             check_reader(file)
+
+
+def describe_source(source: str | Path) -> str:
+    """Returns what the passages of a source are, with their licence where mempipe knows it; of files and folders the
+    name."""
+    if packaged := PACKAGED.get(str(source)):
+        return packaged.description
+    if str(source) == PYTHON_REFERENCE:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return f"the language reference that Python {version} carries, licence PSF-2.0"
+    return Path(source).name
+
+
+def _is_name(source: str | Path) -> bool:
+    return str(source) == PYTHON_REFERENCE or str(source) in PACKAGED
 
 
 def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS) -> Iterator[Passage]:
     """Yields the passages, of at most `words` words, in the order of file names and of the text; rows as they are.
 
-    Raises ConfigError for what does not exist, cannot be read, is binary, is not UTF-8 or has no text.
+    Raises ConfigError for what does not exist, cannot be read, is binary, is not UTF-8 or has no text;
+    PackageUnavailable for a corpus in a package that cannot be downloaded.
     """
     found = False
     for passage in _rows(Path(source)) if Path(source).suffix.lower() in _TABLES else _cut(source, words):
@@ -122,6 +141,9 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
         from pydoc_data.topics import topics
 
         yield from sorted(topics.items())
+        return
+    if packaged := PACKAGED.get(str(source)):
+        yield from packaged.texts()
         return
     path = Path(source)
     files = _files(path)

@@ -25,6 +25,9 @@ from mempipe.settings import ConfigError, Section
 from mempipe.text import sentences
 from mempipe.types import Evidence, Passage, Question
 
+MANIFEST = "cloze.json"
+"""File in a folder of questions: their settings and counts, and the source of their passages in words."""
+
 GAP, LINK = "____", "[X]"
 SPLITS = ("train", "validation", "test")
 RULES = {

@@ -21,7 +21,7 @@ from mempipe.evaluation.statistics import wilson_interval
 from mempipe.evaluation.suite import AGENT_FILE, PROMPTS_FILE
 from mempipe.loader import load_config
 from mempipe.reports.pages import render
-from mempipe.runs import saved_inputs
+from mempipe.runs import saved_inputs, saved_source
 from mempipe.settings import ConfigError
 from mempipe.storage.files import is_local_path
 
@@ -80,6 +80,7 @@ def _card(config: RunConfig, run: Path, *, step: int) -> str:
         world=config.world is not None,
         evaluations=evaluations,
         inputs={name: digest[:16] for name, digest in saved_inputs(run).items() if digest},
+        source=saved_source(run),
         algorithm=config.algorithm,
         num_steps=config.num_steps,
     )

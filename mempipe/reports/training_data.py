@@ -23,7 +23,7 @@ from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
 from mempipe.provenance import differences
 from mempipe.reports.alarms import alarms
-from mempipe.runs import read_state, saved_settings
+from mempipe.runs import read_state, saved_settings, saved_source
 from mempipe.tracking.losses import read_losses
 from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
 from mempipe.types import Group
@@ -50,6 +50,8 @@ class ReportData:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by phase of the run, in order."""
     num_steps: int = 0
+    source: str = ""
+    """The passages behind the questions that the run created, with their licence; "" where it created none."""
     folder: str = ""
     """The run's folder, as the commands of the page name it."""
     notices: Sequence[str] = ()
@@ -109,6 +111,7 @@ def read_report_data(folder: str | Path) -> ReportData:
         after=groups["after"],
         seconds=state.get("seconds", {}),
         num_steps=state.get("num_steps", 0),
+        source=saved_source(folder),
         folder=str(folder),
         notices=[*read_losses(folder), *damage],
         note=_asked_otherwise(*evaluations.values()),

@@ -111,6 +111,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
         "training.html",
         name=data.name,
         facts=_facts(data, numbers),
+        source=data.source,
         notices=data.notices,
         alarms=alarms(data.metrics, data.settings),
         tiles=_tiles(numbers),

@@ -113,7 +113,7 @@ class IndexConfig(Section):
 
     corpus: list[str]
     """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs; or texts that passages are made
-    of: .txt, .md, .html, .pdf, a folder of them, .csv, .json, python-reference (docs/data.md).
+    of: .txt, .md, .html, .pdf, a folder of them, .csv, .json, wikipedia-leads, python-reference (docs/data.md).
     """
     output: str
     """The folder of the finished index; all nodes of the cluster must see it."""

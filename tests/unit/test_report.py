@@ -35,6 +35,7 @@ from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.reports.training_page import render_page
+from mempipe.storage.json_files import write_object
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import write_losses
 from mempipe.tracking.tracker import Tracker
@@ -266,6 +267,11 @@ def test_a_report_is_made_from_what_a_run_saved(tmp_path):
     paths = write_report(tmp_path)
     assert [path.name for path in paths] == ["report.html", "report.json"]
     assert json.loads(paths[1].read_text()) == summarise(data)
+    assert "Passages:" not in paths[0].read_text()
+    (tmp_path / "cloze").mkdir()
+    write_object(tmp_path / "cloze" / "cloze.json", {"source": "leads of articles, licence <CC BY-SA 4.0>"})
+    page = write_report(tmp_path)[0].read_text()
+    assert "Passages: leads of articles, licence &lt;CC BY-SA 4.0&gt;." in page
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
