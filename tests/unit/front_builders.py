@@ -27,7 +27,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def served(app: Any) -> Iterator[tuple[str, int]]:
     """The application as Serve's proxy runs it: by uvicorn, behind what `middlewares` returns."""
     protocols = dict(uvicorn.config.HTTP_PROTOCOLS)
-    for middleware in reversed(middlewares()):
+    for middleware in middlewares():
         app = middleware.cls(app, **middleware.kwargs)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as bound:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))

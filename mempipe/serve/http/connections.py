@@ -83,11 +83,7 @@ class GuardedProtocol(_Protocol):
         was_waiting = self._has_no_request()
         self._extra_bytes += len(data)
         super().data_received(data)
-        if (
-            self._extra_bytes > MAX_HEADER_BYTES
-            or self._unread_bytes > MAX_UNREAD_BYTES
-            or len(self.pipeline) > MAX_PIPELINED
-        ):
+        if self._extra_bytes > MAX_HEADER_BYTES or self._unread_bytes > MAX_UNREAD_BYTES:
             self.transport.abort()
         elif not self._has_no_request():
             self._stop_waiting()
@@ -104,6 +100,8 @@ class GuardedProtocol(_Protocol):
         self._go_on()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # uvicorn answers 400 and closes
         super().on_message_begin()
         self._extra_bytes = self._unread_bytes = 0
 

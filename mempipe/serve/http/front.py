@@ -67,6 +67,9 @@ def _can_be_read(header: tuple[bytes, bytes]) -> bool:
 
 
 def middlewares() -> list[Middleware]:
-    """Returns what Serve's proxy adds to its application, before which connections have separate limits."""
+    """Returns what Serve's proxy adds to its application, before which connections have separate limits.
+
+    Serve wraps its application in one after the other, so a request meets the last one first.
+    """
     connections.install()
-    return [Middleware(Front), Middleware(Strangers, keys=keys_of_proxy()), Middleware(Bodies)]
+    return [Middleware(Front), Middleware(Bodies), Middleware(Strangers, keys=keys_of_proxy())]
