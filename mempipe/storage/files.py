@@ -193,18 +193,29 @@ def _locked(file: Path) -> int:
         os.close(descriptor)  # who held it has removed it
 
 
+_held: dict[tuple[int, int], int] = {}
+"""The descriptors of the lock files that this process holds, by device and inode; they stay open until it ends."""
+
+
 def lock(folder: Path) -> None:
     """Keeps every other process out of `folder` until this process ends, however it ends. Makes the folder when it is
-    missing.
+    missing. A second call in the same process changes nothing.
 
     Raises ConfigError when another process works there, and OSError when the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:  # POSIX allows both
+    status = os.fstat(descriptor)
+    file = (status.st_dev, status.st_ino)
+    if file in _held:
         os.close(descriptor)
+        return
+    _held[file] = descriptor
+    try:
+        # Not `lockf`: its lock would be lost as soon as anything in this process opened and closed the file.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(_held.pop(file))
         raise ConfigError(f"another process is at work in {folder}; wait for it, or use another `name`") from error
     except OSError as error:  # a file system without locks: running there is better than not running at all
         logging.getLogger(__name__).warning(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ from dying_process import killed_at
 from mempipe.storage import files
 from mempipe.storage.files import (
     in_turn,
+    lock,
     recover_folder,
     recover_folders,
     remove_folder,
@@ -154,3 +158,24 @@ def test_turns_of_another_name_do_not_wait(tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(1) as threads, in_turn("load"):
         assert threads.submit(enter).result(timeout=10)
+
+
+def _locks(folder: Path) -> str:
+    """Returns what a process says that locks the folder and ends."""
+    code = f"import pathlib; from mempipe.storage import files; files.lock(pathlib.Path({str(folder)!r})); print(1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_a_folder_stays_locked_when_this_process_reads_its_lock_file(tmp_path):
+    folder, copied = tmp_path / "run", tmp_path / "copy"
+    lock(folder)
+    shutil.copytree(folder, copied)
+    assert f"another process is at work in {folder}" in _locks(folder)
+    lock(folder)
+    assert _locks(copied).strip() == "1"
+
+
+def test_a_process_that_ends_unlocks(tmp_path):
+    assert [_locks(tmp_path).strip() for _ in range(2)] == ["1"] * 2
+    lock(tmp_path)
