@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -31,10 +32,10 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 @pytest.fixture
 def journal(request: pytest.FixtureRequest) -> Iterator[Journal]:
     """The faults of one test; a miss among them fails it."""
-    journal = Journal()
-    print(f"\n{request.node.name}")
+    name = request.node.name.removeprefix("test_").replace("_", " ")
+    journal = Journal(f"{name}: ", out=sys.stderr)  # tests run side by side, and pytest shows no other output of theirs
     yield journal
-    print(journal.table(), flush=True)
+    journal.say(f"{name}\n{journal.table()}")
     if journal.misses:
         pytest.fail("\n".join(journal.misses), pytrace=False)
 
@@ -45,7 +46,7 @@ def train(watched: Watched, journal: Journal, start: Path) -> Struck:
 
     def begun(num_steps: int, overrides: Sequence[str] = (), *, started_from: Path = start) -> Campaign:
         campaign = commands.training(watched, journal, started_from, num_steps=num_steps, overrides=overrides)
-        print(f"this machine takes {campaign.factor:.1f} times as long as a quiet one", flush=True)
+        journal.say(f"{journal.title}this machine takes {campaign.factor:.1f} times as long as a quiet one")
         campaign.begin()
         return campaign
 

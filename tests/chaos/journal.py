@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from watched import Over
 
@@ -41,6 +43,7 @@ class Journal:
     title: str = ""
     lets_end: bool = False
     """A command may end before a fault, which is then none; else that is a miss."""
+    out: TextIO = field(default_factory=lambda: sys.stdout)
     faults: list[Fault] = field(default_factory=list)
 
     @contextmanager
@@ -56,7 +59,11 @@ class Journal:
         except AssertionError as miss:
             entry.missed = " ".join(str(miss).split())
         self.faults.append(entry)
-        print(f"[{time.strftime('%H:%M:%S')}] {self.title}{entry.line}", flush=True)
+        self.say(f"[{time.strftime('%H:%M:%S')}] {self.title}{entry.line}")
+
+    def say(self, text: str) -> None:
+        """Shows a text at once."""
+        print(text, file=self.out, flush=True)
 
     @property
     def num_faults(self) -> int:

@@ -5,6 +5,7 @@ beacon. `make chaos` runs it: real engines, ranks and stores, a tiny model.
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import commands
@@ -27,7 +28,7 @@ def undisturbed(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that met no fault."""
     with Watched(tmp_path_factory.mktemp("undisturbed")) as watched:
         campaign = commands.training(
-            watched, Journal("undisturbed: "), start, num_steps=NUM_STEPS, overrides=SAME_RESULT
+            watched, Journal("undisturbed: ", out=sys.stderr), start, num_steps=NUM_STEPS, overrides=SAME_RESULT
         )
         campaign.begin()
         campaign.finish()
@@ -74,7 +75,8 @@ def test_every_actor_may_die_in_every_phase(train, undisturbed, journal):
 def test_every_actor_may_die_before_training(watched, journal, tmp_path_factory):
     """Engines, retrievers and ranks are started once, and wait where others work: an idle one may die as well."""
     with Watched(tmp_path_factory.mktemp("whole")) as other:
-        whole = commands.training(other, Journal("undisturbed: "), None, num_steps=1, overrides=SAME_RESULT)
+        beside = Journal("undisturbed: ", out=sys.stderr)
+        whole = commands.training(other, beside, None, num_steps=1, overrides=SAME_RESULT)
         whole.begin()
         whole.finish()
         run = commands.training(watched, journal, None, num_steps=1, overrides=SAME_RESULT)
@@ -122,11 +124,9 @@ def test_the_driver_may_die_anywhere(train):
 def test_a_run_that_is_told_to_end_saves_and_ends_in_time(train):
     run = train(NUM_STEPS, [*SMALL, "checkpoint.every_steps=100"])
     plan = [
-        (signal.SIGTERM, at("collect", step=2)),
         (signal.SIGTERM, at("learn.update", update=1)),
         (signal.SIGINT, at("sync", version=6)),
         (signal.SIGTERM, at("evaluate", label="step-00000010", groups=0)),
-        (signal.SIGINT, at("export")),
     ]
     for number, place in plan:
         run.strike(["driver"], place, number=number)
@@ -137,6 +137,4 @@ def test_a_lost_cluster_is_one_sentence_and_the_run_goes_on(train):
     run = train(NUM_STEPS, SMALL)
     run.lose_cluster("raylet", at("collect", step=2))
     run.lose_cluster("GCS", at("learn", step=4))
-    run.lose_cluster("raylet", at("sync", version=7))
-    run.lose_cluster("GCS", at("evaluate", label="after", groups=0))
     run.finish()
