@@ -29,26 +29,44 @@ class Interrupted(KeyboardInterrupt):
 
 
 def is_sigterm(error: BaseException) -> bool:
-    """Returns whether Ray's own handler of SIGTERM, which leaves the process, raised the error."""
+    """Returns whether Ray's own handler of SIGTERM, which leaves the process, raised the error while Ray connected."""
     return isinstance(error, SystemExit) and error.code == signal.SIGTERM
 
 
 @contextmanager
+def keeps_sigterm_handler() -> Iterator[None]:
+    """Puts the handler of SIGTERM back, after the block, that was there before it: Ray replaces it when it connects,
+    and what Ray's handler raises inside a call of Ray leaves the process without a word. Python's default stays
+    replaced, since it would end nothing that Ray has started."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word, and
-    where Ray's handler leaves it. Another handler stays in place."""
+    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word.
+    Another handler stays in place."""
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     takes_it = is_default and threading.current_thread() is threading.main_thread()
+    was_received = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal was_received
+        was_received = True
         raise Interrupted(number)
 
     if takes_it:
         signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
-    except SystemExit as error:
-        if not is_sigterm(error):
+    except Interrupted:
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:  # a call of Ray raises its own KeyboardInterrupt
+        if not was_received and not is_sigterm(error):
             raise
         raise Interrupted(signal.SIGTERM) from error
     finally:
@@ -88,8 +106,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.listen()
+        before = {number: signal.signal(number, self._take) for number in SIGNALS}
         try:
             yield self
         except BaseException as error:
@@ -101,12 +118,6 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def listen(self) -> None:
-        """Takes the signals (again: Ray puts its own handler in place when it connects)."""
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, self._take)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:

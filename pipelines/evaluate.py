@@ -85,10 +85,9 @@ def main(suite: EvaluationSuite) -> list[Path]:
     if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
         say("connecting to Ray")
         with (
-            StopRequest(max(each.config.grace_s for each in unfinished)).listening() as stop,
+            StopRequest(max(each.config.grace_s for each in unfinished)).listening(),
             connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
         ):
-            stop.listen()  # Ray has put its own handler in place
             for number, each in enumerate(unfinished, start=1):
                 say(f"{each.run.name}: {number} of {len(unfinished)} runs")
                 Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, namespace))

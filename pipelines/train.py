@@ -107,7 +107,6 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             config.ray_address, name=config.name, model=config.model, logs=run.folder / "ray_logs"
         ) as namespace:
             reached("connected")
-            stop.listen()  # Ray has put its own handler in place
             tracker = TrackerFront(config)
             try:
                 unused = [verified]  # another attempt compares the files again: what happened to them is not known

@@ -32,6 +32,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS, prepare_process
 from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
+from mempipe.stop import keeps_sigterm_handler
 from mempipe.storage.scratch import RAY, scratch_folder
 
 LOOPBACK = "127.0.0.1"
@@ -45,7 +46,7 @@ SHUTDOWN_S = 5.0
 NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
 """Message of the one retry of a local `ray.init`. Ray kills a node whose agents have not started within 15 s; the limit
 is hard-coded, and importing the agents takes longer on a busy machine."""
-_WAKE = signal.SIGUSR1
+_WAKE = signal.SIGUSR2  # Ray Tune takes SIGUSR1
 
 
 @contextmanager
@@ -81,11 +82,12 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
     quiet_loggers()
     quiet_retries()
     try:
-        if address:
-            _knock(address)
-            ray.init(**options)
-        else:
-            _start_node(options)
+        with keeps_sigterm_handler():
+            if address:
+                _knock(address)
+                ray.init(**options)
+            else:
+                _start_node(options)
     except OSError as error:
         if not address:
             raise LaunchError(f"Ray did not start: {one_line(error)}") from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mempipe.cli import main
-from mempipe.stop import Interrupted, StopRequest, sigterm_interrupts
+from mempipe.stop import Interrupted, StopRequest, keeps_sigterm_handler, sigterm_interrupts
 
 
 def test_a_signal_ends_the_block_and_tells_what_a_shell_reports():
@@ -78,6 +78,13 @@ def _leave_as_ray_does() -> None:
     raise SystemExit(int(signal.SIGTERM))
 
 
+def _interrupt_a_call_of_ray() -> None:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None
+
+
 @pytest.fixture
 def default_handler() -> Iterator[None]:
     """A process that has its own handler of SIGTERM, such as a test's that started Ray, is one that has none."""
@@ -86,7 +93,9 @@ def default_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-@pytest.mark.parametrize("end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does])
+@pytest.mark.parametrize(
+    "end", [lambda: signal.raise_signal(signal.SIGTERM), _leave_as_ray_does, _interrupt_a_call_of_ray]
+)
 def test_sigterm_ends_any_command_in_a_sentence(end, default_handler, monkeypatch, capsys):
     for function, words, hint in (
         ("data._data_world", ["data", "world"], ""),
@@ -106,3 +115,23 @@ def test_other_exits_and_other_handlers_are_left_as_they_are():
     with pytest.raises(Interrupted) as interrupted, StopRequest(30.0).listening(), sigterm_interrupts():
         signal.raise_signal(signal.SIGTERM)
     assert interrupted.value.exit_code == 143
+
+
+def test_ctrl_c_is_not_taken_for_sigterm(default_handler):
+    with pytest.raises(KeyboardInterrupt) as caught, sigterm_interrupts():
+        raise KeyboardInterrupt
+    assert not isinstance(caught.value, Interrupted)
+
+
+def test_a_handler_is_there_again_after_ray_has_replaced_it():
+    with StopRequest(30.0).listening():
+        mine = signal.getsignal(signal.SIGTERM)
+        with keeps_sigterm_handler():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        assert signal.getsignal(signal.SIGTERM) == mine
+
+
+def test_the_default_of_python_stays_replaced(default_handler):
+    with keeps_sigterm_handler():
+        signal.signal(signal.SIGTERM, theirs := lambda number, frame: None)
+    assert signal.getsignal(signal.SIGTERM) is theirs
