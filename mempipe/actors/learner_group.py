@@ -46,6 +46,11 @@ class LearnerActor:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
+    def listen(self) -> tuple[str, int]:
+        """This node's address, and a port on which this rank listens until all ranks have met there."""
+        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        return self._listener.getsockname()
+
     def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
         if interface := _interface(ray.util.get_node_ip_address()):
             os.environ.setdefault(environment.GLOO_INTERFACE, interface)
@@ -55,7 +60,14 @@ class LearnerActor:
             gc.collect()
             self.release_memory()
         host, port = address
-        self._learner = Learner(settings, rank=rank, world_size=world_size, master_address=host, master_port=port)
+        self._learner = Learner(
+            settings,
+            rank=rank,
+            world_size=world_size,
+            master_address=host,
+            master_port=port,
+            listener=vars(self).pop("_listener", None),
+        )
 
     def begin_step(self, updates: Sequence[Sequence[MicroBatch]], first: int) -> None:
         self._learner.begin_step(updates, first=first)
@@ -158,7 +170,7 @@ class LearnerGroup:
 
     def start(self, settings: LearnerSettings) -> None:
         """Makes a `Learner` on every rank, which replaces the one before. The ranks meet on rank 0's node."""
-        address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
+        address = self._all("meeting point", lambda rank, _: rank.listen.remote())[0]
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
     def step(

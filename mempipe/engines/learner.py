@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,8 @@ class Learner:
 
     With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With several
     ranks, or a 16-bit compute dtype, it joins a process group at `master_address`:`master_port`, unless this process is
-    in one already.
+    in one already. Rank 0 may bring the `listener` of that port, which the group takes over: a port that nobody listens
+    on may be taken by another process before the ranks meet.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Learner:
         world_size: int = 1,
         master_address: str = "127.0.0.1",
         master_port: int = 29500,
+        listener: socket.socket | None = None,
     ) -> None:
         model, learner = settings.model, settings.learner
         self.settings = settings
@@ -85,7 +88,12 @@ class Learner:
         mesh = None  # one rank with a 16-bit dtype needs one too: FSDP2's mixed precision works on a mesh only
         if world_size > 1 or self.dtype != torch.float32:
             self._made_group = _join(
-                self._device, rank, world_size, address=(master_address, master_port), timeout_s=learner.timeout_s
+                self._device,
+                rank,
+                world_size,
+                address=(master_address, master_port),
+                listener=listener,
+                timeout_s=learner.timeout_s,
             )
             mesh = init_device_mesh(self._device.type, (world_size,))
         with in_turn("load"):  # a whole float32 model in the machine's memory, until it is sharded
@@ -443,23 +451,46 @@ def _device(rank: int) -> torch.device:
     return device
 
 
-def _join(device: torch.device, rank: int, world_size: int, *, address: tuple[str, int], timeout_s: float) -> bool:
+def _join(
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    *,
+    address: tuple[str, int],
+    listener: socket.socket | None,
+    timeout_s: float,
+) -> bool:
     """Joins the ranks' process group; returns whether it was made here. An engine of this process may have made one."""
     if dist.is_initialized():
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), (
             "this process is in another process group"
         )
         return False
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=datetime.timedelta(seconds=timeout_s))
-        if world_size > 1
-        else dist.HashStore(),
+        store=meeting_store(rank, world_size, address=address, listener=listener, timeout=timeout),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
     return True
+
+
+def meeting_store(
+    rank: int,
+    world_size: int,
+    *,
+    address: tuple[str, int],
+    listener: socket.socket | None = None,
+    timeout: datetime.timedelta,
+) -> dist.Store:
+    """Returns the store through which the ranks find each other. Rank 0 serves it at `address`, on its `listener` of
+    that port if it has one, and waits for all others."""
+    if world_size == 1:
+        return dist.HashStore()
+    descriptor = listener.detach() if listener is not None and rank == 0 else None
+    return dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor)
 
 
 def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -100,6 +103,27 @@ def test_ranks_talk_over_the_interface_of_the_nodes_address_unless_told_otherwis
     settings: Any = None
     LearnerActor().start(settings, 0, 1, ("127.0.0.1", 1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+def test_nobody_can_take_the_port_at_which_the_ranks_will_meet(monkeypatch):
+    monkeypatch.setattr(learner_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    ranks = [LearnerActor(), LearnerActor()]
+    address = ranks[0].listen()
+    with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
+        stranger.bind(address)
+
+    def meet(settings: Any, *, rank: int, listener: socket.socket | None, **_: Any) -> learner.dist.Store:
+        return learner.meeting_store(rank, 2, address=address, listener=listener, timeout=timedelta(seconds=20))
+
+    monkeypatch.setattr(learner, "Learner", meet)
+    monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "lo"})
+    settings: Any = None
+    with ThreadPoolExecutor() as pool:
+        for started in [pool.submit(actor.start, settings, rank, 2, address) for rank, actor in enumerate(ranks)]:
+            started.result()
+    stores: list[Any] = [actor._learner for actor in ranks]
+    stores[0].set("said", "by rank 0")
+    assert stores[1].get("said") == b"by rank 0"
 
 
 class BrokenRank:
