@@ -98,7 +98,7 @@ AIMS = {
         roles={"engine": 2, "retriever": 2, "worker": 2, "driver": 2, "raylet": 1},
         places=("evaluation.group", "evaluation.part", "engine.generate", "retriever.search"),
     ),
-    "sweep": Aim(roles={"here": 2, "driver": 1, "engine": 1}, places=("evaluation.group",)),
+    "sweep": Aim(roles={"here": 2, "driver": 1, "engine": 1, "raylet": 1}, places=("evaluation.group",)),
     "chain": Aim(roles={"driver": 2, "engine": 1, "retriever": 1}, places=("learnt", "collect")),
 }
 ENDED_BY_CLUSTER = ("raylet", "GCS")
