@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.checks.findings import Finding, fatal, ok
-from mempipe.engines.experts import is_named_as_mixture, num_experts, refusal
+from mempipe.engines.architectures import is_named_as_mixture, mixture_refusal, refusal
 from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
@@ -60,17 +60,25 @@ def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Fin
     return [ok(f"{setting}: {path}")]
 
 
-def check_dense(path: str) -> list[Finding]:
-    """Checks that a policy is not a mixture of experts: by its config.json on this machine, else by its name."""
+def check_architecture(path: str, *, context_tokens: int = 0) -> list[Finding]:
+    """Checks that a policy is a network that mempipe trains: by its config.json on this machine, else by its name."""
     folder = model_folder(path)
     if folder is None:
-        return [fatal(refusal(path))] if is_named_as_mixture(path) else []
+        return [fatal(mixture_refusal(path))] if is_named_as_mixture(path) else []
     try:
         values = json.loads((folder / "config.json").read_text())
-        experts = num_experts(values)
+        refused = refusal(path, values)
+        window = values.get("sliding_window") if values.get("model_type") == "cohere2" else None
     except (OSError, ValueError, AttributeError):  # `check_model` says it
         return []
-    return [fatal(refusal(path, kind=str(values.get("model_type")), experts=experts))] if experts else []
+    if not refused and isinstance(window, int) and window < context_tokens:
+        # vLLM 0.32 adds one token to the window, as Cohere trains; transformers does not
+        refused = (
+            f"budget.context_tokens is {context_tokens}, but the sliding window of {path} (cohere2) has {window} "
+            "tokens, beyond which engine and learner attend to different tokens; lower budget.context_tokens to "
+            f"{window}"
+        )
+    return [fatal(refused)] if refused else []
 
 
 def check_encoder(path: str, *, setting: str) -> list[Finding]:

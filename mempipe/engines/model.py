@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.experts import num_experts, refusal
 from mempipe.engines.token_scores import token_scores
 from mempipe.engines.tokenizer import MEND
 from mempipe.rl.packing import MicroBatch
@@ -44,7 +44,6 @@ MAX_LOGITS = 2**26
 backward pass."""
 
 _ADAPTER = "default"
-_UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class PolicyModel(nn.Module):
@@ -53,6 +52,7 @@ class PolicyModel(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self.logit_factor = logit_factor(lm.config.to_dict())
         self.entropy_gradient = False  # an entropy bonus needs it
 
     def forward(
@@ -90,6 +90,8 @@ class PolicyModel(nn.Module):
         self, states: Tensor, targets: Tensor, temperature: float, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         logits = _float32_logits(cast(nn.Module, self.lm.get_output_embeddings()), states, gradient)
+        if self.logit_factor != 1.0:
+            logits = logits * self.logit_factor
         if temperature != 1.0:
             logits = logits / temperature
         return token_scores(logits, targets, entropy_gradient=self.entropy_gradient)
@@ -158,7 +160,8 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     """The model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0 (made
     from `seed`).
 
-    Raises ConfigError when there is no such model or its architecture needs a head that log-probs here would not match.
+    Raises ConfigError when there is no such model, for a network that mempipe does not train
+    (`mempipe.engines.architectures`), and for adapters of layers that it does not have.
     """
     disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
@@ -169,9 +172,14 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
             f"model.path is {config.path!r}, where no config.json lies; it must be a Hugging Face model folder or name"
         )
     try:
+        network = AutoConfig.from_pretrained(config.path)
+        if refused := refusal(config.path, network.to_dict()):
+            raise ConfigError(refused)
         lm, found = AutoModelForCausalLM.from_pretrained(
             config.path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
         )
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged file makes the libraries raise errors of any kind
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise ConfigError(
@@ -183,13 +191,6 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
             f"model.path {config.path!r} lacks {len(wrong)} of its weights, {wrong[0]} among them, or holds them in "
             f"another shape; {MEND}"
         )
-    if experts := num_experts(lm.config.to_dict()):
-        raise ConfigError(refusal(config.path, kind=lm.config.model_type, experts=experts))
-    for name in _UNSUPPORTED_HEADS:
-        if getattr(lm.config, name, None) not in (None, 1.0):
-            raise ConfigError(
-                f"model.path {config.path!r} ({lm.config.model_type}) uses {name}, which is not supported"
-            )
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # log-probs of one policy must not differ between two passes
@@ -387,14 +388,16 @@ def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
         target_modules=list(config.lora_targets),
         lora_dropout=0.0,
     )
+    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear)]
+    if missing := [t for t in config.lora_targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+        known = dict.fromkeys(name.rpartition(".")[2] for name in linear if name != "lm_head")
+        raise ConfigError(
+            f"model.lora_targets names {', '.join(missing)}, which {lm.config.model_type} does not have; its linear "
+            f"layers are {', '.join(known)}"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank must start from the same adapter
-        try:
-            inject_adapter_in_model(lora, lm, adapter_name=_ADAPTER)
-        except ValueError as error:
-            raise ConfigError(
-                f"model.lora_targets {config.lora_targets} do not fit {lm.config.model_type}: {error}"
-            ) from error
+        inject_adapter_in_model(lora, lm, adapter_name=_ADAPTER)
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mempipe.engines.architectures import num_experts
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.experts import num_experts
 from mempipe.settings import ConfigError
 
 GIB = 2**30

@@ -223,10 +223,10 @@ def test_only_the_adapter_is_trained_with_lora(qwen2):
 def test_a_wrong_model_is_refused_with_its_setting(tmp_path, qwen2):
     with pytest.raises(ConfigError, match=r"model\.path is .*no config\.json"):
         policy_of(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"model\.path .*gemma2.*final_logit_softcapping"):
+    with pytest.raises(ConfigError, match=r"model\.path .*gemma2.*attn_logit_softcapping"):
         policy_of(save_model(tmp_path, "gemma2"))
-    with pytest.raises(ConfigError, match=r"model\.lora_targets \['nonsense'\]"):
-        policy_of(qwen2, lora_rank=2, lora_targets=["nonsense"])
+    with pytest.raises(ConfigError, match=r"model\.lora_targets names nonsense, .* layers are q_proj, k_proj"):
+        policy_of(qwen2, lora_rank=2, lora_targets=["q_proj", "nonsense"])
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((qwen2 / "config.json").read_text())

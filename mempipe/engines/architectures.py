@@ -1,0 +1,85 @@
+"""Networks that mempipe does not train, by the values of their config.json or by their name.
+
+- Mixtures of experts: the learner has no loss that balances the experts, and engine and learner would route tokens
+  differently, so that the ratios of their log-probs would be those of different networks.
+- Layers that carry a state from token to token (Mamba, linear attention, convolutions): the contexts of a packed row
+  would read each other.
+- Soft-capped attention and soft-capped logits, which the learner does not compute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NAMES = re.compile(r"moe|mixtral|-a\d+(\.\d+)?b\b|gpt-oss|deepseek-(v[23]|r1$)", re.IGNORECASE)
+_ATTENTION = {"full_attention", "sliding_attention", "attention"}
+_LAYERS = ("layer_types", "layers_block_type", "block_types")
+_STATES = ("mamba_d_state", "state_size", "ssm_state_size", "lru_width", "conv_L_cache", "linear_conv_kernel_dim")
+_STATEFUL = {"rwkv", "xlstm"}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_ADVICE = "take a dense model with attention in every layer, e.g. Qwen/Qwen3-4B-Instruct-2507"
+
+
+def num_experts(values: Mapping[str, Any]) -> int:
+    """Returns the experts of a layer by the values of a config.json; 0 for a dense model."""
+    counts = [part.get(name) for part in _parts(values) for name in _COUNTS]
+    return max((count for count in counts if isinstance(count, int) and count > 1), default=0)
+
+
+def is_named_as_mixture(name: str) -> bool:
+    """Returns whether a model's name on the hub is that of a mixture, e.g. Qwen/Qwen3-30B-A3B."""
+    return _NAMES.search(name) is not None
+
+
+def refusal(path: str, values: Mapping[str, Any]) -> str:
+    """Returns the sentence that refuses the model at `path` by the values of its config.json; "" for one that can be
+    trained."""
+    kind = values.get("model_type", "unknown")
+    if experts := num_experts(values):
+        return mixture_refusal(path, known=f" ({kind}, {experts} experts)")
+    for part in _parts(values):
+        if layers := _stateful_layers(part):
+            return (
+                f"model.path {path!r} ({kind}) has layers that carry a state from token to token ({layers}), which "
+                f"mempipe does not train; {_ADVICE}"
+            )
+        for name in _CAPS:
+            if part.get(name) is not None:
+                return (
+                    f"model.path {path!r} ({kind}) uses {name} {part[name]}, which mempipe does not compute; {_ADVICE}"
+                )
+    return ""
+
+
+def mixture_refusal(path: str, *, known: str = "") -> str:
+    """Returns the sentence that refuses a mixture; `known` is what its config says."""
+    return f"model.path {path!r} is a mixture of experts{known}, which mempipe does not train; {_ADVICE}"
+
+
+def logit_factor(values: Mapping[str, Any]) -> float:
+    """Returns the number by which the network multiplies its logits: Granite divides by `logits_scaling`, Cohere
+    multiplies by `logit_scale`. 1 for other networks."""
+    kind = values.get("model_type")
+    if kind == "granite":
+        return 1.0 / values.get("logits_scaling", 1.0)
+    if kind in ("cohere", "cohere2"):
+        return values.get("logit_scale", 1.0)
+    return 1.0
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the config, and that of its language model where it has several."""
+    of_text = values.get("text_config")
+    return [values, of_text] if isinstance(of_text, Mapping) else [values]
+
+
+def _stateful_layers(values: Mapping[str, Any]) -> str:
+    """Returns what shows that layers carry a state; "" when nothing does."""
+    kinds = {kind for name in _LAYERS for kind in values.get(name) or () if isinstance(kind, str)}
+    if kinds:
+        return ", ".join(sorted(kinds - _ATTENTION))
+    named = [name for name in _STATES if values.get(name)]
+    return named[0] if named else "all of them" if values.get("model_type") in _STATEFUL else ""
