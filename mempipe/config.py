@@ -83,7 +83,7 @@ class WarmStartConfig(Section):
     """Supervised start: one pass over trajectories to imitate.
 
     They are recorded ones, a teacher's, or a script's, which knows the facts of the synthetic world, the evidence of a
-    cloze question, or the entities of a masked document.
+    cloze question, the answer that a text writes, or the entities of a masked document.
     """
 
     trajectories: list[str] = []

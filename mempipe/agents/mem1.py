@@ -107,4 +107,5 @@ AGENT = AgentSpec(
     thought=tagged_thought,
     reward={"answer": "objectives_em", "wrong_answer": 0.0},
     script="mempipe.data.scripted_agents:ScriptedMem1",
+    text_script="mempipe.masking.demonstrations:ClozeMem1",
 )

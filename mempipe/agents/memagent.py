@@ -229,5 +229,6 @@ AGENT = AgentSpec(
     thought=functools.partial(thought_of, actions=(BOX,)),
     reward={"answer": "em", "wrong_answer": 0.0},
     script="mempipe.data.scripted_agents:ScriptedMemAgent",
+    text_script="mempipe.masking.demonstrations:ReadingMemAgent",
     script_needs_order=True,
 )

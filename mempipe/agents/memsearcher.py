@@ -299,5 +299,5 @@ AGENT = AgentSpec(
     searches=True,
     thought=functools.partial(thought_of, actions=("<tool_call>", BOX)),
     script="mempipe.data.scripted_agents:ScriptedMemSearcher",
-    text_script="mempipe.masking.demonstrations:ClozeDemonstration",
+    text_script="mempipe.masking.demonstrations:ClozeMemSearcher",
 )

@@ -146,4 +146,5 @@ AGENT = AgentSpec(
     reward={"answer": "em", "wrong_answer": 0.0},
     reward_formats=("none", "search_r1"),
     script="mempipe.data.scripted_agents:ScriptedReact",
+    text_script="mempipe.masking.demonstrations:ClozeReact",
 )

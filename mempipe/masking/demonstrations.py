@@ -10,14 +10,14 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mempipe.data.scripted_agents import NO_NOISE, Noise, last_between
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
-from mempipe.spelling import written
+from mempipe.spelling import is_written, written
 from mempipe.text import TARGET
 from mempipe.types import Question
 
@@ -30,6 +30,7 @@ _WORD = re.compile(r"\w[\w'’.-]*")
 _IS = " = "
 """Separates the title of a passage from its note."""
 _MAX_LINES = 10
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _NUM_WORDS = 4
 """Words before the mask, and after it, that are noted."""
 
@@ -63,7 +64,7 @@ class Demonstration(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class ClozeDemonstration(Demonstration):
-    """MemSearcher on a question of `mempipe.masking.cloze`."""
+    """The base of the scripts that search for the gap of a question of `mempipe.masking.cloze`."""
 
     _turn: int = 0
 
@@ -71,31 +72,27 @@ class ClozeDemonstration(Demonstration):
     def can_play(question: Question) -> bool:
         return bool(question.evidence) and GAP in question.text  # other questions with evidence have no gap
 
-    def reply(self, prompt: str) -> str:
-        if "<tool_response>" not in prompt:
-            return self._act(last_between(prompt, "<memory>", "</memory>"))
-        return self._remember(prompt)
-
-    def _act(self, memory: str) -> str:
+    def _next(self, known: str) -> tuple[str, str] | None:
+        """Returns the mark that is missing from the notes and the query for it; None to answer: when all is known, when
+        the turns are spent, or early by mistake."""
         self._turn += 1
-        missing = self._missing(memory)
+        missing = self._missing(known)
         last = self.max_turns is not None and self._turn >= self.max_turns
         if not missing or last or self._chance(self.noise.answer_early):
-            named = self._names(self._part(missing)) if missing else self.question.golden_answers
-            return f"the gap is known</think>{_boxed(named[0] if named else KNOWS_NOTHING)}"
-        query = self._query(missing, memory)
-        call = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
-        return f"I need {missing}</think><tool_call>{call}</tool_call>"
+            return None
+        return missing, self._query(missing)
 
-    def _remember(self, prompt: str) -> str:
-        head, _, observation = prompt.rpartition("<tool_response>")
-        memory = last_between(head, "<memory>", "</memory>")
-        missing = self._missing(memory)
+    def _answer(self, known: str) -> str:
+        """Returns the golden answer where the notes have all facts, else a name of the question."""
+        missing = self._missing(known)
+        named = self._names(self._part(missing)) if missing else self.question.golden_answers
+        return named[0] if named else KNOWS_NOTHING
+
+    def _read(self, known: str, observation: str) -> str | None:
+        """Returns the missing fact if the passages have it and it is not forgotten."""
+        missing = self._missing(known)
         fact = self._fact(missing, observation)
-        if not missing or fact is None or self._chance(self.noise.forget):
-            return f"{memory}</memory>"
-        notes = [] if memory == KNOWS_NOTHING else [memory]
-        return f"{'; '.join([*notes, fact])}</memory>"
+        return None if not missing or fact is None or self._chance(self.noise.forget) else fact
 
     def _missing(self, memory: str) -> str:
         """The mark that is not known yet: of the link first, then of the gap; "" when both are."""
@@ -114,7 +111,7 @@ class ClozeDemonstration(Demonstration):
             return None
         return self._part(mark).replace(mark, f"[{value}]", 1)
 
-    def _query(self, mark: str, memory: str) -> str:
+    def _query(self, mark: str) -> str:
         part = self._part(mark)
         if mark == GAP and self.question.num_hops == 2:
             part = part.replace(LINK, self.question.evidence[0].value)
@@ -132,6 +129,87 @@ class ClozeDemonstration(Demonstration):
     @staticmethod
     def _names(text: str) -> list[str]:
         return [entity.text for entity in _FINDER.find([text.replace(GAP, "____")])[0]]
+
+
+class ClozeMemSearcher(ClozeDemonstration):
+    """Writes a thought and a call or a box, and after passages the memory."""
+
+    def reply(self, prompt: str) -> str:
+        head, searched, observation = prompt.rpartition("<tool_response>")
+        memory = last_between(head if searched else prompt, "<memory>", "</memory>")
+        if searched:
+            notes = [note for note in (memory, self._read(memory, observation)) if note and note != KNOWS_NOTHING]
+            return f"{'; '.join(notes) or KNOWS_NOTHING}</memory>"
+        wanted = self._next(memory)
+        if wanted is None:
+            return f"the gap is known</think>{_boxed(self._answer(memory))}"
+        missing, query = wanted
+        call = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
+        return f"I need {missing}</think><tool_call>{call}</tool_call>"
+
+
+class ClozeMem1(ClozeDemonstration):
+    """Writes a thought that holds all notes, and a query or an answer."""
+
+    def reply(self, prompt: str) -> str:
+        notes = self._notes(prompt)
+        fact = self._read("; ".join(notes), last_between(prompt, "<information>", "</information>"))
+        return self._message([*notes, fact] if fact else notes, fact)
+
+    def _message(self, notes: list[str], new: str | None) -> str:
+        known = "; ".join(notes)
+        thought = "".join(f"{note}; " for note in self._thought(notes, new))
+        wanted = self._next(known)
+        if wanted is None:
+            return f"<think>{thought}the gap is known</think><answer>{self._answer(known)}</answer>"
+        missing, query = wanted
+        return f"<think>{thought}I need {missing}</think><search>{query}</search>"
+
+    def _thought(self, notes: list[str], new: str | None) -> list[str]:
+        """Returns the notes that the next thought repeats."""
+        return notes
+
+    @staticmethod
+    def _notes(prompt: str) -> list[str]:
+        """Returns the notes of the thoughts in the prompt, whose last part is a plan. The prompt's own words may name
+        the opening tag."""
+        thoughts = (block.rpartition("<think>")[2] for block in prompt.split("</think>")[:-1])
+        return [note for thought in thoughts for note in thought.split("; ")[:-1]]
+
+
+class ClozeReact(ClozeMem1):
+    """Writes the same, but a thought has only the new fact: earlier thoughts stay readable."""
+
+    def _thought(self, notes: list[str], new: str | None) -> list[str]:
+        return [new] if new else []
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadingMemAgent(Demonstration):
+    """MemAgent on a question whose text writes the answer.
+
+    Its memory has the sentences that write a value of the evidence or a golden answer, in the words of the text. It
+    answers when the memory writes a golden answer.
+    """
+
+    @staticmethod
+    def can_play(question: Question) -> bool:
+        return bool(question.context) and is_written(question.context, question.golden_answers)
+
+    def reply(self, prompt: str) -> str:
+        memory = last_between(prompt, "<memory>", "</memory>")
+        section = last_between(prompt, "<section>", "</section>")
+        golden = self.question.golden_answers
+        if not section:
+            return _boxed(golden[0] if is_written(memory, golden) else KNOWS_NOTHING)
+        noted = self._telling(memory.splitlines())
+        found = self._telling(_SENTENCE_END.split(section))
+        new = [sentence for sentence in found if sentence not in noted and not self._chance(self.noise.forget)]
+        return "\n".join([*noted, *new][-_MAX_LINES:]) or KNOWS_NOTHING
+
+    def _telling(self, sentences: Iterable[str]) -> list[str]:
+        values = [*(fact.value for fact in self.question.evidence), *self.question.golden_answers]
+        return [sentence.strip() for sentence in sentences if is_written(sentence, values)]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,13 @@ from mempipe.engines.checkpoint import Position
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.loader import parse_config
-from mempipe.masking.demonstrations import KNOWS_NOTHING, ClozeDemonstration, ReadingDemonstration
+from mempipe.masking.demonstrations import (
+    KNOWS_NOTHING,
+    ClozeMemSearcher,
+    ClozeReact,
+    ReadingDemonstration,
+    ReadingMemAgent,
+)
 from mempipe.retrieval.build import build_index
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
@@ -204,8 +210,8 @@ def test_what_holds_no_recorded_trajectories_is_refused_by_name(config, tmp_path
 def test_a_forgetful_script_leaves_its_memory_as_it_was():
     question = QUESTIONS[0]
     prompt = f"<memory>{KNOWS_NOTHING}</memory> <tool_response>{PASSAGES[0].title}: {PASSAGES[0].text}</tool_response>"
-    forgetful = ClozeDemonstration(question=question, noise=Noise(forget=1.0))
-    careful = ClozeDemonstration(question=question)
+    forgetful = ClozeMemSearcher(question=question, noise=Noise(forget=1.0))
+    careful = ClozeMemSearcher(question=question)
     assert forgetful.reply(prompt) == f"{KNOWS_NOTHING}</memory>"
     assert "Rebma" in careful.reply(prompt)
 
@@ -287,11 +293,56 @@ def test_a_warm_start_without_a_world_needs_questions_with_evidence(config, tmp_
         demonstrations(config)
 
 
-def test_another_agent_has_no_script_for_evidence(config):
+def test_another_agent_has_no_script_on_text(config):
     values = config.model_dump(mode="json")
-    other = {"agent": {"name": "react"}, "budget": {}, "reward": {}}
-    with pytest.raises(ConfigError, match=r"no script plays agent\.name 'react'.*warm_start\.trajectories"):
+    other = {"agent": {"name": "full_text"}, "budget": {}, "reward": {}}
+    with pytest.raises(ConfigError, match=r"no script plays agent\.name 'full_text'.*warm_start\.trajectories"):
         demonstrations(parse_config({**values, **other}))
+
+
+TWO_HOPS = Question(
+    id="two",
+    text="Amber River: The Amber River flows past [X]. / [X]: The town of [X] has a mill on ____.",
+    golden_answers=["Kite Hill"],
+    num_hops=2,
+    evidence=[Evidence(passage_id="p0", value="Rebma"), Evidence(passage_id="p9", value="Kite Hill")],
+)
+
+
+@pytest.fixture(params=["react", "mem1"])
+def tagged(config, tmp_path, request) -> RunConfig:
+    """ReAct and MEM1 on questions with gaps, some of them of two hops."""
+    passages = [*PASSAGES, Passage(id="p9", title="Rebma", text="The town of Rebma has a mill on Kite Hill.")]
+    build_index(passages, tmp_path / "both", lexical=True)
+    write_questions(tmp_path / "train.parquet", [TWO_HOPS, *QUESTIONS])
+    values = config.model_dump(mode="json", include={"output", "model", "data", "warm_start"})
+    limits = {"question_tokens": 400, "action_tokens": 500, "observation_tokens": 600, "context_tokens": 8192}
+    retrieval = {"index": str(tmp_path / "both"), "mode": "lexical", "num_passages": 1, "max_passages": 1}
+    return parse_config(
+        {**values, "agent": {"name": request.param}, "budget": {**limits, "max_turns": 4}, "retrieval": retrieval}
+    )
+
+
+def test_tagged_agents_note_what_they_search_for_and_answer(tagged):
+    shown = demonstrations(with_warm_start(tagged, num_clean_trajectories=7, num_noisy_trajectories=0))
+    assert (len(shown.clean), len(shown.held_out)) == (7, 2)
+    (two_hops,) = [g.trajectories[0] for g in [*shown.clean, *shown.held_out] if g.question.id == "two"]
+    assert two_hops.answer == "Kite Hill" and two_hops.em == 1
+    last = two_hops.contexts[-1].action
+    if tagged.agent.name == "mem1":
+        assert len(two_hops.contexts) == 3 and "[Rebma]" in last and "[Kite Hill]" in last
+    else:
+        thoughts = last.split("</think>")
+        assert len(two_hops.contexts) == 1 and [t.count("[Rebma]") for t in thoughts] == [0, 1, 0, 0]
+
+
+def test_a_forgetful_react_searches_again_until_its_turns_are_spent():
+    script = ClozeReact(question=QUESTIONS[0], noise=Noise(forget=1.0, answer_early=0.0, vague_query=0.0), max_turns=2)
+    prompt = "Think inside <think> tags."
+    first = script.reply(prompt)
+    found = f"{first}<information>{PASSAGES[0].text}</information>"
+    assert first.endswith("<search>Amber River</search>")
+    assert script.reply(prompt + found).endswith("<answer>Amber River</answer>")
 
 
 DOCUMENT = Question(
@@ -371,5 +422,38 @@ def test_questions_without_a_text_are_no_documents(reading, tmp_path):
 def test_a_question_of_a_published_set_has_evidence_and_no_gap_so_no_script_plays_it():
     evidence = [Evidence(passage_id="a", value="Oslo"), Evidence(passage_id="b", value="Ann")]
     question = Question(id="q", text="Who is mayor of the capital?", golden_answers=["Ann"], evidence=evidence)
-    assert not ClozeDemonstration.can_play(question)
-    assert ClozeDemonstration.can_play(dataclasses.replace(question, text="The mayor of Oslo is ____."))
+    assert not ClozeMemSearcher.can_play(question)
+    assert ClozeMemSearcher.can_play(dataclasses.replace(question, text="The mayor of Oslo is ____."))
+
+
+STORY = Question(
+    id="s0",
+    text="In which town does the mill of Ann Lee stand?",
+    golden_answers=["Rebma"],
+    context=(
+        "Ann Lee was born in Oslo. She bought the mill of Kite Hill in 1850.\n\n"
+        "Grove River\nIt floods every spring. Nobody lives there.\n\n"
+        "Kite Hill\nThe hill is part of Rebma. It has a mill."
+    ),
+    evidence=[Evidence(passage_id="a", value="Kite Hill"), Evidence(passage_id="b", value="Rebma")],
+)
+
+
+def test_memagent_notes_the_sentences_with_values_and_answers_from_them(reading, tmp_path):
+    write_questions(tmp_path / "train.parquet", [dataclasses.replace(STORY, id=f"s{i}") for i in range(8)])
+    values = reading.model_dump(mode="json")
+    budget = {**values["budget"], "chunk_tokens": 90}
+    config = parse_config({**values, "agent": {"name": "memagent"}, "budget": budget, "reward": {}})
+    (trajectory,) = demonstrations(config).clean[0].trajectories
+    assert trajectory.em == 1 and trajectory.answer == "Rebma" and len(trajectory.contexts) >= 3
+    memory = trajectory.contexts[-1].memory_before
+    assert "mill of Kite Hill" in memory and "The hill is part of Rebma." in memory and "floods" not in memory
+
+
+def test_a_forgetful_memagent_cannot_answer_and_a_text_without_the_answer_is_not_played():
+    script = ReadingMemAgent(question=STORY, noise=Noise(forget=1.0))
+    assert script.reply(f"<section>{STORY.context}</section><memory>(nothing yet)</memory>") == KNOWS_NOTHING
+    assert script.reply(f"<memory>{KNOWS_NOTHING}</memory>") == f"\\boxed{{{KNOWS_NOTHING}}}"
+    assert ReadingMemAgent.can_play(STORY)
+    assert not ReadingMemAgent.can_play(dataclasses.replace(STORY, golden_answers=["yes"]))
+    assert not ReadingMemAgent.can_play(dataclasses.replace(STORY, context=""))
