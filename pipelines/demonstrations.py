@@ -162,6 +162,7 @@ def _script(
         max_turns=turns,
         noise=noise,
         num_noted=num_noted,
+        unseen=config.world.seen.without,
     )
     return lambda question, seed: new(question=question.text, seed=seed)
 

@@ -61,6 +61,8 @@ class ScriptedAgent(ABC):
     noise: Noise = field(default_factory=Noise)
     seed: int | str = 0
     num_noted: int = 0
+    unseen: frozenset[str] = frozenset()
+    """Relations whose facts no demonstration may hold (`world.unseen_relations`)."""
     _turn: int = 0
     _rng: random.Random = field(init=False)
 
@@ -214,7 +216,7 @@ class ScriptedMemTrain(ScriptedAgent):
         if not section:
             chain = self._chain(facts)
             return f"{known(chain)} {boxed(chain[-1][2])}"
-        read = [fact for fact in stated_facts(section) if fact not in facts]
+        read = [fact for fact in stated_facts(section) if fact not in facts and fact[1] not in self.unseen]
         return known(self._noted([*facts, *(fact for fact in read if not self._chance(self.noise.forget))]))
 
     def _chain(self, facts: Sequence[Fact]) -> list[Fact]:

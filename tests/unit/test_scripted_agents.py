@@ -323,3 +323,15 @@ def test_the_quickstarts_differ_only_in_agent_and_budget():
     assert all(config == configs[0] for config in configs)
     assert [config_of(agent).agent.name for agent in AGENTS] == list(AGENTS)
     assert all(re.fullmatch(r"quickstart(-[\w-]+)?", config_of(agent).name) for agent in agents)
+
+
+def test_memtrains_script_notes_no_fact_of_a_relation_that_is_never_trained():
+    question = next(iter(World(5).questions(1, seed=2, hops=[2])))
+    asked = parse_question(question.text)[1]
+    facts = stated_facts_of(question)
+    unseen = frozenset(relation for _, relation, _ in facts) - set(asked)
+    script = ScriptedMemTrain(question=question.text, noise=NO_NOISE, unseen=unseen)
+    prompt = f"<information>{question.context.splitlines()[0]}</information><memory></memory>"
+    memory = parse_facts(script.reply(prompt))
+    first = [fact for fact in facts if fact[0] == facts[0][0]]
+    assert memory == [fact for fact in first if fact[1] in asked] and len(memory) < len(first)
