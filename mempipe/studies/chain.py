@@ -149,7 +149,7 @@ def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> li
     runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
     for name in names[1:]:
         runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
-    _check_layout(runs)
+    _check_layout({f"stages: {run.name}": run for run in runs})
     if chain.compare:
         model = _beginning_of(runs[0])
         for name in names[1:]:
@@ -177,15 +177,18 @@ def check_stages(chain: ChainConfig, runs: Sequence[RunConfig]) -> None:
 
 
 def check_rows(chain: ChainConfig) -> None:
-    """Raises ConfigError, which names the row, for the settings of a further row that are wrong."""
+    """Raises ConfigError, which names the row, for the settings of a further row that are wrong, and for another layout
+    of its prompts than that of the stages."""
     last = list(chain.stages.values())[-1]
+    settings = {f"stages: {run.name}": run for run in chain_runs(chain)}
     for row in chain.rows:
         stage = Stage(config=row.config) if row.config else last
         try:
             values = merged(load_values(stage.config, kind="run"), stage.settings)
-            parse_section(merged(values, row.settings), RunConfig)
+            settings[f"rows: {row.name}"] = parse_section(merged(values, row.settings), RunConfig)
         except ConfigError as error:
-            raise ConfigError(f"rows: {row.name}: {error}") from error
+            raise ConfigError(f"rows: {row.name}: {error}", absent=error.absent) from error
+    _check_layout(settings)
 
 
 def chain_table(chain: ChainConfig, runs: Sequence[RunConfig], tracking: TrackingConfig) -> EvaluationSuite:
@@ -253,18 +256,19 @@ def _run(
         values = merged(load_values(chain.stages[stage].config, kind="run"), chain.stages[stage].settings)
         return parse_section(merged(values, {**where, "model": model, **kept}), RunConfig)
     except ConfigError as error:
-        raise ConfigError(f"stages: {stage}: {error}") from error
+        raise ConfigError(f"stages: {stage}: {error}", absent=error.absent) from error
 
 
-def _check_layout(runs: Sequence[RunConfig]) -> None:
-    reading = [(run.name, run.agent.chunk_first) for run in runs if isinstance(run.agent, MemAgentConfig)]
+def _check_layout(runs: Mapping[str, RunConfig]) -> None:
+    """Raises ConfigError unless all agents that read have their prompts in one order; the keys name stages and rows."""
+    reading = [(name, run.agent.chunk_first) for name, run in runs.items() if isinstance(run.agent, MemAgentConfig)]
     for name, chunk_first in reading[1:]:
         first, wanted = reading[0]
         if chunk_first != wanted:
             raise ConfigError(
-                f"stages: {name}: agent.chunk_first is {str(chunk_first).lower()}, and {first} has "
+                f"{name}: agent.chunk_first is {str(chunk_first).lower()}, and {first.partition(': ')[2]} has "
                 f"{str(wanted).lower()}; one chain has one layout, so set agent.chunk_first={str(wanted).lower()} in "
-                "the settings of the stage"
+                f"the settings of the {name.partition('s:')[0]}"
             )
 
 

@@ -219,6 +219,10 @@ def test_a_model_that_every_seed_makes_anew_has_an_interval_over_trainings(model
         ({"rows": [{"name": "x"}, {"name": "x"}]}, "rows: x is the name of another row of the table"),
         ({"compare": "continue"}, "compare is 'continue': should be True, False or 'continued'"),
         ({"rows": [{"name": "x", "settings": {"budget": {"chunks": 1}}}]}, "rows: x: budget.chunks is not a setting"),
+        (
+            {"rows": [{"name": "x", "settings": {"agent": {"chunk_first": True}}}]},
+            "rows: x: agent.chunk_first is true, and memtrain has false; .* in the settings of the row",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(changes, sentence, tmp_path):
