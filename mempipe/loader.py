@@ -117,7 +117,8 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}") from error
+        absent = str(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}", absent=absent) from error
     try:
         values = _parsed(text)
     except yaml.YAMLError as error:

@@ -15,8 +15,13 @@ from mempipe.credentials import without_passwords
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the setting, its value and what would be right; commands exit with
-    code 2. It shows no password of an address.
+    code 2. It shows no password of an address. `absent` is the path of a file or a folder, or the address
+    (hf://OWNER/NAME) of a model, that this machine lacks; another machine may have it.
     """
+
+    def __init__(self, *words: object, absent: str = "") -> None:
+        super().__init__(*words)
+        self.absent = absent
 
     def __str__(self) -> str:
         return without_passwords(super().__str__())

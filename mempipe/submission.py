@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
-from mempipe.checks.findings import fatal, refuse
-from mempipe.checks.models import NOT_HERE
+from mempipe.checks.findings import Finding, refuse, refused
 from mempipe.credentials import without_passwords
 from mempipe.kinds import BUILT_IN, JobKind
 from mempipe.loader import load_job, read_values
@@ -42,7 +40,6 @@ _SERVER, _ADDRESS = "RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"
 _WRITE_AND_RUN = 'printf %s "$1" > "$0" && shift && exec "$@"'
 """Writes the text $1 to the file $0 and runs the command that follows."""
 _RESUME_FLAG = {"never": (), "always": ("--resume",), "auto": ("--resume-if-exists",)}
-_ABSOLUTE_PATH = re.compile(r"(?<![\w.~:/-])/\w[^\s'\",;:()\]]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +147,9 @@ def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "n
         raise ConfigError(f"{path} describes {kind.described}; `{kind.command}` takes it")
     folder = Path.cwd()
     _check_places(config, folder)
-    found = _fatal_texts(kind, config, resume)
-    unchecked = [text for text in found if _is_elsewhere(text)]
-    refuse(fatal(text) for text in found if text not in unchecked)
+    findings = _fatal_findings(kind, config, resume)
+    unchecked = [finding.text for finding in findings if _is_elsewhere(finding)]
+    refuse(finding for finding in findings if not _is_elsewhere(finding))
     command = ["run"] if kind not in BUILT_IN.values() else kind.command.split()[1:]
     return Job(
         folder=folder,
@@ -204,13 +201,13 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(each, name)
 
 
-def _fatal_texts(kind: JobKind, config: Any, resume: Resume) -> list[str]:
+def _fatal_findings(kind: JobKind, config: Any, resume: Resume) -> list[Finding]:
     """Returns what the checks of a kind call fatal, with devices left to the cluster."""
     with _as_in_a_job():
         try:
-            return [finding.text for finding in kind.findings(config, resume=resume) if finding.fatal]
+            return [finding for finding in kind.findings(config, resume=resume) if finding.fatal]
         except ConfigError as error:
-            return [str(error)]
+            return [refused(error)]
 
 
 @contextmanager
@@ -226,11 +223,10 @@ def _as_in_a_job() -> Iterator[None]:
             os.environ[_ADDRESS] = before
 
 
-def _is_elsewhere(text: str) -> bool:
-    """Returns whether a finding names an absolute path that this machine lacks, or a model that it does not have: the
-    cluster may have either."""
-    paths = (found.rstrip(".") for found in _ABSOLUTE_PATH.findall(text))
-    return NOT_HERE in text or any(not os.path.lexists(path) for path in paths)
+def _is_elsewhere(finding: Finding) -> bool:
+    """Returns whether the finding is about something that this machine lacks and the cluster may have. A relative path
+    is in the folder that is shipped, or nowhere."""
+    return Path(finding.absent).is_absolute() or "://" in finding.absent
 
 
 def _entrypoint(command: Sequence[str], path: Path, folder: Path, words: Sequence[str]) -> tuple[str, ...]:

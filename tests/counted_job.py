@@ -22,7 +22,7 @@ def check(config: Counting) -> list[Finding]:
     if config.up_to < 1:
         return [fatal(f"up_to is {config.up_to}; it is at least 1")]
     there = not config.data or os.path.exists(config.data)
-    return [ok("data") if there else fatal(f"data is {config.data!r}, which does not exist")]
+    return [ok("data") if there else fatal(f"data is {config.data!r}, which does not exist", absent=config.data)]
 
 
 def count(config: Counting) -> None:

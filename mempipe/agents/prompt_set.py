@@ -92,7 +92,8 @@ def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
         raise ConfigError(
-            f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read"
+            f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read",
+            absent="" if path.exists() else name,
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error

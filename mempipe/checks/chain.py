@@ -41,7 +41,7 @@ def _check_begun(runs: Sequence[RunConfig]) -> None:
         try:
             saved_state(_with_a_model(run, runs[0]), resume="auto")
         except ConfigError as error:
-            raise ConfigError(f"stages: {run.name}: {error}") from error
+            raise ConfigError(f"stages: {run.name}: {error}", absent=error.absent) from error
 
 
 def _with_a_model(run: RunConfig, first: RunConfig) -> RunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.checks.findings import Finding, fatal, ok, refused
 from mempipe.checks.machine import Devices, check_cluster, check_writable
 from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.run import check_prompts, check_retrieval, place_roles
@@ -27,7 +27,7 @@ def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> li
         try:
             configs.append((run, resolve_run(suite, run)))
         except ConfigError as error:
-            findings.append(fatal(str(error)))
+            findings.append(refused(error))
     for run, config in configs:
         findings += _of_run(run, _run_here(run, config, devices))
     if any(finding.fatal for finding in findings):
@@ -50,7 +50,7 @@ def check_benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
             return ok(f"{setting}: {file}, to be read when the evaluation starts")
         return ok(f"{setting}: {file} ({understood(file, columns=benchmark.columns)})")
     except ConfigError as error:
-        return fatal(str(error))
+        return refused(error)
 
 
 def _run_here(run: EvaluatedRun, config: RunConfig, devices: Devices | None) -> list[Finding]:
@@ -68,7 +68,8 @@ def _run_here(run: EvaluatedRun, config: RunConfig, devices: Devices | None) -> 
 def _tokenizer(path: str) -> list[Finding]:
     if not is_local_path(path) or (Path(path) / "tokenizer.json").is_file():
         return [ok(f"endpoint.tokenizer: {path}")]
-    return [fatal(f"endpoint.tokenizer is {path!r}, which holds no tokenizer.json")]
+    absent = "" if Path(path).exists() else path
+    return [fatal(f"endpoint.tokenizer is {path!r}, which holds no tokenizer.json", absent=absent)]
 
 
 def _setting(run: EvaluatedRun) -> str:

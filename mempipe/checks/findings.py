@@ -18,6 +18,8 @@ class Finding:
 
     level: Level
     text: str
+    absent: str = ""
+    """The path or the address of what this machine lacks and another one may have (`ConfigError.absent`)."""
 
     @property
     def fatal(self) -> bool:
@@ -35,8 +37,13 @@ def note(text: str) -> Finding:
     return Finding("note", text)
 
 
-def fatal(text: str) -> Finding:
-    return Finding("fatal", text)
+def fatal(text: str, *, absent: str = "") -> Finding:
+    return Finding("fatal", text, absent)
+
+
+def refused(error: ConfigError, *, what: str = "") -> Finding:
+    """Returns the message of the error as fatal, after `what`."""
+    return fatal(f"{what}: {error}" if what else str(error), absent=error.absent)
 
 
 def attempt(check: Callable[[], Any], text: str) -> Finding:
@@ -44,7 +51,7 @@ def attempt(check: Callable[[], Any], text: str) -> Finding:
     try:
         check()
     except ConfigError as error:
-        return fatal(str(error))
+        return refused(error)
     return ok(text)
 
 

@@ -49,17 +49,18 @@ def is_on_a_cluster(ray_address: str) -> bool:
 
 def check_writable(folder: Path, *, setting: str) -> Finding:
     """Checks that the folder, or the nearest existing one above it, can be written."""
-    existing = folder
+    existing, absent = folder, "" if folder.exists() else str(folder)
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        return fatal(f"{setting} is {str(folder)!r}, but {existing} is not a directory")
+        return fatal(f"{setting} is {str(folder)!r}, but {existing} is not a directory", absent=absent)
     if not os.access(existing, os.W_OK | os.X_OK):
-        return fatal(f"{setting} is {str(folder)!r}: no permission to write to {existing}")
+        return fatal(f"{setting} is {str(folder)!r}: no permission to write to {existing}", absent=absent)
     try:  # what the permissions allow is not all: /proc, a full disk, one that is mounted to be read only
         tempfile.TemporaryDirectory(dir=existing, prefix=".mempipe-").cleanup()
     except OSError as error:
-        return fatal(f"{setting} is {str(folder)!r}: no folder can be made in {existing}: {error.strerror}")
+        text = f"{setting} is {str(folder)!r}: no folder can be made in {existing}: {error.strerror}"
+        return fatal(text, absent=absent)
     return ok(f"{setting}: {folder}")
 
 

@@ -15,8 +15,6 @@ from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
 HUB_TIMEOUT_S = 8.0
-NOT_HERE = "which is not on this machine"
-"""Words of the finding about a model that another machine may have."""
 
 
 def model_folder(path: str) -> Path | None:
@@ -40,7 +38,10 @@ def check_model(path: str, *, setting: str, context_tokens: int = 0) -> list[Fin
     if folder is None:
         if not _is_hub_name(path):
             return [
-                fatal(f"{setting} is {path!r}, {_no_model(Path(path))}; expected a folder with a model, or its name")
+                fatal(
+                    f"{setting} is {path!r}, {_no_model(Path(path))}; expected a folder with a model, or its name",
+                    absent="" if Path(path).is_dir() else path,
+                )
             ]
         return []
     try:
@@ -93,7 +94,7 @@ def check_hub(path: str, *, setting: str) -> list[Finding]:
     problem = _ask_hub(path)
     if problem is None:
         return [ok(f"{setting}: {path}, to be fetched from the Hugging Face hub")]
-    return [fatal(f"{setting} is {path!r}, {NOT_HERE}, and {problem}")]
+    return [fatal(f"{setting} is {path!r}, which is not on this machine, and {problem}", absent=f"hf://{path}")]
 
 
 def _no_model(folder: Path) -> str:

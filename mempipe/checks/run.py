@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import load_prompts
-from mempipe.checks.findings import Finding, attempt, fatal, note, ok
+from mempipe.checks.findings import Finding, attempt, fatal, note, ok, refused
 from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
 from mempipe.checks.models import check_architecture, check_hub, check_model
 from mempipe.checks.roles import check_roles
@@ -87,7 +87,7 @@ def _folder(config: RunConfig, resume: Resume) -> Finding:
     try:
         saved = saved_state(config, resume=resume)
     except ConfigError as error:
-        return fatal(str(error))
+        return refused(error)
     if saved is None:
         return check_writable(config.folder, setting="output")
     return ok(f"{config.folder} is resumed after step {saved.get('num_steps', 0)}")
@@ -138,7 +138,7 @@ def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> li
     try:
         first = understood(path, columns=columns)
     except ConfigError as error:
-        return [fatal(f"{setting}: {error}")]
+        return [refused(error, what=setting)]
     except OSError as error:
         return [fatal(f"{setting}: {path} cannot be read: {error.strerror or error}")]
     return [ok(f"{setting}: {path} ({first})")]
@@ -180,7 +180,8 @@ def _demonstrations(config: RunConfig) -> list[Finding]:
     return [
         fatal(
             f"warm_start.trajectories names {place}, which does not exist; give the folder of a run or an evaluation, "
-            "or a Parquet file"
+            "or a Parquet file",
+            absent=place,
         )
         for place in missing
     ]

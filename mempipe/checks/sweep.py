@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from mempipe.checks.evaluation import check_benchmark, check_suite
-from mempipe.checks.findings import Finding, fatal
+from mempipe.checks.findings import Finding, refused
 from mempipe.checks.machine import Devices, check_writable
 from mempipe.checks.run import check_run
 from mempipe.settings import ConfigError
@@ -20,7 +20,7 @@ def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[F
     try:
         planned = trials(sweep.model_copy(update={"seeds": sweep.seeds[:1]}))
     except ConfigError as error:
-        return [*findings, fatal(str(error))]
+        return [*findings, refused(error)]
     found: dict[Finding, list[str]] = defaultdict(list)
     for trial in planned:
         for finding in dict.fromkeys(_of(trial, devices)):

@@ -162,7 +162,8 @@ def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; expected a corpus (.jsonl, .parquet, .csv, .json), a text file or a folder of "
-            f"text files ({', '.join(SUFFIXES)})"
+            f"text files ({', '.join(SUFFIXES)})",
+            absent=str(path),
         )
     if not path.is_dir():
         return [path]

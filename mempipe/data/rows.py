@@ -356,7 +356,7 @@ def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
 
 def _find_local(path: Path) -> tuple[list[InputFile], bool]:
     if not path.exists():
-        raise ConfigError(f"{path} does not exist")
+        raise ConfigError(f"{path} does not exist", absent=str(path))
     is_folder = path.is_dir()
     return [
         InputFile(str(file), file.stat().st_size)

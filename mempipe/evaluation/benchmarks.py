@@ -49,7 +49,8 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
         if "://" in path or Path(path).exists():
             return path
     raise ConfigError(
-        f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist"
+        f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist",
+        absent=candidates[0],
     )
 
 

@@ -51,7 +51,9 @@ def _found(path: Path) -> Iterator[Recorded]:
         yield _file(path)
         return
     if not path.is_dir():
-        raise ConfigError(f"{path} does not exist; give the folder of a run or an evaluation, or a Parquet file")
+        raise ConfigError(
+            f"{path} does not exist; give the folder of a run or an evaluation, or a Parquet file", absent=str(path)
+        )
     whole = path / "trajectories.parquet"
     if files := [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet")):
         yield from map(_file, files)

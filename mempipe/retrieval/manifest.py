@@ -89,7 +89,10 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
         text = (folder / MANIFEST).read_bytes()
         values = parse_object(text)
     except OSError as error:
-        raise ConfigError(f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}") from error
+        raise ConfigError(
+            f"retrieval.index {str(folder)!r} holds no index: {MANIFEST}: {error.strerror}",
+            absent="" if folder.exists() else str(folder),
+        ) from error
     except ValueError as error:
         raise ConfigError(f"index {folder}: {MANIFEST} is truncated or changed: {error}; build it again") from error
     found = values.get("format")

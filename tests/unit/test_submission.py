@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from ray.dashboard.modules.job import cli as ray_job
 
 from mempipe.actors.job_server import _check_size, _exit_code
 from mempipe.actors.lost import LaunchError
+from mempipe.checks.findings import fatal
 from mempipe.cli import _parsed, main
 from mempipe.cli.submit import TAKE_RESUME
 from mempipe.settings import ConfigError
@@ -130,6 +132,22 @@ def test_a_fault_of_the_config_is_said_before_a_cluster_is_asked(folder, words, 
 def test_a_path_that_this_machine_lacks_is_left_to_the_job(folder):
     job = checked_job("count.yaml", ["data=/no/such/place/a.txt"])
     assert job.unchecked == ("data is '/no/such/place/a.txt', which does not exist",)
+
+
+def test_words_do_not_decide_what_is_left_to_the_job(folder, monkeypatch):
+    """A message may name a path that is not there and be about a fault of the settings."""
+    fault = fatal("up_to is too large for /no/such/place/a.txt, which is not on this machine")
+    monkeypatch.setattr("mempipe.kinds.JobKind.findings", lambda *_, **__: [fault])
+    with pytest.raises(ConfigError, match="up_to is too large"):
+        checked_job("count.yaml", ["up_to=2"])
+    model = fatal("model.path is 'me/model'", absent="hf://me/model")
+    monkeypatch.setattr("mempipe.kinds.JobKind.findings", lambda *_, **__: [model])
+    assert checked_job("count.yaml", ["up_to=2"]).unchecked == ("model.path is 'me/model'",)
+
+
+def test_an_error_keeps_what_is_absent_on_its_way_through_ray():
+    error = pickle.loads(pickle.dumps(ConfigError("no file", absent="/no/file")))
+    assert (str(error), error.absent) == ("no file", "/no/file")
 
 
 @pytest.mark.parametrize(
