@@ -1,0 +1,77 @@
+"""Families of models: what is scored as transformers does, what the chat templates do, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+
+from benchmarks.families import FAMILIES, Row, measure, save_family, table
+from mempipe.checks.models import check_architecture
+from mempipe.engines.architectures import logit_factor, refusal
+from mempipe.engines.config import ModelConfig
+from mempipe.engines.model import load_policy
+from mempipe.settings import ConfigError
+
+TRAINED = [name for name, family in FAMILIES.items() if not family.refused]
+REFUSED = [name for name in FAMILIES if name not in TRAINED]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+async def test_a_family_is_scored_as_transformers_does_and_calls_tools(name, tmp_path):
+    save_family(FAMILIES[name], tmp_path)
+    row = await measure(name, tmp_path, with_engine=False)
+    assert row.is_expected and row.learner != "" and row.tools == "called"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_family_is_refused_in_a_sentence_that_names_the_setting(name, tmp_path):
+    save_family(FAMILIES[name], tmp_path)
+    row = await measure(name, tmp_path)
+    assert row.is_expected and row.refused.startswith("model.path ") and "\n" not in row.refused
+    with pytest.raises(ConfigError) as raised:
+        load_policy(ModelConfig(path=str(tmp_path)))
+    assert FAMILIES[name].refused in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "Qwen3_5TextConfig", "Qwen3NextConfig", "OlmoHybridConfig", "FalconH1Config", "FalconMambaConfig",
+        "MambaConfig", "Mamba2Config", "BambaConfig", "Zamba2Config", "NemotronHConfig", "RecurrentGemmaConfig",
+        "RwkvConfig", "xLSTMConfig", "JambaConfig", "GraniteMoeHybridConfig",
+    ],
+)  # fmt: skip
+def test_networks_that_carry_a_state_are_refused_by_their_defaults(config):
+    values = getattr(transformers, config)().to_dict()
+    assert "carry a state" in refusal("m", values) or "mixture of experts" in refusal("m", values)
+
+
+def test_a_language_model_inside_another_config_is_looked_at_too():
+    values = {"model_type": "some_vl", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}
+    assert "(linear_attention)" in refusal("m", values)
+    assert refusal("m", {"model_type": "some_vl", "text_config": {"layer_types": ["full_attention"]}}) == ""
+
+
+def test_logits_are_scaled_as_the_network_does():
+    assert logit_factor({"model_type": "granite", "logits_scaling": 8.0}) == 0.125
+    assert logit_factor({"model_type": "cohere2", "logit_scale": 0.25}) == 0.25
+    assert logit_factor({"model_type": "qwen2"}) == 1.0
+
+
+def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 4096}))
+    assert check_architecture(str(tmp_path), context_tokens=4096) == []
+    (finding,) = check_architecture(str(tmp_path), context_tokens=8192)
+    assert finding.fatal and "lower budget.context_tokens to 4096" in finding.text
+
+
+def test_a_row_is_expected_only_when_every_column_is_right():
+    good = {"template": "system text", "stops": "`</s>`", "tools": "called", "learner": 1e-6, "engine": 1e-6}
+    assert Row(family="llama", **good).is_expected
+    for wrong in ({"learner": 1e-2}, {"engine": "fails: x"}, {"tools": "fails: y"}, {"refused": "model.path"}):
+        assert not Row(family="llama", **good | wrong).is_expected
+    assert not Row(family="gemma2", **good).is_expected
+    (line,) = table([Row(family="llama", **good)], header=False)
+    assert line == "| llama | 1e-06 | 1e-06 |  |  | system text | `</s>` | called |"
