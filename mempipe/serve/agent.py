@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from mempipe.checks.findings import refuse
 from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
+from mempipe.retrieval.manifest import read_manifest
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.http import bodies, front, strangers
 from mempipe.serve.http.keys import load_keys
@@ -68,7 +70,12 @@ def _agents(config: AgentServiceConfig, served: ServedRun, engines: str) -> Appl
     if served.searches:
         retriever = (
             _deployment(RetrieverReplica, "retriever", config.retriever_replicas)
-            .options(ray_actor_options=_resources(retrieval.num_gpus), graceful_shutdown_timeout_s=retrieval.timeout_s)
+            .options(
+                ray_actor_options=_resources(retrieval.num_gpus),
+                graceful_shutdown_timeout_s=retrieval.timeout_s,
+                # On a CPU a new replica is there before the old one goes; a second GPU may not be free.
+                max_surge_percent=0 if retrieval.num_gpus else 100,
+            )
             .bind(retrieval)
         )
     agent = _deployment(serve.ingress()(AgentReplica), NAME, config.agent_replicas).options(
@@ -116,26 +123,36 @@ class LocalService:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._engines = ""
+        self._agents: tuple[ServedRun, str] | None = None
+        """Configs of the agents that were deployed last, and the hash of their index."""
 
     def deploy(self) -> str:
         """Deploys the service as its files are now, and returns the version of the weights.
 
-        Engines of new weights start next to the old ones, which end when no request uses them. Raises ConfigError.
+        Engines of new weights start next to the old ones, which end when no request uses them. Agents and retrievers
+        are replaced if weights, settings of the run or the index are others than before. Raises ConfigError.
         """
         config = parse_section(self._settings, AgentServiceConfig)
         served = resolve(config)
         version = config.endpoint.model if config.endpoint else weights_version(served.main.model.path)
         engines, before = "generator-" + "".join(c if c.isalnum() else "-" for c in version), self._engines
-        if engines == before:
+        agents = served, _snapshot(served)
+        if (engines, agents) == (before, self._agents):
             return version
-        if config.endpoint is None:
+        if config.endpoint is None and engines != before:
             serve.run(_engines(config, served), name=engines, route_prefix=None)
         serve.run(_agents(config, served, engines), name=NAME, route_prefix="/")
-        self._engines = engines
-        if before and config.endpoint is None:
+        self._engines, self._agents = engines, agents
+        if before and config.endpoint is None and engines != before:
             _wait_until_drained(config.timeout_s + 60)
             serve.delete(before)
         return version
+
+
+def _snapshot(served: ServedRun) -> str:
+    """Returns the hash of the index in the service's own files, "" without one."""
+    index = served.main.retrieval.index if served.searches else ""
+    return read_manifest(Path(index))[1] if index else ""
 
 
 def _wait_until_drained(timeout_s: float) -> None:
@@ -158,10 +175,11 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
     config = parse_section(settings, AgentServiceConfig)
     refuse(check_agent_service(config))
     refuse(check_address(host=host, port=port, has_keys=bool(load_keys(config.keys))))
-    # Serve's proxy is started with this environment.
+    # Serve's controller and proxy are started with this environment.
     keys = os.path.abspath(config.keys) if config.keys else ""
     os.environ |= {
         front.VARIABLE: front.PATH,
+        front.CHECK_VARIABLE: str(front.CHECK_EVERY_S),
         bodies.VARIABLE: str(config.max_body_bytes),
         strangers.VARIABLE: keys,
     }

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from unittest.mock import patch
 
 import httpx
 import openai
+import psutil
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
 
+from benchmarks.upgrade import faults, other_index, upgraded
 from mempipe.config import RunConfig
 from mempipe.data.partitions import main_partition
 from mempipe.data.qa import read_questions
@@ -43,8 +47,9 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import resolve, weights_version
 from mempipe.storage.checksums import write_checksums
 from mempipe.types import Completion, Question, Trajectory
-from tools.processes import Marked, free_ports
+from tools.processes import ROOT, Marked, command_line, free_ports
 from tools.processes import Running as RunningCommand
+from tools.strangers import ATTACKS
 
 TIMEOUT_S = 120.0
 LONG_MESSAGES = {
@@ -60,6 +65,7 @@ class Running:
 
     url: str
     local: LocalService
+    settings: dict[str, Any]
     run: Path
     questions: list[Question]
     evaluated: dict[str, Trajectory] = field(default_factory=dict)
@@ -102,13 +108,13 @@ def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finis
 
 @pytest.fixture(scope="module")
 def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Running]:
-    settings = {"run": str(finished), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
+    settings: dict[str, Any] = {"run": str(finished), "state": str(tmp_path_factory.mktemp("state")), "timeout_s": 60.0}
     settings |= {"retriever_replicas": {"min": 2, "max": 2}, "settings": {"generation": {"timeout_s": 60.0}}}
     held_out = read_questions(world.data.validation)
     questions = [question for question in held_out if question.partition == main_partition(held_out)]
     environment = patch.dict(os.environ, RAY_metrics_report_interval_ms="1000")
     with environment, served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
-        service = Running(url, local, finished, questions)
+        service = Running(url, local, settings, finished, questions)
         config = resolve(parse_section(settings, AgentServiceConfig)).main
         engines = f"generator-{weights_version(str(finished / 'huggingface'))}"
         service.evaluated = asyncio.run(evaluated(config, engines, questions))
@@ -314,6 +320,51 @@ def clients(running: Running, number: int, check: Callable[[Question, httpx.Resp
             each.result(timeout=TIMEOUT_S)
 
 
+def test_strangers_keep_no_client_from_its_answer(running):
+    """All attacks at once, small ones; `python -m benchmarks.strangers` makes large ones."""
+    address, before = running.url.removeprefix("http://").split(":"), proxy_mebibytes()
+    limits = ["--at-once", "20", "--seconds", "6"]
+    commands = [[sys.executable, "-m", "tools.strangers", attack, *address, *limits] for attack in ATTACKS]
+    with ExitStack() as stack:
+        attacks = [
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+            for command in commands
+        ]
+        asked = 0
+        while any(attack.poll() is None for attack in attacks):
+            question = running.questions[asked % len(running.questions)]
+            assert is_right(running, question, running.ask(question.text).json())
+            assert httpx.get(f"{running.url}/readyz", timeout=30).status_code == 200
+            asked += 1
+        ended = {name: json.loads(attack.communicate()[0]) for name, attack in zip(ATTACKS, attacks, strict=True)}
+    assert asked >= 2 and all(ended.values())
+    assert set(ended["slow-body"]) <= {"403", "open", "unconnected"}  # at once, without the body
+    assert ended["slow-body"]["403"] >= 1
+    assert "200" not in ended["trailers"] and "200" not in ended["huge-header"]
+    assert before > 0 and proxy_mebibytes() < before + 64
+
+
+def proxies() -> list[psutil.Process]:
+    """The processes of Serve's proxy, which are descendants of this process."""
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if command_line(process).startswith("ray::ProxyActor")]
+
+
+def proxy_mebibytes() -> float:
+    """The memory of Serve's proxy."""
+    return sum(process.memory_full_info().uss for process in proxies()) / 2**20
+
+
+def test_a_proxy_that_died_is_replaced_before_three_checks_of_ten_seconds(running):
+    (proxy,) = proxies()
+    proxy.kill()
+    died = time.monotonic()
+    until_ready(running)
+    assert time.monotonic() - died < 20
+    question = running.questions[0]
+    assert is_right(running, question, running.ask(question.text).json())
+
+
 @pytest.mark.jobs
 def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(running):
     def check(question: Question, answer: httpx.Response) -> tuple[int, bool]:
@@ -333,7 +384,7 @@ def test_replicas_that_are_killed_under_load_cost_no_client_a_wrong_answer(runni
 
 
 def test_new_weights_take_over_without_a_failed_request(running):
-    """Last: afterwards other weights are served."""
+    """Afterwards other weights are served."""
     from mempipe.engines.tiny import build_model
 
     until_ready(running)
@@ -353,3 +404,18 @@ def test_new_weights_take_over_without_a_failed_request(running):
     assert set(seen) == {(200, old, True), (200, new, True)}
     assert running.ask("who ?").json()["model_version"] == new
     assert running.local.deploy() == new  # nothing to do
+
+
+def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running, world, tmp_path):
+    """Last: afterwards another index is served. `python -m benchmarks.upgrade` does so with many requests."""
+    until_ready(running)
+    partition = running.questions[0].partition
+    index = other_index(world.retrieval.index, {partition}, to=tmp_path / "index")
+    of_run = {**running.settings["settings"], "retrieval": {"index": index}}
+    upgrades = [{"name": "another"}, {"settings": of_run}]
+    questions = [(question.text, partition) for question in running.questions]
+    seen = upgraded(running.url, running.local, upgrades, running.settings, questions, num_requests=30, num_clients=2)
+    assert faults(seen, num_upgrades=len(upgrades)) == []
+    assert seen.statuses["200"] >= 30
+    assert {versions.agent for versions in seen.replies} == {"another", running.run.name}
+    assert running.ask("who ?", partition=partition).json()["model"] == "another"

@@ -42,6 +42,7 @@ def test_nobody_else_is_served_unless_keys_are_asked_for():
         (container,) = group["template"]["spec"]["containers"]
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment[front.VARIABLE]["value"] == front.PATH
+        assert float(environment[front.CHECK_VARIABLE]["value"]) == front.CHECK_EVERY_S
         assert environment[strangers.VARIABLE]["value"] == ""  # the keys are in the next variable
         assert "secretKeyRef" in environment["MEMPIPE_API_KEYS"]["valueFrom"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import joined_texts
-from mempipe.faults import InfrastructureFault
+from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.loader import parse_section
 from mempipe.request_seeds import RequestSeeds
 from mempipe.rl.rewards import split_answers
@@ -29,6 +30,7 @@ from mempipe.serve.answers.api import AnswerReply, AnswerRequest, AttemptReply, 
 from mempipe.serve.answers.attempt_events import AttemptEvents, Emit
 from mempipe.serve.answers.conversation import next_memory, starting_from
 from mempipe.serve.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
+from mempipe.serve.answers.same_index import IndexChanged, SameIndex
 from mempipe.serve.http.errors import ApiError
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
@@ -37,6 +39,9 @@ from mempipe.user_code import user_code
 Record = Callable[[Group, AgentSpec, Mapping[str, str]], None]
 """Takes the attempts at a question, their agent and the request's metadata (`mempipe.serve.replicas.traces`)."""
 KEPT_RENDERERS = 32
+MAX_RESTARTS = 6
+"""How often the attempts of a request may start again because the index changed. Several replicas are not replaced at
+the same moment, so a request pauses before it starts again, some 10 seconds in all."""
 
 
 def nowhere(group: Group, spec: AgentSpec, metadata: Mapping[str, str]) -> None:
@@ -168,16 +173,17 @@ class Answering:
     async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None) -> AnswerReply:
         """Plays the agent and returns the answer.
 
-        `emit` hears each event when it happens; None if the caller wants no events. Raises ApiError: 503 when engine or
-        retriever fail or take too long, 400 for what they refuse.
+        `emit` hears each event when it happens; None if the caller wants no events. If the index changes meanwhile, all
+        attempts start again in the new one. Raises ApiError: 503 when engine or retriever fail or take too long, 400
+        for what they refuse.
         """
-        engine, started, cached = self.engine(), time.perf_counter(), CachedPrompts()
+        engine, started = self.engine(), time.perf_counter()
         if emit is not None:
             version = engine.version
             emit("started", {"id": request_id, "model": self.name, "model_version": version, "agent": plan.agent})
         try:
             async with asyncio.timeout(self._timeout_s):
-                trajectories = await self._play_all(plan, engine, request_id, emit, cached)
+                trajectories, cached, index = await self._play_in_one_index(plan, engine, request_id, emit)
         except TimeoutError as error:
             raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
         except InfrastructureFault as fault:
@@ -192,6 +198,7 @@ class Answering:
             created=int(time.time()),
             model=self.name,
             model_version=engine.version,
+            index=index,
             agent=plan.agent,
             question=plan.question.text,
             answer=_shown(chosen.answer),
@@ -292,13 +299,41 @@ class Answering:
             budget = parse_section(budget.model_dump(exclude_unset=True) | limits, kind)
         return config.agent_spec.renderer(config.agent, budget, limits=config.retrieval, tokenizer=self._tokenizer)
 
+    async def _play_in_one_index(
+        self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None
+    ) -> tuple[list[Trajectory], CachedPrompts, str | None]:
+        """Returns the attempts, their cached prompts and the snapshot of their index. Raises IndexChanged when the
+        index changes more than MAX_RESTARTS times."""
+        pauses = retry_pauses(longest_s=4.0)
+        for restarts in itertools.count():
+            index, cached = SameIndex(self._search), CachedPrompts()
+            try:
+                return (
+                    await self._play_all(plan, engine, request_id, emit, cached, index.search),
+                    cached,
+                    index.snapshot,
+                )
+            except IndexChanged as change:
+                if restarts == MAX_RESTARTS:
+                    raise
+                if emit is not None:
+                    emit("restarted", {"reason": str(change)})
+                await asyncio.sleep(next(pauses))
+        raise AssertionError("the loop ends by an answer or an error")
+
     async def _play_all(
-        self, plan: Plan, engine: Engine, request_id: str, emit: Emit | None, cached: CachedPrompts
+        self,
+        plan: Plan,
+        engine: Engine,
+        request_id: str,
+        emit: Emit | None,
+        cached: CachedPrompts,
+        search: SearchFn,
     ) -> list[Trajectory]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 attempts = [
-                    tasks.create_task(self._play(plan, engine, request_id, member, emit, cached.reader()))
+                    tasks.create_task(self._play(plan, engine, request_id, member, emit, cached.reader(), search))
                     for member in range(plan.num_samples)
                 ]
         except BaseExceptionGroup as failures:
@@ -313,6 +348,7 @@ class Answering:
         member: int,
         emit: Emit | None,
         count: Callable[[Sequence[int], Completion], None],
+        find: SearchFn,
     ) -> Trajectory:
         """Plays one attempt, counts its calls, and tells what happens where somebody listens."""
         spec, told = plan.config.agent_spec, None
@@ -341,7 +377,7 @@ class Answering:
             if told is not None:
                 told.search(query)
             try:
-                result = await self._search(query, num_passages=num_passages, partition=partition)
+                result = await find(query, num_passages=num_passages, partition=partition)
             except ValueError as error:
                 raise ApiError(400, str(error), param="partition") from error
             if told is not None:

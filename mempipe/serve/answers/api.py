@@ -215,6 +215,8 @@ class AnswerReply(BaseModel):
     model: str
     model_version: str
     """The weights that sampled all of it."""
+    index: str | None = None
+    """Hash of the index that answered all of its searches; null without any."""
     agent: str
     question: str
     answer: str | None

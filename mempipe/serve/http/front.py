@@ -19,6 +19,9 @@ from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PATH = "mempipe.serve.http.front:middlewares"
+CHECK_VARIABLE = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+"""Ray Serve replaces a proxy that died after three checks, between which it waits 10 s by default."""
+CHECK_EVERY_S = 2.0
 
 
 class Front:

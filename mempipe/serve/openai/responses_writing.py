@@ -92,7 +92,11 @@ class ResponseEvents:
         self._response = response
         self._shows_turns = num_samples == 1
         self._num_events = 0
-        self._num_items = 0
+        self._told: list[ReasoningItem | MessageItem] = []
+        self._num_given_up = 0
+        """Items of attempts that were given up because the index changed."""
+        self._first_number, self._next_number = 0, 0
+        """Numbers, in ids, of the first turn of this attempt and of its next one."""
 
     async def of(
         self, source: AsyncIterator[tuple[str, dict[str, Any]] | ResponseReply | None]
@@ -104,23 +108,36 @@ class ResponseEvents:
             if event is None:
                 yield None
             elif isinstance(event, ResponseReply):
-                for item in event.output[self._num_items :]:
+                output = [*self._told[: self._num_given_up], *map(self._numbered, event.output)]
+                for item in output[len(self._told) :]:
                     for each in self._item(item):
                         yield each
-                yield self._event(f"response.{event.status}", response=self._shown(event))
+                whole = event.model_copy(update={"output": output})
+                yield self._event(f"response.{event.status}", response=self._shown(whole))
             elif event[0] == "turn" and self._shows_turns:
-                if (item := _reasoning(TurnReply.model_validate(event[1]), self._response.id)) is not None:
-                    for each in self._item(item):
+                turn = TurnReply.model_validate(event[1])
+                self._next_number = self._first_number + turn.index + 1
+                if (item := _reasoning(turn, self._response.id)) is not None:
+                    for each in self._item(self._numbered(item)):
                         yield each
+            elif event[0] == "restarted":
+                self._num_given_up, self._first_number = len(self._told), self._next_number
             elif event[0] == "error":
                 error = ResponseError(message=event[1]["error"]["message"])
                 failed = self._response.model_copy(update={"status": "failed", "error": error})
                 yield self._event("response.failed", response=self._shown(failed))
 
+    def _numbered(self, item: ReasoningItem | MessageItem) -> ReasoningItem | MessageItem:
+        """Returns the item with an id that no item of an attempt that was given up has."""
+        if not self._first_number or isinstance(item, MessageItem):
+            return item
+        number, _, rest = item.id.removeprefix(MEMORY).partition("_of_")
+        return item.model_copy(update={"id": f"{MEMORY}{int(number) + self._first_number}_of_{rest}"})
+
     def _item(self, item: ReasoningItem | MessageItem) -> Iterator[Event]:
         """Yields the events that make an item."""
-        at: dict[str, Any] = {"output_index": self._num_items}
-        self._num_items += 1
+        at: dict[str, Any] = {"output_index": len(self._told)}
+        self._told.append(item)
         empty: dict[str, Any] = {"status": "in_progress", "content": []}
         if isinstance(item, ReasoningItem):
             empty["summary"] = []

@@ -150,6 +150,10 @@ async function show(stream) {
       turns.push(data);
       at("turns").append(turnCard(data));
       draw(turns);
+    } else if (name === "restarted") {
+      turns.length = 0;
+      at("turns").replaceChildren();
+      say("the index changed; the agent starts again …");
     } else if (name === "answer") return finish(data);
     else if (name === "error") throw new Error(data.error.message);
   }

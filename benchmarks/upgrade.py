@@ -1,0 +1,203 @@
+"""New versions of agent, engine and index while clients ask: is anybody refused, and is an answer ever a mixture?
+
+    python -m benchmarks.upgrade runs/quickstart [--requests 1000] [--clients 8]
+
+Starts the service of a finished run on this machine. Clients ask held-out questions one after the other. Meanwhile the
+agent gets another name, then the engine other weights, then the index other passages, and each is deployed as SIGHUP of
+`mempipe serve` does it. Every reply names its agent, weights and index. The exit code is 1 if a request was not
+answered, if a reply names versions that were never deployed together, if its passages are not of its index, or if two
+replies of the same versions to the same question differ in a message or a memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.soak import held_out
+from mempipe.loader import parse_section
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.retriever import Retriever
+from mempipe.serve.agent import LocalService, served_agent
+from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.served_run import resolve
+from mempipe.storage.checksums import write_checksums
+from mempipe.types import Passage
+from tools.processes import free_ports
+
+NOISE = 0.01
+"""Noise of the other weights, in relation to each tensor's deviation."""
+NEW = "new/"
+"""How the ids of the other index's passages begin."""
+REST_S = 2.0
+"""Time between two upgrades."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What answered a request; `index` is None for a reply without searches."""
+
+    agent: str
+    weights: str
+    index: str | None
+
+
+@dataclass
+class Seen:
+    """Holds what the clients got."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    replies: Counter[Versions] = field(default_factory=Counter)
+    mixed: list[str] = field(default_factory=list)
+    _messages: dict[tuple[Versions, str], list[Any]] = field(default_factory=dict)
+    _indexes: dict[bool, str | None] = field(default_factory=dict)
+
+    def note(self, reply: dict[str, Any]) -> None:
+        """Compares a reply with the other ones of the same versions."""
+        versions = Versions(reply["model"], reply["model_version"], reply["index"])
+        self.replies[versions] += 1
+        messages = [[turn["action"], turn["memory_after"]] for turn in reply["turns"]]
+        if self._messages.setdefault((versions, reply["question"]), messages) != messages:
+            self.mixed.append(f"two replies of {versions} to {reply['question']!r} differ")
+        searches = [search for turn in reply["turns"] for search in turn["searches"]]
+        are_new = {passage["id"].startswith(NEW) for search in searches for passage in search["passages"]}
+        if len(are_new) > 1 or any(self._indexes.setdefault(new, versions.index) != versions.index for new in are_new):
+            self.mixed.append(f"a reply of {versions} has passages of another index")
+
+
+def other_weights(folder: str, *, to: Path) -> str:
+    """Writes a copy of the weights with a little noise."""
+    shutil.copytree(folder, to)
+    torch.manual_seed(1)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel() > 1:
+                tensors[name] = tensor + NOISE * tensor.float().std().to(tensor.dtype) * torch.randn_like(tensor)
+        save_file(tensors, file, metadata={"format": "pt"})
+    write_checksums(to)
+    return str(to)
+
+
+def other_index(folder: str, partitions: set[str], *, to: Path) -> str:
+    """Builds an index of the same passages under other ids."""
+    index = Retriever(folder)
+
+    def passages() -> Iterator[Passage]:
+        for row in range(index.num_passages):
+            passage = index.passage(row)
+            if passage.partition in partitions:
+                yield Passage(id=NEW + passage.id, title=passage.title, text=passage.text, partition=passage.partition)
+
+    build_index(passages(), to)
+    return str(to)
+
+
+def upgraded(
+    url: str,
+    local: LocalService,
+    upgrades: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    questions: Sequence[tuple[str, str]],
+    *,
+    num_requests: int,
+    num_clients: int,
+) -> Seen:
+    """Deploys one upgrade after the other while clients ask; ends after both. `questions` are texts and partitions."""
+    seen, over, lock, numbers = Seen(), threading.Event(), threading.Lock(), itertools.count()
+
+    def client() -> None:
+        while (number := next(numbers)) < num_requests or not over.is_set():
+            text, partition = questions[number % len(questions)]
+            body = {"question": text, "partition": partition}
+            try:
+                answer = httpx.post(f"{url}/v1/answer", json=body, timeout=120)
+            except httpx.TransportError as error:
+                with lock:
+                    seen.statuses[type(error).__name__] += 1
+                continue
+            with lock:
+                seen.statuses[str(answer.status_code)] += 1
+                if answer.status_code == 200:
+                    seen.note(answer.json())
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        working = [pool.submit(client) for _ in range(num_clients)]
+        try:
+            for upgrade in upgrades:
+                time.sleep(REST_S)
+                settings |= upgrade
+                local.deploy()
+            time.sleep(REST_S)
+        finally:
+            over.set()
+        for each in working:
+            each.result()
+    return seen
+
+
+def faults(seen: Seen, *, num_upgrades: int) -> list[str]:
+    """Returns a sentence for each thing that must not happen."""
+    found = [f"{number} requests ended with {status}" for status, number in seen.statuses.items() if status != "200"]
+    found += sorted(set(seen.mixed))
+    together = {versions for versions in seen.replies if versions.index is not None}
+    if len(together) > num_upgrades + 1:
+        found.append(f"{len(together)} combinations of versions answered; {num_upgrades + 1} were deployed")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what answered and the faults; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=8)
+    asked = parser.parse_args(argv)
+    questions = [(each.question, each.partition) for each in held_out(asked.run)]
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"run": str(asked.run.absolute()), "state": folder}
+        main_config = resolve(parse_section(settings, AgentServiceConfig)).main
+        weights = other_weights(main_config.model.path, to=Path(folder) / "weights")
+        index = other_index(
+            main_config.retrieval.index, {partition for _, partition in questions}, to=Path(folder) / "index"
+        )
+        upgrades = [
+            {"name": "another"},
+            {"checkpoint": weights},
+            {"settings": {"retrieval": {"index": index}}},
+        ]
+        with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
+            seen = upgraded(
+                url,
+                local,
+                upgrades,
+                settings,
+                questions,
+                num_requests=asked.requests,
+                num_clients=asked.clients,
+            )
+    print("| agent | weights | index | answers |\n|---|---|---|---|")
+    for versions, number in seen.replies.items():
+        print(f"| {versions.agent} | {versions.weights} | {(versions.index or 'none')[:12]} | {number:,} |")
+    found = faults(seen, num_upgrades=len(upgrades))
+    print("\n".join(f"fault: {each}" for each in found))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
