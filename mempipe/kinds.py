@@ -16,6 +16,10 @@ from mempipe.user_code import import_user_module, load_user_object
 
 OWN = "kind"
 """The setting with which a config names a kind that has no row."""
+SERVICE_APP = "mempipe.serve.retrieval:app"
+AGENT_APP = "mempipe.serve.agent:app"
+ENGINE_APP = "mempipe.serve.agent:generator"
+"""Import paths of the applications in a Serve config: a retrieval service, an agent service, and its engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +148,17 @@ _TOLD_BY_MARKS = ("service", "chain", "documents", "sweep", "evaluation", "index
 """The order in which marks are looked for: a sweep has the settings of an evaluation as well."""
 
 
-def own_kind(module: object) -> JobKind:
+def kind_of(values: Mapping[str, Any]) -> JobKind | None:
+    """Returns the kind of job that settings describe, by keys that no other kind has; None when there is no such key.
+    Raises ConfigError when they name a kind that is not there."""
+    if OWN in values:
+        return _own_kind(values[OWN])
+    if _is_agent_service(values.get("applications")):
+        return BUILT_IN["agent-service"]
+    return next((BUILT_IN[name] for name in _TOLD_BY_MARKS if values.keys() & BUILT_IN[name].marks), None)
+
+
+def _own_kind(module: object) -> JobKind:
     """Returns the `JOB` of a module. Raises ConfigError."""
     if not isinstance(module, str) or not module:
         raise ConfigError(
@@ -156,9 +170,9 @@ def own_kind(module: object) -> JobKind:
     return found
 
 
-def told_by_marks(settings: Mapping[str, Any]) -> JobKind | None:
-    """Returns the kind whose marks are among the settings; None when there is none."""
-    return next((BUILT_IN[name] for name in _TOLD_BY_MARKS if settings.keys() & BUILT_IN[name].marks), None)
+def _is_agent_service(applications: object) -> bool:
+    listed = [each for each in applications if isinstance(each, dict)] if isinstance(applications, list) else []
+    return any(each.get("import_path") in (AGENT_APP, ENGINE_APP) for each in listed)
 
 
 def named(path: str) -> Any:

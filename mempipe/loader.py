@@ -14,15 +14,11 @@ from pydantic import ValidationError
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
 from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
-from mempipe.kinds import OWN, JobKind, named, own_kind, told_by_marks
+from mempipe.kinds import OWN, SERVICE_APP, JobKind, kind_of, named
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
-
-SERVICE_APP = "mempipe.serve.retrieval:app"
-AGENT_APP = "mempipe.serve.agent:app"
-ENGINE_APP = "mempipe.serve.agent:generator"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -79,21 +75,6 @@ def section_values(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if section is not None and not isinstance(section, dict):
         raise ConfigError(f"{name} is {_shown(section)}; it is a section of settings")
     return dict(section or {})
-
-
-def kind_of(values: dict[str, Any]) -> JobKind | None:
-    """Returns the kind of job that settings describe, by keys that no other kind has; None when there is no such key.
-    Raises ConfigError when they name a kind that is not there."""
-    if OWN in values:
-        return own_kind(values[OWN])
-    if _is_agent_service(values.get("applications")):
-        return BUILT_IN_KINDS["agent-service"]
-    return told_by_marks(values)
-
-
-def _is_agent_service(applications: Any) -> bool:
-    listed = [each for each in applications if isinstance(each, dict)] if isinstance(applications, list) else []
-    return any(each.get("import_path") in (AGENT_APP, ENGINE_APP) for each in listed)
 
 
 def load_values(

@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 from mempipe.agents.memtrain import MemTrain
 from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.config import RunConfig
+from mempipe.kinds import AGENT_APP, ENGINE_APP, SERVICE_APP
 from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
-from mempipe.loader import AGENT_APP, ENGINE_APP, SERVICE_APP, parse_config, section_of, setting_names
+from mempipe.loader import parse_config, section_of, setting_names
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.serve.config import ENGINES
 from mempipe.settings import ConfigError, Section

@@ -12,7 +12,8 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import LOOPBACK, Devices, check_port
 from mempipe.evaluation.suite import merged
-from mempipe.loader import AGENT_APP, ENGINE_APP, load_values, parse_overrides, parse_section
+from mempipe.kinds import AGENT_APP, ENGINE_APP
+from mempipe.loader import load_values, parse_overrides, parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.serve.http.keys import load_keys
 from mempipe.serve.served_run import check_agent_service
