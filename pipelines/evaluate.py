@@ -25,6 +25,9 @@ from rich.table import Table
 from mempipe.actors.cluster import connected
 from mempipe.actors.launch import RolloutActors, launch_rollout_actors
 from mempipe.beacons import reached
+from mempipe.checks.findings import refuse
+from mempipe.checks.models import check_model
+from mempipe.checks.run import check_retrieval
 from mempipe.config import RunConfig
 from mempipe.data.qa import understood
 from mempipe.data.ruler import read_depths
@@ -41,7 +44,6 @@ from mempipe.evaluation.table import Cell, percent_text, score_tables
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
 from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
-from mempipe.retrieval.manifest import check_index
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
@@ -254,36 +256,15 @@ def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: Job) -> Cell:
 
 
 def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
-    """Reads what the run's roles will read; returns the hash of its prompts."""
-    if config.agent_spec.searches and not (config.retrieval.index or config.retrieval.url):
-        raise ConfigError(f"retrieval.index and retrieval.url are empty; agent.name {config.agent.name!r} searches")
-    if config.retrieval.index:
-        retrieval = config.retrieval
-        check_index(
-            retrieval.index, mode=retrieval.mode, shard_actors=retrieval.shard_actors, num_gpus=retrieval.num_gpus
-        )
+    """Reads what the run's roles will read; returns the hash of its prompts. The engine fetches a model that is only
+    named."""
+    refuse(check_retrieval(config))
     if run.endpoint is not None:
         asyncio.run(_check_endpoint(Endpoint(run.endpoint), context_tokens=config.budget.context_tokens))
     else:
-        _check_weights(config)
+        room = config.budget.context_tokens
+        refuse(check_model(config.model.path, setting="model.path", context_tokens=room))
     return prompt_hash(config, tokenizer=load_tokenizer(config.model.path))
-
-
-def _check_weights(config: RunConfig) -> None:
-    """Checks that a local folder holds a model whose contexts are long enough. The engine fetches others."""
-    folder, room = Path(config.model.path), config.budget.context_tokens
-    if not folder.is_dir():
-        return
-    try:
-        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder} holds no model: config.json cannot be read ({error})") from error
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} holds no weights (*.safetensors)")
-    if isinstance(positions, int) and positions < room:
-        raise ConfigError(
-            f"budget.context_tokens is {room}, but {folder} has {positions} positions (max_position_embeddings)"
-        )
 
 
 async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> None:
