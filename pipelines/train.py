@@ -15,29 +15,28 @@ checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.launch import Roles, RolloutActors, launch
+from mempipe.actors.launch import Roles, launch
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
-from mempipe.data.qa import QuestionTable, draw_questions, iter_questions, read_questions, understood
-from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
+from mempipe.data.qa import QuestionTable, iter_questions, understood
+from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
-from mempipe.engines.config import ModelConfig, SamplingConfig
+from mempipe.engines.config import ModelConfig
 from mempipe.engines.proof import SamplingMismatch, canary_sequences
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import Progress, say, waiting, watched
-from mempipe.provenance import MADE_OF, differences, model_sha256, questions_sha256, read_record, write_record
+from mempipe.provenance import MADE_OF, model_sha256, read_record, write_record
 from mempipe.reports.alarms import MISMATCH, mismatch_alarm
 from mempipe.reports.closing import closing_table
 from mempipe.reports.training import write_report
@@ -53,6 +52,7 @@ from mempipe.tracking.losses import read_losses
 from mempipe.training.repair import Checkpoints, KeptGroups, Supervisor, newest_usable
 from mempipe.training.tracker_front import TrackerFront
 from mempipe.training.training_rows import TrainingRows
+from mempipe.training.validation import Validation, held_out_questions
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
@@ -141,8 +141,8 @@ def _phases(
     first = understood(config.data.train, columns=config.data.columns)
     say(f"{len(questions):,} training questions; the first: {first}")
     run.update(trained_on=questions.sources())
-    validation = held_out_questions(config)
-    with _ready_to_train(run, config, validation, namespace, tracker, stop) as roles:
+    validation = Validation(run, held_out_questions(config), tracker)
+    with _ready_to_train(run, config, validation, namespace, stop) as roles:
         _train(run, roles, questions, validation, tracker, stop, verified=verified)
     with run.phase("report"):
         reached("report")
@@ -168,18 +168,13 @@ def phases(config: RunConfig) -> list[str]:
 
 @contextmanager
 def _ready_to_train(
-    run: Run,
-    config: RunConfig,
-    validation: Sequence[Question],
-    namespace: str,
-    tracker: TrackerFront,
-    stop: StopRequest,
+    run: Run, config: RunConfig, validation: Validation, namespace: str, stop: StopRequest
 ) -> Iterator[Roles]:
     """Starts the roles, does the untrained evaluation and the warm start if they are not done yet, and yields the
     roles. They are started once. Exception: if engines serve an adapter, all roles start again after the warm start,
     because an engine cannot put its adapter on another base model.
     """
-    is_asked = _is_asked_untrained(run, config, validation)
+    is_asked = _is_asked_untrained(config, validation)
     wanted = None if warm_start_folder(run).exists() else config.warm_start
     if wanted is not None and wanted.teacher is not None:
         with run.phase("warm_start"):
@@ -194,7 +189,7 @@ def _ready_to_train(
                 with run.phase("launch"), waiting("waiting for engines and retrievers"):
                     roles.wait()
                 roles.weights_sha256 = model_sha256(config.model.path)
-                evaluate(run, roles, validation, label="untrained", step=0, tracker=tracker)
+                validation.evaluate(roles, label="untrained", step=0)
             if shown is not None:
                 with run.phase("warm_start"):
                     warm_start(run, roles, shown, stop)
@@ -215,20 +210,11 @@ def _launched(run: Run, config: RunConfig, namespace: str) -> Iterator[Roles]:
         yield roles
 
 
-def held_out_questions(config: RunConfig) -> list[Question]:
-    """The questions of every evaluation of this run."""
-    if not config.data.validation:
-        return []
-    questions = read_questions(config.data.validation, columns=config.data.columns)
-    return draw_questions(questions, config.evaluation.num_questions, seed=config.seed)
-
-
-def _is_asked_untrained(run: Run, config: RunConfig, questions: Sequence[Question]) -> bool:
+def _is_asked_untrained(config: RunConfig, validation: Validation) -> bool:
     """Returns whether the untrained evaluation is wanted and has no result yet."""
-    if config.warm_start is None or not config.evaluation.untrained or not questions:
+    if config.warm_start is None or not config.evaluation.untrained:
         return False
-    made_of = _made_of(run, config, questions, step=0, weights=model_sha256(config.model.path))
-    return _kept(run, "untrained", made_of) is None
+    return validation.is_missing("untrained", config, step=0, weights=model_sha256(config.model.path))
 
 
 def _first_model(run: Run, config: RunConfig) -> ModelConfig:
@@ -242,7 +228,7 @@ def _train(
     run: Run,
     roles: Roles,
     questions: QuestionTable,
-    validation: Sequence[Question],
+    validation: Validation,
     tracker: TrackerFront,
     stop: StopRequest,
     *,
@@ -261,11 +247,11 @@ def _train(
     roles.sync(position.step)
     reached("restored", step=position.step)
     if position.step or position.num_updates:
-        before = _evaluated_before(run, validation)
+        before = validation.before()
     else:
-        before = evaluate(run, roles, validation, label="before", step=0, tracker=tracker)
+        before = validation.evaluate(roles, label="before", step=0)
     learn(run, roles, questions, validation, position, tracker, stop)
-    after = evaluate(run, roles, validation, label="after", step=run.state["num_steps"], tracker=tracker)
+    after = validation.evaluate(roles, label="after", step=run.state["num_steps"])
     _exports(run, roles).validated(after, step=run.state["num_steps"])
     write_trajectories(run.folder / "trajectories.parquet", [*before, *after])
     with run.phase("export"):
@@ -286,80 +272,11 @@ def _exports(run: Run, roles: Roles) -> Exports:
     return Exports(run, roles.learners, source=roles.config.model.path, weights=lambda: roles.weights_sha256)
 
 
-def evaluate(
-    run: Run, roles: RolloutActors, questions: Sequence[Question], *, label: str, step: int, tracker: TrackerFront
-) -> list[Group]:
-    """Plays one attempt at every held-out question under the served weights, which are those after `step`.
-
-    A finished evaluation of the same weights, questions and settings is read back instead of repeated; one of others
-    is set aside.
-    """
-    path = run.folder / "evaluation" / f"{label}.parquet"
-    made_of = _made_of(run, roles.config, questions, step=step, weights=roles.weights_sha256)
-    if not questions:
-        return []
-    if (kept := _kept(run, label, made_of)) is not None:
-        return kept
-    if path.exists():
-        others = ", ".join(name for name, *_ in differences(read_made_of(path) or {}, made_of))
-        say(
-            f"evaluation {label!r} is made again, since the one that is there is of other {others}: "
-            f"{run.set_aside([path])}"
-        )
-    groups: list[Group] = []
-    reached("evaluate", label=label, groups=0)
-    spec = roles.driver_spec(sampling=SamplingConfig(temperature=roles.config.evaluation.temperature), group_size=1)
-    with run.phase(f"evaluate_{label}"), Progress(f"evaluate {label}", total=len(questions)) as progress:
-        for group in stream_groups(spec, [(f"{label}/{question.id}", question) for question in questions]):
-            groups.append(group)
-            reached("evaluate", label=label, groups=len(groups))
-            progress.advance(em=sum(g.trajectories[0].em for g in groups) / len(groups))
-    write_trajectories(path, groups, made_of=made_of)
-    metrics = rollout_metrics(groups, growing=roles.config.agent_spec.grows)
-    by_source: dict[str, list[float]] = {}
-    for group in groups:
-        by_source.setdefault(group.question.source, []).append(group.trajectories[0].em)
-    if len(by_source) > 1:
-        metrics |= {f"{source or 'unnamed'}/em": fmean(values) for source, values in by_source.items()}
-    tracker.log_metrics({f"validation/{name}": value for name, value in metrics.items()}, step=step)
-    return groups
-
-
-def _made_of(run: Run, config: RunConfig, questions: Sequence[Question], *, step: int, weights: str) -> dict[str, Any]:
-    """Returns what an evaluation is of, as plain values: the policy after a step, the questions, and what asks them."""
-    return {
-        "step": step,
-        "weights": weights,
-        "questions": questions_sha256(questions),
-        "prompts": run.inputs.get("agent.prompts", ""),
-        "index": run.inputs.get("retrieval.index", ""),
-        "temperature": config.evaluation.temperature,
-        "agent": config.agent.model_dump(mode="json"),
-        "budget": config.budget.model_dump(mode="json"),
-    }
-
-
-def _kept(run: Run, label: str, made_of: Mapping[str, Any]) -> list[Group] | None:
-    """Returns the evaluation of that label when it was made of the same; else None."""
-    path = run.folder / "evaluation" / f"{label}.parquet"
-    return read_trajectories(path) if path.exists() and read_made_of(path) == made_of else None
-
-
-def _evaluated_before(run: Run, questions: Sequence[Question]) -> list[Group]:
-    """Returns the evaluation under the weights that training started from, which nothing can make any more."""
-    path = run.folder / "evaluation" / "before.parquet"
-    if path.exists():
-        return read_trajectories(path)
-    if questions:
-        say("the held-out questions were not asked before the first step, so the report has nothing to compare with")
-    return []
-
-
 def learn(
     run: Run,
     roles: Roles,
     questions: QuestionTable,
-    validation: Sequence[Question],
+    validation: Validation,
     position: Position,
     tracker: TrackerFront,
     stop: StopRequest | None = None,
@@ -372,15 +289,7 @@ def learn(
     config = roles.config
     stop = stop or StopRequest(config.grace_s)
     settings = config.model_dump(mode="json")
-    exports = _exports(run, roles)
-
-    def do_what_is_due(step: int) -> None:
-        exports.trained(step)
-        every = config.evaluation.every_steps
-        if every and step % every == 0 and step < config.num_steps:
-            answers = evaluate(run, roles, validation, label=f"step-{step:08d}", step=step, tracker=tracker)
-            exports.validated(answers, step=step)
-
+    do_what_is_due = partial(_do_what_is_due, roles=roles, validation=validation, exports=_exports(run, roles))
     if position.step and not position.num_updates:  # the run may have ended before this work was done
         do_what_is_due(position.step)
     kept = KeptGroups.of(run).read(position)
@@ -408,12 +317,8 @@ def learn(
                 break
             checkpoints.begin(batch)
             first = position.num_updates if goes_on else 0
-            try:
+            with _mismatch_on_record(run, tracker, step=step + 1):
                 metrics = train_step(roles, batch, step=step, first=first, stop=stop)
-            except SamplingMismatch as error:
-                tracker.log_metrics({MISMATCH: error.mean}, step=step + 1)
-                write_report(run.folder)  # with its alarm: the run ends here
-                raise
             reached("learnt", step=step)
             collector.consumed(batch, policy_version=step + 1)
             metrics |= step_seconds(metrics, batch, total=time.perf_counter() - started)
@@ -425,12 +330,29 @@ def learn(
                 run.update(num_steps=step + 1)
                 checkpoints.finish()
             do_what_is_due(step + 1)
-            told = {name: metrics[name] for name in ("reward", "em", "tokens_per_second")}
-            if told["reward"] == told["em"]:
-                del told["reward"]
-            progress.advance(1, **told)
+            shown = [*(["reward"] if metrics["reward"] != metrics["em"] else []), "em", "tokens_per_second"]
+            progress.advance(1, **{name: metrics[name] for name in shown})
     other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
     run.add_seconds("train", time.perf_counter() - training + other_phases)
+
+
+def _do_what_is_due(step: int, *, roles: Roles, validation: Validation, exports: Exports) -> None:
+    """Exports and evaluates the model after a step, if that is due."""
+    exports.trained(step)
+    every = roles.config.evaluation.every_steps
+    if every and step % every == 0 and step < roles.config.num_steps:
+        exports.validated(validation.evaluate(roles, label=f"step-{step:08d}", step=step), step=step)
+
+
+@contextmanager
+def _mismatch_on_record(run: Run, tracker: TrackerFront, *, step: int) -> Iterator[None]:
+    """Logs a SamplingMismatch and writes the report with its alarm, since the run ends with it."""
+    try:
+        yield
+    except SamplingMismatch as error:
+        tracker.log_metrics({MISMATCH: error.mean}, step=step)
+        write_report(run.folder)
+        raise
 
 
 def _remaining_groups(

@@ -21,6 +21,8 @@ from mempipe.loader import parse_config
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
+from mempipe.training import validation
+from mempipe.training.validation import Validation
 from mempipe.types import EndReason, Group, Question, Trajectory
 from pipelines import train
 
@@ -72,7 +74,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             yield Group(id=name, question=question, trajectories=[attempt])
 
-    monkeypatch.setattr(train, "stream_groups", stream)
+    monkeypatch.setattr(validation, "stream_groups", stream)
 
 
 def config(output: Path, **values: Any) -> RunConfig:
@@ -83,7 +85,7 @@ def config(output: Path, **values: Any) -> RunConfig:
 def evaluate(run: Run, *, em: float, weights: str, step: int = 5, questions: list[Question] = QUESTIONS) -> float:
     roles: Any = Roles(run.config, em=em, weights=weights)
     tracker: Any = Tracker()
-    groups = train.evaluate(run, roles, questions, label=f"step-{step:08d}", step=step, tracker=tracker)
+    groups = Validation(run, questions, tracker).evaluate(roles, label=f"step-{step:08d}", step=step)
     assert [group.question.id for group in groups] == [question.id for question in questions]
     assert len(tracker.rows) <= 1 and all(row[0] == step for row in tracker.rows)
     return groups[0].trajectories[0].em
@@ -142,8 +144,12 @@ def test_a_validation_of_an_earlier_version_without_a_record_is_made_again(tmp_p
 def due(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     monkeypatch.setattr(train, "Exports", lambda *_, **__: Exports(done))
-    monkeypatch.setattr(train, "_kept", lambda run, label, made_of: done.append(label) or [])
+    monkeypatch.setattr(Validation, "_kept", lambda _, label, made_of: done.append(label) or [])
     return done
+
+
+def of(run: Run) -> Validation:
+    return Validation(run, QUESTIONS, Tracker())  # pyrefly: ignore
 
 
 class Learning(Exception):
@@ -158,7 +164,7 @@ def go_on(run: Run, step: int) -> None:
 
     roles.new_admission = begin
     with pytest.raises(Learning):
-        train.learn(run, roles, [], QUESTIONS, Position(step=step), Tracker())  # pyrefly: ignore
+        train.learn(run, roles, [], of(run), Position(step=step), Tracker())  # pyrefly: ignore
 
 
 @pytest.mark.parametrize(
@@ -180,16 +186,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What `_train` evaluates: (label, step). The learner restores the step that the folder `checkpoints` names."""
     evaluated: list[tuple[str, int]] = []
 
-    def evaluate(run: Run, roles: Any, questions: Any, *, label: str, step: int, tracker: Any) -> list[Group]:
+    def evaluate(_: Validation, roles: Any, *, label: str, step: int) -> list[Group]:
         evaluated.append((label, step))
         return []
 
-    for name, value in {
-        "evaluate": evaluate,
-        "learn": lambda *_: None,
-        "load_tokenizer": lambda _: None,
-    }.items():
-        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(Validation, "evaluate", evaluate)
+    monkeypatch.setattr(train, "learn", lambda *_: None)
+    monkeypatch.setattr(train, "load_tokenizer", lambda _: None)
     return evaluated
 
 
@@ -208,7 +211,7 @@ def train_on(run: Run) -> None:
     roles: Any = Roles(run.config, em=0.0, weights="w")
     roles.learners, roles.plan = Learners(), "stand-ins"
     roles.load_policy = roles.sync = lambda _: None
-    train._train(run, roles, [], QUESTIONS, Tracker(), StopRequest(30.0))  # pyrefly: ignore
+    train._train(run, roles, [], of(run), Tracker(), StopRequest(30.0))  # pyrefly: ignore
 
 
 def restored_at(run: Run, step: int) -> None:
