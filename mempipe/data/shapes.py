@@ -8,21 +8,36 @@ their fields (`SHAPES`). Any other row is read by the names of its fields (`QUES
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import hashlib
 import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from mempipe.data.config import Columns
+from mempipe.data.row_values import (
+    LISTS_OF_LISTS,
+    as_object,
+    checked_answers,
+    checked_lists,
+    checked_text,
+    context_of,
+    documents_of,
+    find,
+    golden_answers,
+    has_value,
+    is_empty,
+    lowered,
+    num_hops,
+    question_text,
+    quoted,
+    shown,
+    value_at,
+)
 from mempipe.data.rows import BadRow, InputFile
-from mempipe.data.ruler import expand_context, join_documents
-from mempipe.text import BOX, replace_surrogates
+from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 
 QUESTION = ("question", "problem", "query", "utterance", "extra_info.question")
@@ -47,23 +62,10 @@ ALIASES = ("answer_aliases", "aliases")
 """Further gold answers, in addition to those of another field."""
 IDS = ("id", "_id", "question_id", "questionid", "qid", "uuid")
 CONTEXT = "context"
-_NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
-"""Keys of gold answers inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
-_TEXTS = ("text", "paragraph_text", "contents", "content", "passage", "sentences")
-_NO_VALUE: tuple[Any, ...] = (None, "", [], {})
 _OWN_FIELDS = tuple(field.name for field in fields(Question))
 _MAX_HOPS = 10_000
-_SHOWN = 80  # characters of a wrong value
-_READINGS = {
-    "objectives": ("{n} objectives with one golden answer each", "one objective with {n} golden answers"),
-    "recall_targets": ("{n} entities with one surface form each", "one entity with {n} surface forms"),
-}
-"""Fields that are lists of lists of texts, and what a list of `n` texts in their place may mean."""
 _SPLITS = {"train", "dev", "test", "validation", "val", "valid"}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-_FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
-_WEB_QUESTIONS = re.compile(r'\(description (?:"([^"]+)"|([^)"]+))\)')
-_PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
 _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
 
 
@@ -83,8 +85,8 @@ class Reading:
         """Returns one line for people."""
         question = self.question
         parts = [
-            f"question {_shown(question.text)!r}",
-            f"golden answers {_shown(' | '.join(question.golden_answers))!r}",
+            f"question {shown(question.text)!r}",
+            f"golden answers {shown(' | '.join(question.golden_answers))!r}",
         ]
         parts = [
             f"{part}{_from(self.fields.get(name))}" for part, name in zip(parts, ("question", "answer"), strict=True)
@@ -124,95 +126,12 @@ def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Colu
     `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
     or can be read in two ways, and LeftOut for one that has no answer by design of its data set.
     """
-    name, parts = _unfolded(_lowered(row))
+    name, parts = _unfolded(lowered(row))
     for part in parts:
         if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
             raise LeftOut("without an answer, as their data set says")
         shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
         yield _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
-
-
-def context_of(value: Any, *, file: InputFile, name: str = CONTEXT) -> str:
-    """Returns a long text: a text as it is, documents (`documents_of`, or RULER's numbers) under numbered headers.
-    Raises BadRow.
-    """
-    if isinstance(value, list) and any(not isinstance(item, str | list | dict) for item in value):
-        return expand_context(value, folder=Path(file.url).parent)
-    documents = documents_of(value)
-    if documents:
-        return join_documents(f"{title}\n{text}" if title else text for title, text in documents)
-    return _text(value, name)
-
-
-def documents_of(value: Any) -> list[tuple[str, str]]:
-    """Returns the documents (title, text) of [[title, [sentence, …]], …], {title: […], sentences: [[…], …]},
-    [{title, text}, …] or a list of texts; none for anything else.
-    """
-    if isinstance(value, dict):
-        titles, texts = value.get("title"), find(value, ("sentences", "content", "text"))
-        both = isinstance(titles, list) and isinstance(texts, list)
-        value = [[title, text] for title, text in zip(titles, texts, strict=False)] if both else None
-    found = [_document(item) for item in value] if isinstance(value, list) else []
-    documents = [document for document in found if document is not None]
-    return documents if len(documents) == len(found) else []
-
-
-def num_hops(row: dict[str, Any]) -> int:
-    """Returns the steps of a question: those of `question_decomposition` (MuSiQue), or the different titles of
-    `supporting_facts`; 0 when the data set names none.
-    """
-    steps = find(row, ("question_decomposition", "metadata.question_decomposition"))
-    return len(steps) if isinstance(steps, list) else len(set(supporting_titles(row)))
-
-
-def supporting_titles(row: dict[str, Any]) -> list[str]:
-    """Returns the titles of `supporting_facts`, {title: […]} or [[title, sentence], …], in their order."""
-    facts = find(row, ("supporting_facts", "metadata.supporting_facts"))
-    if isinstance(facts, dict):
-        titles = facts.get("title")
-    else:
-        titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
-    return list(map(str, titles)) if isinstance(titles, list) else []
-
-
-def find(row: Any, paths: Sequence[str]) -> Any:
-    """Returns the first value that one of the paths leads to; None where none does."""
-    return next((value for path in paths if not _is_empty(value := _at(row, path))), None)
-
-
-def golden_answers(value: Any, name: str) -> list[str]:
-    """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
-
-    Raises BadRow for a missing value, a value that is not an answer, or one that may be one answer or several.
-    """
-    if isinstance(value, bool):
-        yes = "yes" if value else "no"
-        raise BadRow(
-            "ambiguous", f"{name} is {value}, which may mean {yes!r} or {str(value).lower()!r}; write it as a text"
-        )
-    if isinstance(value, int | float | decimal.Decimal):
-        return [f"{value:.15g}" if isinstance(value, float) else str(value)]
-    if isinstance(value, datetime.date | datetime.time):
-        return [value.isoformat()]
-    if isinstance(value, str) and value.strip():
-        return _answers_in(value.strip(), name)
-    if isinstance(value, dict):
-        held = _lowered(value)
-        inner = [(f"{name}.{key}", held[key]) for key in _NESTED if not _is_empty(held.get(key))]
-        found = [answer for path, item in inner for answer in golden_answers(_without_blanks(item), path)]
-    elif isinstance(value, list) and any(isinstance(item, list) for item in value):
-        raise BadRow(
-            "ambiguous",
-            f"{name} is {_shown(value)}, a list of lists, which may mean several golden answers or several objectives; "
-            "write golden answers as one list, and objectives as `objectives` of mempipe's own format",
-        )
-    else:
-        items = value if isinstance(value, list) else []
-        found = [answer for i, item in enumerate(items) for answer in golden_answers(item, f"{name}[{i}]")]
-    if not found:
-        kind = "missing_field" if value is None else "empty" if _is_empty(value) else "wrong_type"
-        raise BadRow(kind, f"{name} is {_quoted(value)}; expected a golden answer: a text, a number or a list of them")
-    return list(dict.fromkeys(found))
 
 
 def content_id(question: Question) -> str:
@@ -221,41 +140,15 @@ def content_id(question: Question) -> str:
     return f"q-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
-def _at(value: Any, path: str) -> Any:
-    """Follows a path of names and of places in lists; None where it leads nowhere."""
-    if isinstance(value, dict) and path in value:
-        return value[path]
-    for name in path.split("."):
-        if isinstance(value, dict):
-            value = value.get(name)
-        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,6}", name):
-            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
-        else:
-            return None
-    return value
-
-
-def _is_empty(value: Any) -> bool:
-    return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
-
-
-def _lowered(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object with its names in lower case and without spaces around them, in addition to its own."""
-    return {str(name).strip().casefold(): item for name, item in value.items()} | value
-
-
-def _has(row: dict[str, Any], path: str) -> bool:
-    return not _is_empty(_at(row, path))
-
-
 def _first(row: dict[str, Any], paths: Sequence[str]) -> str:
     """Returns the first path with a value, else the first path."""
-    return next((path for path in paths if _has(row, path)), paths[0])
+    return next((path for path in paths if has_value(row, path)), paths[0])
 
 
 def _fits(shape: Shape, row: dict[str, Any]) -> bool:
-    """A field without a value is a mark too: a missing field is then refused by its name."""
-    return all(mark in row or _has(row, mark) for mark in shape.marks) and shape.applies(row)
+    """Returns whether the row has the marks of the shape. A field without a value is a mark too: a missing field is
+    then refused by its name."""
+    return all(mark in row or has_value(row, mark) for mark in shape.marks) and shape.applies(row)
 
 
 def _unfolded(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
@@ -265,11 +158,11 @@ def _unfolded(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     paragraphs, asked = row.get("paragraphs"), row.get("qa")
     if isinstance(paragraphs, list) and paragraphs and all(_has_items(paragraph, "qas") for paragraph in paragraphs):
         items = [(paragraph, item) for paragraph in paragraphs for item in paragraph["qas"]]
-        return "SQuAD", [{**_lowered(_object(item)), CONTEXT: paragraph.get(CONTEXT)} for paragraph, item in items]
+        return "SQuAD", [{**lowered(as_object(item)), CONTEXT: paragraph.get(CONTEXT)} for paragraph, item in items]
     if isinstance(row.get("conversation"), dict) and isinstance(asked, list):
         shared = {CONTEXT: _conversation(row["conversation"]), "data_source": "locomo"}
         name = row.get("sample_id") or "conversation"
-        return "LoCoMo", [{"id": f"{name}-{i}"} | _object(item) | shared for i, item in enumerate(asked)]
+        return "LoCoMo", [{"id": f"{name}-{i}"} | as_object(item) | shared for i, item in enumerate(asked)]
     if isinstance(row.get("haystack_sessions"), list):
         date = row.get("question_date")
         question = f"Today is {date}. {row.get('question')}" if date and row.get("question") else row.get("question")
@@ -279,10 +172,6 @@ def _unfolded(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 def _has_items(value: Any, name: str) -> bool:
     return isinstance(value, dict) and isinstance(value.get(name), list)
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _conversation(talk: dict[str, Any]) -> str:
@@ -303,7 +192,7 @@ def _sessions(row: dict[str, Any]) -> str:
 def _session(date: Any, turns: Any, *, who: str, said: str) -> str:
     """Returns one session as text. A picture of LoCoMo is its caption."""
     lines = [f"Session of {date}:"] if date else ["Session:"]
-    for turn in map(_object, turns if isinstance(turns, list) else []):
+    for turn in map(as_object, turns if isinstance(turns, list) else []):
         caption = f" [picture: {turn['blip_caption']}]" if turn.get("blip_caption") else ""
         lines.append(f"{turn.get(who) or 'unknown'}: {turn.get(said) or ''}{caption}")
     return "\n".join(lines)
@@ -318,13 +207,16 @@ def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) ->
             "answer": _first(row, shape.answers),
             "context": shape.context,
         }
-        text = _asked(_at(row, fields["question"]), fields["question"])
-        golden = golden_answers(_at(row, fields["answer"]), fields["answer"])
+        text = question_text(value_at(row, fields["question"]), fields["question"])
+        golden = golden_answers(value_at(row, fields["answer"]), fields["answer"])
         golden += [
-            answer for name in shape.aliases if _has(row, name) for answer in golden_answers(_at(row, name), name)
+            answer
+            for name in shape.aliases
+            if has_value(row, name)
+            for answer in golden_answers(value_at(row, name), name)
         ]
         source = _source(shape.source, row, file)
-        has_context = shape.is_read or (bool(shape.context) and _has(row, shape.context))
+        has_context = shape.is_read or (bool(shape.context) and has_value(row, shape.context))
         own_id, fields["id"] = _identity(shape, row, file=file, source=source, number=number)
         made = Question(
             id=own_id,
@@ -332,7 +224,7 @@ def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) ->
             golden_answers=list(dict.fromkeys(golden)),
             source=source,
             num_hops=num_hops(row),
-            context=context_of(_at(row, shape.context), file=file, name=shape.context) if has_context else "",
+            context=context_of(value_at(row, shape.context), file=file, name=shape.context) if has_context else "",
         )
     made = _readable(made)
     if not made.id:
@@ -342,7 +234,7 @@ def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) ->
 
 def _source(source: str, row: dict[str, Any], file: InputFile) -> str:
     if source:
-        return source[1:] if source.startswith("=") else _text(_at(row, source), source)
+        return source[1:] if source.startswith("=") else checked_text(value_at(row, source), source)
     return file.folder if _SHARD.sub("", _stem(file)) in _SPLITS else _stem(file)
 
 
@@ -354,36 +246,38 @@ def _identity(shape: Shape, row: dict[str, Any], *, file: InputFile, source: str
     """Returns the row's own id ("" for none) and the field that it is from."""
     field = _first(row, shape.id)
     if "{" in field:
-        split, index = _at(row, "extra_info.split") or "row", _at(row, shape.index)
+        split, index = value_at(row, "extra_info.split") or "row", value_at(row, shape.index)
         index = "+".join(map(str, index)) if isinstance(index, list) and index else index
         parts = {"source": source, "split": split, "index": number if index is None else index, "number": number}
         return field.format(file=_stem(file), **parts), ""
-    value = _at(row, field)
-    if _is_empty(value):
+    value = value_at(row, field)
+    if is_empty(value):
         return "", ""
     if type(value) not in (str, int) or not str(value).strip():
-        raise BadRow("wrong_type", f"{field} is {_shown(value)!r}; expected a text or a whole number")
+        raise BadRow("wrong_type", f"{field} is {shown(value)!r}; expected a text or a whole number")
     return str(value).strip(), field
 
 
 def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> Shape:
     """Returns the shape of a row of no published set, by the names of its fields. Raises BadRow."""
     for setting, path in columns.named.items():
-        if not _has(row, path):
+        if not has_value(row, path):
             raise BadRow(
                 "missing_field", f"data.columns.{setting} is {path!r}, where the row has no value; it has {_names(row)}"
             )
     question = columns.question or _question_field(row)
     answers = columns.answer or _answer_field(row)
-    read_context = _has(row, CONTEXT) and (isinstance(_at(row, CONTEXT), str) or documents_of(_at(row, CONTEXT)))
+    read_context = has_value(row, CONTEXT) and (
+        isinstance(value_at(row, CONTEXT), str) or documents_of(value_at(row, CONTEXT))
+    )
     return Shape(
         name=name or f"{question} + {answers}",
         marks=(),
         question=(question,),
         answers=(answers,),
-        aliases=() if columns.answer else tuple(path for path in ALIASES if _has(row, path)),
+        aliases=() if columns.answer else tuple(path for path in ALIASES if has_value(row, path)),
         id=(columns.id,) if columns.id else IDS,
-        source="data_source" if isinstance(_at(row, "data_source"), str) and _has(row, "data_source") else "",
+        source="data_source" if isinstance(value_at(row, "data_source"), str) and has_value(row, "data_source") else "",
         context=columns.context or (CONTEXT if read_context else ""),
     )
 
@@ -392,11 +286,11 @@ def _question_field(row: dict[str, Any]) -> str:
     """Returns the field that holds the question: one of `QUESTION`, else of `PROMPTS`. Raises BadRow where two of them
     ask different things; a prompt around the question of another field asks the same.
     """
-    texts = {path: _asked(_at(row, path), path) for path in QUESTION if _has(row, path)}
+    texts = {path: question_text(value_at(row, path), path) for path in QUESTION if has_value(row, path)}
     for path in PROMPTS:
-        if _has(row, path):
+        if has_value(row, path):
             try:
-                texts[path] = _asked(_at(row, path), path)
+                texts[path] = question_text(value_at(row, path), path)
             except BadRow:
                 if not texts:
                     raise
@@ -411,8 +305,8 @@ def _question_field(row: dict[str, Any]) -> str:
 
 def _answer_field(row: dict[str, Any]) -> str:
     """Returns the field that holds the golden answers. Raises BadRow where two fields hold different ones."""
-    given = {path: golden_answers(_at(row, path), path) for path in ANSWERS if _has(row, path)}
-    given = given or {path: golden_answers(_at(row, path), path) for path in WORKED if _has(row, path)}
+    given = {path: golden_answers(value_at(row, path), path) for path in ANSWERS if has_value(row, path)}
+    given = given or {path: golden_answers(value_at(row, path), path) for path in WORKED if has_value(row, path)}
     if not given:
         _refuse_without("answer", row, (*ANSWERS, *WORKED))
     _refuse_choice(row, *next(iter(given.items())))
@@ -431,7 +325,7 @@ def _refuse_choice(row: dict[str, Any], path: str, answers: list[str]) -> None:
         raise BadRow(
             "ambiguous",
             f"{path} is {answers[0]!r}, which may be the golden answer or the place of one of the choices "
-            f"{_shown(choices)}; write the answer as a text into a field and set data.columns.answer to it",
+            f"{shown(choices)}; write the answer as a text into a field and set data.columns.answer to it",
         )
 
 
@@ -439,7 +333,7 @@ def _refuse_without(setting: str, row: dict[str, Any], paths: Sequence[str]) -> 
     if empty := next((path for path in paths if path in row), None):
         raise BadRow(
             "missing_field",
-            f"{empty} is {_quoted(row[empty])}; the row needs {_PARTS[setting]}, or set data.columns.{setting}",
+            f"{empty} is {quoted(row[empty])}; the row needs {_PARTS[setting]}, or set data.columns.{setting}",
         )
     raise BadRow(
         "unknown_format",
@@ -451,97 +345,19 @@ def _refuse_without(setting: str, row: dict[str, Any], paths: Sequence[str]) -> 
 def _refuse_two(setting: str, first: str, one: str, second: str, other: str) -> NoReturn:
     raise BadRow(
         "ambiguous",
-        f"{first} and {second} hold different {setting}s, {_shown(one)!r} and {_shown(other)!r}; "
+        f"{first} and {second} hold different {setting}s, {shown(one)!r} and {shown(other)!r}; "
         f"set data.columns.{setting} to {first} or to {second}",
     )
-
-
-def _asked(value: Any, name: str) -> str:
-    """Returns the question of a text, or of chat messages. Raises BadRow, also for several messages of the user."""
-    if not isinstance(value, list):
-        return _text(value, name)
-    contents = [_message_text(message) for message in value if _object(message).get("role") == "user"]
-    if len(contents) > 1:
-        last = next(i for i in reversed(range(len(value))) if _object(value[i]).get("role") == "user") - len(value)
-        raise BadRow(
-            "ambiguous",
-            f"{name} has {len(contents)} messages of the user; the question may be the first, "
-            f"{_shown(contents[0])!r}, or the last, {_shown(contents[-1])!r}; set data.columns.question, e.g. to "
-            f"{name}.{last}.content",
-        )
-    if not contents or not contents[0]:
-        raise BadRow(
-            "wrong_type", f"{name} is {_shown(value)}; expected messages with role and content, one of them the user's"
-        )
-    return contents[0]
-
-
-def _message_text(message: Any) -> str:
-    """Returns the text of a message, whose content may be a list of parts; "" for one that is not text alone."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    words = [text for text in texts if isinstance(text, str)]
-    return "\n".join(words).strip() if len(words) == len(texts) else ""
-
-
-def _answers_in(text: str, name: str) -> list[str]:
-    """Returns the golden answers of a text: itself, the texts of a JSON list or of a list of WebQuestions, or what
-    follows GSM8K's ####.
-    """
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            listed = json.loads(text)
-        except (ValueError, RecursionError):
-            listed = None
-        if isinstance(listed, list) and listed and all(isinstance(item, str) and item.strip() for item in listed):
-            return [item.strip() for item in listed]
-        if _PYTHON_LIST.fullmatch(text):
-            raise BadRow(
-                "ambiguous",
-                f"{name} is {_shown(text)}, which may be one golden answer or a list that Python printed; write a list "
-                'as JSON: ["a", "b"]',
-            )
-    if described := _WEB_QUESTIONS.findall(text) if text.startswith("(list ") else []:
-        return [(quoted or plain).strip() for quoted, plain in described]
-    if final := _FINAL.search(text):
-        return [final[1].strip()]
-    if BOX in text and not text.startswith(BOX):
-        raise BadRow(
-            "ambiguous",
-            f"{name} is {_shown(text)}, a worked solution; the golden answer may be all of it or what its {BOX} holds: "
-            "write the answer into a separate field and set data.columns.answer to it",
-        )
-    return [text]
-
-
-def _without_blanks(value: Any) -> Any:
-    """Returns a list without its blank texts, which published lists of aliases have."""
-    return [item for item in value if not _is_empty(item)] if isinstance(value, list) else value
-
-
-def _document(value: Any) -> tuple[str, str] | None:
-    if isinstance(value, str):
-        return ("", value.strip()) if value.strip() else None
-    if isinstance(value, list) and len(value) == 2:
-        title, text = value
-    elif isinstance(value, dict):
-        title, text = value.get("title") or "", find(value, _TEXTS)
-    else:
-        return None
-    if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
-        text = "".join(text)
-    return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
 
 
 def _mempipe(row: dict[str, Any], number: int) -> Question:
     given = {name: row[name] for name in _OWN_FIELDS if row.get(name) is not None}
     checked = {
-        "id": _text(row["id"], "id") if row.get("id") is not None else "",
-        "text": _text(row["text"], "text"),
-        "golden_answers": _answers(row["golden_answers"], "golden_answers"),
+        "id": checked_text(row["id"], "id") if row.get("id") is not None else "",
+        "text": checked_text(row["text"], "text"),
+        "golden_answers": checked_answers(row["golden_answers"], "golden_answers"),
         "evidence": _evidence(given.get("evidence", [])),
-        **{name: _lists(given[name], name) for name in _READINGS if name in given},
+        **{name: checked_lists(given[name], name) for name in LISTS_OF_LISTS if name in given},
     }
     try:
         question = from_row(Question, given | checked)
@@ -555,14 +371,16 @@ def _mempipe(row: dict[str, Any], number: int) -> Question:
 
 
 def _mem1(row: dict[str, Any], number: int) -> Question:
-    source, indices = _text(row.get("data_source"), "data_source"), _at(row, "extra_info.indices")
+    source, indices = checked_text(row.get("data_source"), "data_source"), value_at(row, "extra_info.indices")
     targets = row["reward_model"]["ground_truth"]["target"]
-    objectives = [_answers(target, f"reward_model.ground_truth.target[{i}]") for i, target in enumerate(targets)]
+    objectives = [checked_answers(target, f"reward_model.ground_truth.target[{i}]") for i, target in enumerate(targets)]
     place = "+".join(map(str, indices)) if isinstance(indices, list) and indices else number
     asked = row.get("question")
     return Question(
-        id=f"{source}-{_at(row, 'extra_info.split') or 'row'}-{place}",
-        text=_text(asked, "question") if asked else _asked_in(_asked(row["prompt"], "prompt"), len(objectives)),
+        id=f"{source}-{value_at(row, 'extra_info.split') or 'row'}-{place}",
+        text=checked_text(asked, "question")
+        if asked
+        else _asked_in(question_text(row["prompt"], "prompt"), len(objectives)),
         golden_answers=["; ".join(answers[0] for answers in objectives)],
         source=source,
         objectives=objectives,
@@ -570,7 +388,7 @@ def _mem1(row: dict[str, Any], number: int) -> Question:
 
 
 def _has_objectives(row: dict[str, Any]) -> bool:
-    targets = _at(row, "reward_model.ground_truth.target")
+    targets = value_at(row, "reward_model.ground_truth.target")
     return isinstance(targets, list) and any(isinstance(target, list) for target in targets)
 
 
@@ -587,36 +405,6 @@ def _asked_in(prompt: str, num_objectives: int) -> str:
         "missing_field",
         f"prompt {prompt[-80:]!r} has no line 'Question: …' with {num_objectives} questions joined by '; '",
     )
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
-        raise BadRow(kind, f"{name} is {_shown(value)!r}; expected a text")
-    return value.strip()
-
-
-def _answers(value: Any, name: str) -> list[str]:
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(isinstance(answer, str) and answer.strip() for answer in value)
-    ):
-        kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
-        raise BadRow(kind, f"{name} is {_shown(value)}; expected a list of at least one text")
-    return list(value)
-
-
-def _lists(value: Any, name: str) -> list[list[str]]:
-    """Returns a list of lists of texts, none of them empty. Raises BadRow: of a list of texts it says both readings."""
-    if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{name} is {_shown(value)}; expected a list of lists of texts")
-    if value and all(isinstance(item, str) for item in value):
-        each, whole = (reading.format(n=len(value)) for reading in _READINGS[name])
-        readings = f"{_json([[item] for item in value])} for {each}, or {_json([value])} for {whole}"
-        right = readings if len(value) > 1 else _json([value])
-        raise BadRow("wrong_type", f"{name} is {_json(value)}; expected a list of lists: {right}")
-    return [_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 
 def _evidence(value: Any) -> Any:
@@ -644,21 +432,8 @@ def _readable(question: Question) -> Question:
     return from_row(Question, readable(to_row(question)))
 
 
-def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)[:_SHOWN] if isinstance(value, list | dict) else str(value)[:_SHOWN]
-
-
-def _quoted(value: Any) -> str:
-    return repr(value[:_SHOWN]) if isinstance(value, str) else _shown(value)
-
-
 def _names(row: dict[str, Any]) -> str:
-    """Returns the names of a row as its file has them, without those that `_lowered` adds."""
+    """Returns the names of a row as its file has them, without those that `lowered` adds."""
     own = {str(name).strip().casefold(): str(name) for name in row}
     return reprlib.repr(sorted(own.values()))
 
@@ -705,7 +480,7 @@ SHAPES = (  # the first that a row fits
         name="FlashRAG",
         marks=("question", "golden_answers"),
         answers=("golden_answers",),
-        applies=lambda row: _has(row, "golden_answers"),
+        applies=lambda row: has_value(row, "golden_answers"),
     ),
     Shape(
         name="RULER",

@@ -28,7 +28,7 @@ import pyarrow as pa
 from mempipe.data.config import Columns
 from mempipe.data.corpus import corpus_files, read_segments
 from mempipe.data.qa import BY_NAME, iter_rows, write_questions
-from mempipe.data.shapes import documents_of, find, supporting_titles
+from mempipe.data.row_values import documents_of, find, supporting_titles
 from mempipe.facts import contains_value
 from mempipe.retrieval.manifest import MANIFEST, check_index, read_manifest
 from mempipe.retrieval.passages import read_batches
@@ -160,7 +160,7 @@ def _passage_batches(corpus: str | Path) -> Iterator[pa.RecordBatch]:
 
 
 def _step_fact(step: Any, row: dict[str, Any]) -> Fact | None:
-    """A step of MuSiQue: its paragraph is in the row, by number, or in the step (FlashRAG)."""
+    """Returns the fact of a step of MuSiQue: its paragraph is in the row, by number, or in the step (FlashRAG)."""
     if not isinstance(step, dict):
         return None
     paragraph, number = step.get("support_paragraph"), step.get("paragraph_support_idx")

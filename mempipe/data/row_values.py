@@ -1,0 +1,269 @@
+"""The values of a question file's row: how a path finds one, and the texts, answers and documents that it may hold.
+
+A path leads into a row (`reward_model.ground_truth`, `prompt.-1.content`). A value that is missing, has another type or
+could mean two things raises BadRow, which names its field.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import re
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mempipe.data.rows import BadRow, InputFile
+from mempipe.data.ruler import expand_context, join_documents
+from mempipe.text import BOX
+
+_NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
+"""Keys of gold answers inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
+_TEXTS = ("text", "paragraph_text", "contents", "content", "passage", "sentences")
+_NO_VALUE: tuple[Any, ...] = (None, "", [], {})
+_SHOWN = 80  # characters of a wrong value
+LISTS_OF_LISTS = {
+    "objectives": ("{n} objectives with one golden answer each", "one objective with {n} golden answers"),
+    "recall_targets": ("{n} entities with one surface form each", "one entity with {n} surface forms"),
+}
+"""Fields that are lists of lists of texts, and what a list of `n` texts in their place may mean."""
+_FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
+_WEB_QUESTIONS = re.compile(r'\(description (?:"([^"]+)"|([^)"]+))\)')
+_PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
+
+
+def find(row: Any, paths: Sequence[str]) -> Any:
+    """Returns the first value that one of the paths leads to; None where none does."""
+    return next((value for path in paths if not is_empty(value := value_at(row, path))), None)
+
+
+def value_at(value: Any, path: str) -> Any:
+    """Follows a path of names and of places in lists; None where it leads nowhere."""
+    if isinstance(value, dict) and path in value:
+        return value[path]
+    for name in path.split("."):
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,6}", name):
+            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def has_value(row: dict[str, Any], path: str) -> bool:
+    return not is_empty(value_at(row, path))
+
+
+def is_empty(value: Any) -> bool:
+    return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
+
+
+def lowered(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the object with its names in lower case and without spaces around them, in addition to its own."""
+    return {str(name).strip().casefold(): item for name, item in value.items()} | value
+
+
+def as_object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def golden_answers(value: Any, name: str) -> list[str]:
+    """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
+
+    Raises BadRow for a missing value, a value that is not an answer, or one that may be one answer or several.
+    """
+    if isinstance(value, bool):
+        yes = "yes" if value else "no"
+        raise BadRow(
+            "ambiguous", f"{name} is {value}, which may mean {yes!r} or {str(value).lower()!r}; write it as a text"
+        )
+    if isinstance(value, int | float | decimal.Decimal):
+        return [f"{value:.15g}" if isinstance(value, float) else str(value)]
+    if isinstance(value, datetime.date | datetime.time):
+        return [value.isoformat()]
+    if isinstance(value, str) and value.strip():
+        return _answers_in(value.strip(), name)
+    if isinstance(value, dict):
+        held = lowered(value)
+        inner = [(f"{name}.{key}", held[key]) for key in _NESTED if not is_empty(held.get(key))]
+        found = [answer for path, item in inner for answer in golden_answers(_without_blanks(item), path)]
+    elif isinstance(value, list) and any(isinstance(item, list) for item in value):
+        raise BadRow(
+            "ambiguous",
+            f"{name} is {shown(value)}, a list of lists, which may mean several golden answers or several objectives; "
+            "write golden answers as one list, and objectives as `objectives` of mempipe's own format",
+        )
+    else:
+        items = value if isinstance(value, list) else []
+        found = [answer for i, item in enumerate(items) for answer in golden_answers(item, f"{name}[{i}]")]
+    if not found:
+        kind = "missing_field" if value is None else "empty" if is_empty(value) else "wrong_type"
+        raise BadRow(kind, f"{name} is {quoted(value)}; expected a golden answer: a text, a number or a list of them")
+    return list(dict.fromkeys(found))
+
+
+def question_text(value: Any, name: str) -> str:
+    """Returns the question of a text, or of chat messages. Raises BadRow, also for several messages of the user."""
+    if not isinstance(value, list):
+        return checked_text(value, name)
+    contents = [_message_text(message) for message in value if as_object(message).get("role") == "user"]
+    if len(contents) > 1:
+        last = next(i for i in reversed(range(len(value))) if as_object(value[i]).get("role") == "user") - len(value)
+        raise BadRow(
+            "ambiguous",
+            f"{name} has {len(contents)} messages of the user; the question may be the first, "
+            f"{shown(contents[0])!r}, or the last, {shown(contents[-1])!r}; set data.columns.question, e.g. to "
+            f"{name}.{last}.content",
+        )
+    if not contents or not contents[0]:
+        raise BadRow(
+            "wrong_type", f"{name} is {shown(value)}; expected messages with role and content, one of them the user's"
+        )
+    return contents[0]
+
+
+def context_of(value: Any, *, file: InputFile, name: str = "context") -> str:
+    """Returns a long text: a text as it is, documents (`documents_of`, or RULER's numbers) under numbered headers.
+    Raises BadRow.
+    """
+    if isinstance(value, list) and any(not isinstance(item, str | list | dict) for item in value):
+        return expand_context(value, folder=Path(file.url).parent)
+    documents = documents_of(value)
+    if documents:
+        return join_documents(f"{title}\n{text}" if title else text for title, text in documents)
+    return checked_text(value, name)
+
+
+def documents_of(value: Any) -> list[tuple[str, str]]:
+    """Returns the documents (title, text) of [[title, [sentence, …]], …], {title: […], sentences: [[…], …]},
+    [{title, text}, …] or a list of texts; none for anything else.
+    """
+    if isinstance(value, dict):
+        titles, texts = value.get("title"), find(value, ("sentences", "content", "text"))
+        both = isinstance(titles, list) and isinstance(texts, list)
+        value = [[title, text] for title, text in zip(titles, texts, strict=False)] if both else None
+    found = [_document(item) for item in value] if isinstance(value, list) else []
+    documents = [document for document in found if document is not None]
+    return documents if len(documents) == len(found) else []
+
+
+def num_hops(row: dict[str, Any]) -> int:
+    """Returns the steps of a question: those of `question_decomposition` (MuSiQue), or the different titles of
+    `supporting_facts`; 0 when the data set names none.
+    """
+    steps = find(row, ("question_decomposition", "metadata.question_decomposition"))
+    return len(steps) if isinstance(steps, list) else len(set(supporting_titles(row)))
+
+
+def supporting_titles(row: dict[str, Any]) -> list[str]:
+    """Returns the titles of `supporting_facts`, {title: […]} or [[title, sentence], …], in their order."""
+    facts = find(row, ("supporting_facts", "metadata.supporting_facts"))
+    if isinstance(facts, dict):
+        titles = facts.get("title")
+    else:
+        titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
+    return list(map(str, titles)) if isinstance(titles, list) else []
+
+
+def checked_text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
+        raise BadRow(kind, f"{name} is {shown(value)!r}; expected a text")
+    return value.strip()
+
+
+def checked_answers(value: Any, name: str) -> list[str]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(answer, str) and answer.strip() for answer in value)
+    ):
+        kind = "missing_field" if value is None else "empty" if value in ([], "") else "wrong_type"
+        raise BadRow(kind, f"{name} is {shown(value)}; expected a list of at least one text")
+    return list(value)
+
+
+def checked_lists(value: Any, name: str) -> list[list[str]]:
+    """Returns a list of lists of texts, none of them empty. Raises BadRow: of a list of texts it says both readings."""
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f"{name} is {shown(value)}; expected a list of lists of texts")
+    if value and all(isinstance(item, str) for item in value):
+        each, whole = (reading.format(n=len(value)) for reading in LISTS_OF_LISTS[name])
+        readings = f"{_json([[item] for item in value])} for {each}, or {_json([value])} for {whole}"
+        right = readings if len(value) > 1 else _json([value])
+        raise BadRow("wrong_type", f"{name} is {_json(value)}; expected a list of lists: {right}")
+    return [checked_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def shown(value: Any) -> str:
+    return reprlib.repr(value)[:_SHOWN] if isinstance(value, list | dict) else str(value)[:_SHOWN]
+
+
+def quoted(value: Any) -> str:
+    return repr(value[:_SHOWN]) if isinstance(value, str) else shown(value)
+
+
+def _message_text(message: Any) -> str:
+    """Returns the text of a message, whose content may be a list of parts; "" for one that is not text alone."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    words = [text for text in texts if isinstance(text, str)]
+    return "\n".join(words).strip() if len(words) == len(texts) else ""
+
+
+def _answers_in(text: str, name: str) -> list[str]:
+    """Returns the golden answers of a text: itself, the texts of a JSON list or of a list of WebQuestions, or what
+    follows GSM8K's ####.
+    """
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            listed = json.loads(text)
+        except (ValueError, RecursionError):
+            listed = None
+        if isinstance(listed, list) and listed and all(isinstance(item, str) and item.strip() for item in listed):
+            return [item.strip() for item in listed]
+        if _PYTHON_LIST.fullmatch(text):
+            raise BadRow(
+                "ambiguous",
+                f"{name} is {shown(text)}, which may be one golden answer or a list that Python printed; write a list "
+                'as JSON: ["a", "b"]',
+            )
+    if described := _WEB_QUESTIONS.findall(text) if text.startswith("(list ") else []:
+        return [(quoted or plain).strip() for quoted, plain in described]
+    if final := _FINAL.search(text):
+        return [final[1].strip()]
+    if BOX in text and not text.startswith(BOX):
+        raise BadRow(
+            "ambiguous",
+            f"{name} is {shown(text)}, a worked solution; the golden answer may be all of it or what its {BOX} holds: "
+            "write the answer into a separate field and set data.columns.answer to it",
+        )
+    return [text]
+
+
+def _without_blanks(value: Any) -> Any:
+    """Returns a list without its blank texts, which published lists of aliases have."""
+    return [item for item in value if not is_empty(item)] if isinstance(value, list) else value
+
+
+def _document(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, str):
+        return ("", value.strip()) if value.strip() else None
+    if isinstance(value, list) and len(value) == 2:
+        title, text = value
+    elif isinstance(value, dict):
+        title, text = value.get("title") or "", find(value, _TEXTS)
+    else:
+        return None
+    if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
+        text = "".join(text)
+    return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
