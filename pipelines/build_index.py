@@ -10,9 +10,10 @@ from mempipe.actors.cluster import connected
 from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
 from mempipe.data.plain_text import describe_source, is_plain_text, write_corpus
 from mempipe.progress import Progress, say
-from mempipe.retrieval.build import IndexBuild, make_index
+from mempipe.retrieval.build import IndexBuild
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
+from mempipe.retrieval.faiss_build import make_index
 from mempipe.retrieval.manifest import Manifest
 from mempipe.streams.segments import stream_segments
 

@@ -72,7 +72,7 @@ def _index_adopt(arguments: argparse.Namespace) -> None:
     for path in (arguments.index, arguments.corpus):
         if not Path(path).is_file():
             raise ConfigError(f"{path} does not exist")
-    from mempipe.retrieval.build import adopt_index
+    from mempipe.retrieval.adopt import adopt_index
     from mempipe.retrieval.encoders import make_encoder
 
     files = Path(arguments.index), Path(arguments.corpus), Path(arguments.output)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import itertools
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +38,18 @@ from mempipe.beacons import reached
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
 from mempipe.retrieval.bm25 import LexicalIndex
 from mempipe.retrieval.bm25_build import build_lexical
-from mempipe.retrieval.config import FaissConfig, IndexConfig
+from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import Encoder, HashingEncoder, Vectors
+from mempipe.retrieval.faiss_build import (
+    EXHAUSTIVE,
+    adding_threads,
+    blocks_of,
+    exact_nearest,
+    faiss_faults,
+    make_index,
+    train_index,
+    write_faiss,
+)
 from mempipe.retrieval.manifest import (
     MANIFEST,
     LexicalFiles,
@@ -50,15 +59,10 @@ from mempipe.retrieval.manifest import (
     read_manifest,
     write_manifest,
 )
-from mempipe.retrieval.passages import line_offsets, read_batches
+from mempipe.retrieval.passages import read_batches
 from mempipe.retrieval.vectors import (
-    Scored,
     Shard,
     Shards,
-    merge,
-    num_visible_gpus,
-    read_index,
-    set_search_parameters,
 )
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import NUM_THREADS, FileRecord, record_of
@@ -68,11 +72,9 @@ from mempipe.text import replace_surrogates
 from mempipe.types import Passage
 
 PASSAGES, VECTORS, LEXICAL, UNFINISHED = "passages", "vectors", "lexical", "unfinished"
-EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?")
 NUM_RECALL_QUERIES = 256
 RECALL_AT = 10
 TRAINED = f"{UNFINISHED}/trained.faiss"
-BLOCK = 65_536  # vectors handled at once
 NOT_OF_THE_OUTPUT = {"output", "num_encoders", "ray_address"}
 
 Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
@@ -330,9 +332,9 @@ class IndexBuild:
             if not self._has(shard_name(number)):
                 note(f"shard {number + 1} of {len(shards)}")
                 index = faiss.clone_index(template)
-                with _faiss_faults(config), _threads(config.factory, config.graph_threads):
+                with faiss_faults(config), adding_threads(config.factory, config.graph_threads):
                     for segment in members:
-                        for block in _blocks(self._encoded(segment)):
+                        for block in blocks_of(self._encoded(segment)):
                             index.add(block)
                 with self._file(shard_name(number)) as partial:
                     write_faiss(index, partial)
@@ -360,10 +362,10 @@ class IndexBuild:
             sample = self._sample(segments, self._config.faiss.train_passages)
             note(f"training {self._config.faiss.factory} on {len(sample)} passages")
             with (
-                _faiss_faults(self._config.faiss),
-                _threads(self._config.faiss.factory, self._config.faiss.graph_threads),
+                faiss_faults(self._config.faiss),
+                adding_threads(self._config.faiss.factory, self._config.faiss.graph_threads),
             ):
-                _train(index, sample)
+                train_index(index, sample)
         with self._file(TRAINED) as partial:
             write_faiss(index, partial)
         return faiss.read_index(str(file))
@@ -377,7 +379,9 @@ class IndexBuild:
             note(f"measuring recall@{RECALL_AT} against an exact search")
             rows = self._rows(segments, NUM_RECALL_QUERIES)
             queries = self._gather(segments, rows)
-            near = _nearest(queries, (block for s in segments for block in _blocks(self._encoded(s))), RECALL_AT + 1)
+            near = exact_nearest(
+                queries, (block for s in segments for block in blocks_of(self._encoded(s))), RECALL_AT + 1
+            )
             shards = [
                 Shard(path, search=self._config.faiss.search)
                 for path in sorted((self.folder / VECTORS).glob("*.faiss"))
@@ -522,67 +526,6 @@ def _is_as_written(file: Path) -> bool:
     return size >= 0 and hashlib.sha256(content[:size].data).digest() == content[size:].tobytes()
 
 
-def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
-    """Makes an index folder of other people's files, a faiss index and the jsonl that it was built from. They stay
-    where they are.
-
-    Raises ConfigError when they do not fit together, when the index is not by inner product, and when `output` holds
-    something.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"output is {str(output)!r}, which exists; remove it or choose another")
-    for file in (index, corpus):
-        if not file.is_file():
-            raise ConfigError(f"{file} is not a file")
-    if corpus.suffix != ".jsonl":
-        raise ConfigError(
-            f"{corpus} is not a plain .jsonl file; unpack it first, since passages are read from it where they lie"
-        )
-    opened = read_index(index)
-    if search:
-        set_search_parameters(opened, search)
-    offsets = line_offsets(corpus)
-    if opened.ntotal != len(offsets) - 1:
-        raise ConfigError(
-            f"{index} holds {opened.ntotal} vectors, but {corpus} has {len(offsets) - 1} lines; they do not belong "
-            "together"
-        )
-    if opened.d != encoder.dimension:
-        raise ConfigError(
-            f"{index} has {opened.d} dimensions, but the encoder makes {encoder.dimension}; it was built with "
-            "another one"
-        )
-    index, corpus = index.resolve(), corpus.resolve()
-    with whole_folder(output) as partial:
-        np.save(partial / "offsets.npy", offsets)
-        records = {str(file): record_of(file, sampled=True) for file in (index, corpus)}
-        manifest = Manifest(
-            passages=PassageFiles(kind="jsonl", files=[str(corpus), "offsets.npy"], count=len(offsets) - 1),
-            vectors=VectorFiles(
-                encoder=encoder.spec(),
-                dimension=encoder.dimension,
-                factory=type(opened).__name__,
-                search=search,
-                files=[str(index)],
-            ),
-            files=records | {"offsets.npy": record_of(partial / "offsets.npy")},
-        )
-        write_manifest(partial, manifest)
-    return manifest
-
-
-def make_index(config: FaissConfig, dimension: int) -> Any:
-    """Returns an empty, untrained index by inner product.
-
-    Raises ConfigError when faiss does not know the factory or the search parameters.
-    """
-    with _faiss_faults(config):
-        index = faiss.index_factory(dimension, config.factory, faiss.METRIC_INNER_PRODUCT)
-    if config.search:
-        set_search_parameters(index, config.search)
-    return index
-
-
 def segment_name(number: int) -> str:
     """Returns a segment's file in the folder of the index."""
     return f"{PASSAGES}/{number:08d}.arrow"
@@ -603,11 +546,6 @@ def encoded_file(folder: Path, number: int) -> Path:
 def passages_to_batch(passages: Sequence[Passage]) -> pa.RecordBatch:
     columns = [[replace_surrogates(getattr(passage, name)) for passage in passages] for name in PASSAGE_COLUMNS.names]
     return pa.record_batch(columns, schema=PASSAGE_COLUMNS)
-
-
-def write_faiss(index: Any, file: Path) -> None:
-    with file.open("wb") as opened:  # through Python's file, which reports a full disk also on its last bytes
-        faiss.write_index(index, faiss.PyCallbackIOWriter(opened.write, 1 << 20))  # pyrefly: ignore[missing-attribute]
 
 
 class _Partitions:
@@ -639,54 +577,3 @@ def _lock(unfinished: Path, output: str) -> IO[bytes]:
     except OSError:  # a file system without locks
         pass
     return file
-
-
-@contextmanager
-def _faiss_faults(config: FaissConfig) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"faiss.factory is {config.factory!r}, refused by faiss: {reason[:300]}") from error
-
-
-@contextmanager
-def _threads(factory: str, graph_threads: int) -> Iterator[None]:
-    """Sets the threads that add vectors. A graph depends on who adds first, so only one thread builds the same graph
-    twice; other kinds take all cores.
-    """
-    before = faiss.omp_get_max_threads()
-    if "HNSW" in factory or "NSG" in factory:
-        faiss.omp_set_num_threads(graph_threads)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
-
-
-def _train(index: Any, sample: Vectors) -> None:
-    """Trains the index, with the centroids on GPUs where there are any."""
-    if num_visible_gpus():
-        lists = faiss.try_extract_index_ivf(index)
-        if lists is not None:
-            lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
-    index.train(sample)
-
-
-def _blocks(vectors: Vectors) -> Iterator[Vectors]:
-    for first in range(0, len(vectors), BLOCK):
-        yield np.ascontiguousarray(vectors[first : first + BLOCK])
-
-
-def _nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> list[npt.NDArray[np.int64]]:
-    """Returns the rows of the `count` largest inner products for every query by comparing all."""
-    best: list[Scored] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
-    first = 0
-    for block in blocks:
-        scores = queries @ block.T
-        kept = min(count, len(block))
-        rows = np.argpartition(-scores, kept - 1, axis=1)[:, :kept]
-        for i, candidates in enumerate(rows):
-            best[i] = merge([best[i], (candidates + first, scores[i, candidates])], count)
-        first += len(block)
-    return [rows for rows, _ in best]

@@ -216,7 +216,7 @@ def _index(folder: Path) -> list[Specimen]:
 def _adopted(folder: Path) -> list[Specimen]:
     import faiss
 
-    from mempipe.retrieval.build import adopt_index
+    from mempipe.retrieval.adopt import adopt_index
     from mempipe.retrieval.encoders import HashingEncoder
 
     encoder = HashingEncoder(dimension=16)

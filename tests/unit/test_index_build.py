@@ -17,9 +17,11 @@ from killed_build import build, run_and_die
 
 from mempipe.data.corpus import corpus_files
 from mempipe.loader import load_job
-from mempipe.retrieval.build import IndexBuild, adopt_index, build_index, encode_segment, make_index
+from mempipe.retrieval.adopt import adopt_index
+from mempipe.retrieval.build import IndexBuild, build_index, encode_segment
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
+from mempipe.retrieval.faiss_build import make_index
 from mempipe.retrieval.manifest import read_manifest, verify
 from mempipe.retrieval.passages import line_offsets
 from mempipe.retrieval.retriever import Query, Retriever
