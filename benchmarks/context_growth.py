@@ -72,7 +72,7 @@ def main() -> int:
 def play(
     folder: Path, *, seeds: Sequence[int], num_hops: int, model: str = "", agents: Collection[str] = tuple(AGENTS)
 ) -> dict[str, list[Trajectory]]:
-    """Every agent's faultless attempt at one question of each seed's world, with its index in `folder`.
+    """Plays every agent's faultless attempt at one question of each seed's world, with its index in `folder`.
 
     The tokenizer is that of `model`, a folder, within a budget that is roomy for any; or the embedded world's own,
     within the quickstart's budget.

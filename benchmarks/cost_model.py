@@ -79,7 +79,7 @@ class Bench:
         return Contestant(work=lambda: learner.step([batches]), expected=expected)
 
     def reference(self, samples: Sequence[TrainingSample]) -> Contestant:
-        """The pass of one reference."""
+        """Measures the pass of one reference."""
         num_tokens = len(samples[0].token_ids)
         model = ModelConfig(path=self.path, dtype="float32")
         reference = ReferenceModel(model, temperature=1.0, max_tokens=num_tokens, num_threads=self.num_threads)

@@ -111,7 +111,7 @@ class Step:
 
 
 def make_group(rng: np.random.Generator, index: int, arguments: argparse.Namespace) -> Group:
-    """A finished group, scored by the reference."""
+    """Makes a finished group, scored by the reference."""
     name = f"0/q{index}"
     trajectories = [
         Trajectory(
@@ -131,7 +131,7 @@ def make_group(rng: np.random.Generator, index: int, arguments: argparse.Namespa
 
 
 def make_context(rng: np.random.Generator, index: int, num_tokens: int) -> Context:
-    """Prompt, action, observation and memory; loss on action and memory."""
+    """Makes a context: prompt, action, observation and memory; loss on action and memory."""
     prompt = num_tokens // 4
     observation = num_tokens - prompt - ACTION - MEMORY
     mask = np.repeat([0, 1, 0, 1], [prompt, ACTION, observation, MEMORY])
@@ -161,7 +161,7 @@ def make_context(rng: np.random.Generator, index: int, num_tokens: int) -> Conte
 
 
 def resident_gib() -> float:
-    """Memory that this process holds now."""
+    """Returns the memory that this process holds now, in GiB."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**30
 

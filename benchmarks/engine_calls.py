@@ -158,13 +158,13 @@ def _raw(folder: str) -> Measured:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and all its children."""
+    """Returns the user and system time of this process and all its children."""
     process = psutil.Process()
     return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
 
 
 def _gib() -> float:
-    """Memory of this process and all its children; what several share counts once."""
+    """Returns the memory of this process and all its children; what several share counts once."""
     process = psutil.Process()
     return sum(one.memory_full_info().pss for one in [process, *process.children(recursive=True)]) / 2**30
 

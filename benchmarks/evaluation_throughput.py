@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measured(engines: RolloutActors, url: str, questions: Sequence[Question], number: int) -> dict[str, float]:
-    """Questions per second of every contestant, in one round."""
+    """Measures the questions per second of every contestant, in one round."""
     config, tokenizer = engines.config, load_tokenizer(engines.config.model.path)
     replicas, stops = list(engines.generators.values()), sorted(tokenizer.stop_token_ids)
     endpoint = EndpointConfig(url=url, model="m")
@@ -113,7 +113,7 @@ def streamed(engines: RolloutActors, questions: Sequence[Question], number: int)
 
 
 def threaded(engines: RolloutActors, questions: Sequence[Question], make_generate: Callable[[], GenerateFn]) -> float:
-    """Every thread has an agent and connections of its own, and answers one question from beginning to end."""
+    """Answers questions in threads, one after the other, each thread with a separate agent and connections."""
     config, own = engines.config, threading.local()
     tokenizer = load_tokenizer(config.model.path)
 

@@ -139,7 +139,7 @@ def make_contexts(num_contexts: int, *, scale: int, seed: int) -> list[TrainingS
 
 
 def save_model(folder: Path) -> None:
-    """The tiny model of the quickstart's size, and a tokenizer as far as TRL's trainer wants one."""
+    """Saves the tiny model of the quickstart's size, and a tokenizer as far as TRL's trainer wants one."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -161,7 +161,7 @@ def save_model(folder: Path) -> None:
 def make_contestants(
     folder: Path, samples: list[TrainingSample], arguments: argparse.Namespace
 ) -> dict[str, Callable[[], tuple[float, float]]]:
-    """By name, a function that does one update and returns loss and gradient norm."""
+    """Returns, by name, functions that make one update and return loss and gradient norm."""
     (batches,) = pack_step(samples, num_ranks=1, max_tokens=arguments.row_tokens, aggregation="token")
     settings = LearnerSettings(
         model=ModelConfig(path=str(folder), dtype="float32"),
@@ -209,7 +209,7 @@ class PaddedLearner(Learner):
 
 
 def trl_update(folder: Path, samples: list[TrainingSample], rows: int) -> Callable[[], tuple[float, float]]:
-    """GRPOTrainer's loss over all micro-batches of `rows` contexts, then its optimiser."""
+    """Computes GRPOTrainer's loss over all micro-batches of `rows` contexts, then its optimiser."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -275,7 +275,7 @@ def trl_inputs(chunk: list[TrainingSample], num_loss_tokens: Tensor) -> Mapping[
 
 
 def padded(rows: list[list[Any]], *, left: bool = False) -> Tensor:
-    """[rows, longest], filled up with zeros."""
+    """Returns [rows, longest], filled up with zeros."""
     return torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True, padding_side="left" if left else "right"
     )

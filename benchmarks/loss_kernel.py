@@ -35,7 +35,7 @@ def fused(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(kernel: str, rows: int, vocab: int, repeats: int, threads: int) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass, the median, and MiB beyond the logits."""
+    """Measures the seconds of a forward and a backward pass, the median, and MiB beyond the logits."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     logits, targets = torch.randn(rows, vocab).requires_grad_(), torch.randint(vocab, (rows,))

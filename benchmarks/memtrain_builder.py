@@ -102,7 +102,7 @@ def in_a_process(settings: dict[str, Any], pivots: int, num_workers: int) -> dic
 
 
 def measured(settings: dict[str, Any], pivots: int) -> dict[str, Any]:
-    """One way, which `num_workers` tells: what it makes in a second, and what its process needs."""
+    """Measures one variant, given by `num_workers`: its output per second, and the memory of its process."""
     config = parse_section(settings, MemtrainConfig)
     common = common_entities(pl.scan_parquet(entities_file(config)), num_passages(config), config)
     with tempfile.TemporaryDirectory(dir=config.output) as folder:

@@ -74,7 +74,8 @@ class Rate:
 async def measured(
     search: Callable[[str], Awaitable[Any]], queries: Iterator[str], *, callers: int, seconds: float
 ) -> Rate:
-    """Each caller asks again as soon as it has its answer; those under way at the end are waited for and counted."""
+    """Measures callers that ask again as soon as they have an answer; calls in flight at the end are waited for and
+    counted."""
     latencies: list[float] = []
     started = time.perf_counter()
 
@@ -107,7 +108,7 @@ def questions(seed: int, words_each: int = 6) -> Iterator[str]:
 
 
 def synthetic_index(folder: Path, count: int) -> Path:
-    """Random vectors of length 1 under a hashing encoder's name: its queries are as good as any for speed."""
+    """Makes random vectors of length 1 under a hashing encoder's name: its queries are as good as any for speed."""
     encoder = HashingEncoder(dimension=DIMENSION)
     # pyrefly: ignore
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), faiss={"shard_passages": max(count, 1)})
@@ -126,7 +127,8 @@ def synthetic_index(folder: Path, count: int) -> Path:
 
 
 def real_index(folder: Path, corpus: str, encoder: dict[str, Any]) -> tuple[Path, float, float]:
-    """The index, and passages per second of the whole build and of the encoder alone, in this process."""
+    """Builds and returns the index, and passages per second of the whole build and of the encoder alone, in this
+    process."""
     config = IndexConfig(corpus=[corpus], output=str(folder), encoder=encoder)
     started = time.perf_counter()
     build, made = IndexBuild(config, corpus_files(config.corpus)), make_encoder(encoder)

@@ -147,7 +147,7 @@ class Contest:
     num_rounds: int = 0
 
     def round(self) -> dict[str, Measured]:
-        """Every contestant once."""
+        """Measures every contestant once."""
         measured = {"agent": with_cpu_seconds(self._agent)}
         assert self.step is not None, "the agent's step is what the others repeat"
         groups = self.step.groups
@@ -217,7 +217,7 @@ class Contest:
         return Measured(sum(script.num_tokens for script in scripts), time.perf_counter() - started)
 
     def _engine_and_retriever(self, *, stop: bool = True) -> tuple[GenerateFn, SearchFn]:
-        """Through pools of this process."""
+        """Calls engine and retriever through pools of this process."""
         stop_token_ids = sorted(load_tokenizer(self.config.model.path).stop_token_ids) if stop else []
         generators = GeneratorPool(
             [self.generator],
@@ -244,7 +244,7 @@ class LockStep:
         return (await turn.completions)[index]
 
     async def takes_part(self, trajectory: Awaitable[Any]) -> Any:
-        """The trajectory's result; from its end on, nobody waits for it."""
+        """Returns the trajectory's result, and does not wait for the trajectory from its end on."""
         try:
             return await trajectory
         finally:
@@ -330,7 +330,7 @@ def with_cpu_seconds(contestant: Callable[[], Measured]) -> Measured:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and all its children."""
+    """Returns the user and system time of this process and all its children."""
     process = psutil.Process()
     return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
 
@@ -347,7 +347,7 @@ def recorded_calls(groups: Sequence[Group]) -> list[Call]:
 
 
 def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]:
-    """One per run of sampled tokens."""
+    """Yields the calls of a context, one per run of sampled tokens."""
     edges = [
         i for i in range(len(loss_mask) + 1) if (i < len(loss_mask) and loss_mask[i]) != (i > 0 and loss_mask[i - 1])
     ]
@@ -357,7 +357,7 @@ def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]
 
 @contextmanager
 def started(config: RunConfig, namespace: str, *, num_questions: int, num_skewed: int) -> Iterator[Contest]:
-    """All actors; ends them afterwards."""
+    """Starts all actors, and ends them with the block."""
     options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
     context_tokens, algorithm = config.budget.context_tokens, config.algorithm
     store = start_actor(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})

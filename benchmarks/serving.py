@@ -84,13 +84,13 @@ async def measure(ask: Ask, questions: Sequence[Question], *, num_clients: int, 
 
 
 async def measure_all(ask: Ask, questions: Sequence[Question], *, seconds: float) -> dict[int, Measured]:
-    """For every number of clients, after a warm-up."""
+    """Measures every number of clients, after a warm-up."""
     await measure(ask, questions, num_clients=4, seconds=min(seconds, 3.0))
     return {n: await measure(ask, questions, num_clients=n, seconds=seconds) for n in CLIENTS}
 
 
 def directly(served: ServedRun, questions: Sequence[Question], *, seconds: float) -> dict[int, Measured]:
-    """The driver of training and evaluation on engine and retriever actors."""
+    """Measures the driver of training and evaluation on engine and retriever actors."""
     with (
         connected("", name="serving-benchmark") as namespace,
         launch_rollout_actors(served.main, namespace) as engines,
@@ -180,7 +180,7 @@ def is_agent(command: Sequence[str]) -> bool:
 
 
 def report(direct: dict[int, Measured], served: dict[int, Measured]) -> None:
-    """The tables, on the terminal."""
+    """Prints the tables."""
     print("| clients | direct, requests/s | p50, p99 ms | service, requests/s | p50, p99 ms | service / direct |")
     print("|---|---|---|---|---|---|")
     for n in CLIENTS:

@@ -94,7 +94,8 @@ def in_a_process(folder: str, num_siblings: int, share: bool, arguments: argpars
 
 
 def measured(folder: str, num_siblings: int, share: bool, chunk: int, repeats: int, threads: int) -> dict[str, Any]:
-    """One way: the tokens of an update, the median of its seconds after one that is not timed, and its memory."""
+    """Measures one variant: the tokens of an update, the median of its seconds after one that is not timed, and its
+    memory."""
     learner = Learner(
         LearnerSettings(
             model=ModelConfig(path=folder, dtype="float32"),

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def balanced(config: RunConfig, shape: Shape, gpu: Gpu, num_gpus: int) -> RunConfig:
-    """The config with the numbers of ranks, engines and references of the shortest step on so many GPUs."""
+    """Returns the config with the numbers of ranks, engines and references of the shortest step on so many GPUs."""
 
     def sized(ranks: int, references: int) -> RunConfig:
         return config.model_copy(
@@ -88,7 +88,7 @@ def balanced(config: RunConfig, shape: Shape, gpu: Gpu, num_gpus: int) -> RunCon
 
 
 def now(call: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that does not have to wait."""
+    """Returns the result of a coroutine that does not have to wait."""
     try:
         call.send(None)
     except StopIteration as result:
@@ -267,7 +267,7 @@ class Simulation:
         self._clock.run(until=lambda: len(self._steps) >= self._num_steps)
 
     def row(self, num_gpus: int) -> str:
-        """A line of the table: what the steps after the first ones took."""
+        """Returns a line of the table: the seconds of the steps after the first ones."""
         before, last = self._steps[WARM_UP_STEPS - 1], self._steps[-1]
         count = len(self._steps) - WARM_UP_STEPS
         seconds, tokens, learning, sampling = (b - a for a, b in zip(before, last, strict=True))
@@ -293,7 +293,7 @@ class Simulation:
                 self._play(key, messages, next(messages))
 
     def _messages(self) -> Iterator[tuple[float, float]]:
-        """(prompt tokens, sampled tokens) of every message of a trajectory."""
+        """Returns (prompt tokens, sampled tokens) of every message of a trajectory."""
         work = self._work
         count = self._random.randint(1, max(1, round(2 * work.contexts - 1)))
         per_context = max(1, round(work.sampled_tokens / work.message_tokens))

@@ -86,7 +86,7 @@ def make_runs(folder: Path, arguments: argparse.Namespace) -> list[Path]:
 
 
 def read_steps(run: Path) -> list[dict[str, float]]:
-    """Seconds of each part and of the whole ("step"), for the steps that count."""
+    """Returns the seconds of each part and of the whole ("step"), for the steps that count."""
     rows = read_metrics(run / "metrics.jsonl")
     steps = [row for row in rows if "seconds/step" in row][NUM_SKIPPED:]
     if not steps:
@@ -102,7 +102,7 @@ def read_steps(run: Path) -> list[dict[str, float]]:
 
 
 def report(steps: Mapping[int, Sequence[dict[str, float]]]) -> None:
-    """One column of medians and shares for every max_off_policy_steps, and the ratio of their step seconds."""
+    """Prints one column of medians and shares for every max_off_policy_steps, and the ratio of their step seconds."""
     lags = sorted(steps, reverse=True)
     print(f"{os.cpu_count()} cores; seconds (median) and share of all steps")
     print(f"{'max_off_policy_steps':<22}" + "".join(f"{lag:>10}{'':>8}" for lag in lags))

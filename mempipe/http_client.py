@@ -37,7 +37,7 @@ class RetryPolicy:
 
     @property
     def attempt_s(self) -> float:
-        """Deadline of one attempt, so that one that hangs leaves time for others."""
+        """Returns deadline of one attempt, so that one that hangs leaves time for others."""
         return self.timeout_s / 3
 
 

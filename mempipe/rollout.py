@@ -289,7 +289,7 @@ def _last_memory(trajectory: Trajectory) -> str:
 
 
 def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with its recall samples scored and their mean in its reward (MemTrain Eq. 1 and 2)."""
+    """Returns the trajectory with its recall samples scored and their mean in its reward (MemTrain Eq. 1 and 2)."""
     recalls = [
         dataclasses.replace(recall, score=recall_match(recall.answer, recall.target, config))
         for recall in trajectory.recalls

@@ -145,8 +145,9 @@ class Run:
 
     @contextmanager
     def preparation(self) -> Iterator[None]:
-        """The phase in which inputs are read and made. A new run whose settings it refuses (ConfigError) is withdrawn,
-        so that better ones can start there, unless anything was made: that stays, and --resume continues with it."""
+        """Encloses the phase in which inputs are read and made. A new run whose settings it refuses (ConfigError) is
+        withdrawn, so that better ones can start there, unless anything was made: that stays, and --resume continues
+        with it."""
         try:
             with self.phase("prepare"):
                 yield
@@ -161,7 +162,7 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The hashes of what the run was begun with, by setting; empty before they are known."""
+        """Returns the hashes of what the run was begun with, by setting; empty before they are known."""
         return saved_inputs(self.folder)
 
     def check_inputs(self, now: Mapping[str, str]) -> None:

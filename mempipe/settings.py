@@ -38,7 +38,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections_have_their_defaults(cls, values: Any) -> Any:
-        """A section of a file under which nothing is written is null there, and is as one that is missing."""
+        """Reads a section of a file under which nothing is written, which is null there, as one that is missing."""
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None or not cls._is_section(name)}

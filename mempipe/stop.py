@@ -90,7 +90,7 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the process has to be gone; infinite while nobody asked."""
+        """Returns the seconds until the process must have ended; infinite before a stop was requested."""
         return max(self._deadline - time.monotonic(), 0.0)
 
     def leaves_time_for(self, seconds: float) -> bool:
@@ -121,7 +121,7 @@ class StopRequest:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """The first signal does not interrupt the block, which looks at `leaves_time_for`; it is raised at its end."""
+        """Keeps the first signal from interrupting the block, which reads `leaves_time_for`; raises it at the end."""
         self._held_back += 1
         try:
             yield

@@ -133,7 +133,7 @@ def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Start and end of every sentence, without the space around it. A line break ends one too."""
+    """Returns the start and end of every sentence, without the space around it. A line break ends one too."""
     ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _is_abbreviation(text, match.start())}
     ends |= {match.end() for match in re.finditer(r"\n+", text)}
     found, start = [], 0

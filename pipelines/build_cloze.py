@@ -90,7 +90,7 @@ def _write_corpus(corpus: str, file: Path, *, fallback: str, words: int) -> str:
 
 
 def describe(files: ClozeFiles) -> list[str]:
-    """The counts, for people."""
+    """Returns the counts, for people."""
     counts = files.counts
     lines = [
         f"{files.folder}: {counts['questions']} questions ({counts['two_passages']} need two passages) "
@@ -103,7 +103,7 @@ def describe(files: ClozeFiles) -> list[str]:
 
 
 def shown(files: ClozeFiles, count: int) -> list[str]:
-    """The first `count` test questions with their answers, for people."""
+    """Returns the first `count` test questions with their answers, for people."""
     questions = read_questions(files.questions("test"))[:count]
     return [f"\n{question.text}\n  -> {question.golden_answers[0]}" for question in questions]
 

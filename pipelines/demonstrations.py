@@ -46,7 +46,8 @@ class Demonstrations:
 
 
 def demonstrations(config: RunConfig) -> Demonstrations:
-    """The trajectories that the warm start of this config imitates; the same seed gives the same ones of a script.
+    """Returns the trajectories that the warm start of this config imitates; the same seed gives the same ones of a
+    script.
 
     Raises ConfigError when there are none, and when the synthetic world has too few questions.
     """
@@ -72,7 +73,7 @@ def demonstrations(config: RunConfig) -> Demonstrations:
 
 
 def _clean(config: RunConfig) -> Iterator[Group]:
-    """Good trajectories, one per group, from wherever the config says."""
+    """Returns good trajectories, one per group, from wherever the config says."""
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
     if wanted.trajectories:
@@ -107,7 +108,7 @@ def _recorded(sources: Sequence[str]) -> Iterator[Group]:
 
 
 def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Group]:
-    """Every trajectory that scored enough, as a separate group."""
+    """Yields every trajectory that scored enough, as a separate group."""
     for group in groups:
         for trajectory in group.trajectories:
             if getattr(trajectory, metric) >= min_score:
@@ -126,8 +127,8 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
 
 
 def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:
-    """The messages of the script that plays the config's agent. Of the facts in a memory it keeps `num_noted`; 0: those
-    that fit the budget.
+    """Returns the function that plays the config's agent by a script. Of the facts in a memory it keeps `num_noted`; 0:
+    those that fit the budget.
 
     Raises ConfigError for an agent without a script.
     """
@@ -183,7 +184,7 @@ def _teacher(config: RunConfig) -> GenerateFn:
 
 
 def played(config: RunConfig, questions: Iterable[Question], generate: MakeGenerate, *, name: str) -> Iterator[Group]:
-    """One scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time.
+    """Plays one scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time.
 
     All of them run in one event loop, in a separate thread: a notebook's main thread has a running one, and the
     connections of a teacher belong to the loop that they were made in.

@@ -65,7 +65,8 @@ class Exports:
 
 
 def _comparable(best: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether two validations scored the same questions by the same metric; an earlier version noted no questions."""
+    """Returns whether two validations scored the same questions by the same metric; an earlier version noted no
+    questions."""
     return all(best.get(name, now[name]) == now[name] for name in ("metric", "questions"))
 
 

@@ -135,8 +135,8 @@ def _phases(
     *,
     verified: Path | None = None,
 ) -> None:
-    """All phases that need actors. Each skips what it finds done, so that another attempt continues. `verified` is the
-    checkpoint whose files were compared with its manifest already."""
+    """Runs all phases that need actors. Each skips what it finds done, so that another attempt continues. `verified` is
+    the checkpoint whose files were compared with its manifest already."""
     questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
     first = understood(config.data.train, columns=config.data.columns)
     say(f"{len(questions):,} training questions; the first: {first}")

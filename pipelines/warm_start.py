@@ -135,7 +135,7 @@ def _train(
 
 
 def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample]) -> float:
-    """Mean -logprob of the loss tokens."""
+    """Returns the mean -logprob of the loss tokens."""
     rows = learners.score([sample.token_ids for sample in samples])
     kept = [
         -value
@@ -178,7 +178,7 @@ def _optimizer(wanted: WarmStartConfig) -> OptimizerConfig:
 
 
 def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterator[list[TrainingSample]]:
-    """The samples in order, cut where an update has its tokens."""
+    """Yields the samples in order, cut where an update has its tokens."""
     batch: list[TrainingSample] = []
     num_tokens = 0
     for sample in samples:

@@ -49,7 +49,7 @@ class Marked:
         return [process for process in psutil.process_iter() if self._is_marked(process)]
 
     def survivors(self, *, named: str = "") -> list[str]:
-        """Command lines that hold `named`, of processes that are still there after GONE_WITHIN_S.
+        """Returns the command lines that hold `named`, of processes that are still there after GONE_WITHIN_S.
 
         Returns as soon as there are none.
         """

@@ -49,6 +49,9 @@ WORDS = {
     r"\b[Mm]akes? of\b|\bmade of it\b": "write: creates from",
     r"\bso many\b": "name the number",
 }
+_THINGS = "Bytes|Contexts|Files|Groups|Ids|Indices|Its|Lines|Pairs|Replicas|Rows|Seconds|Settings|This|Tokens"
+VERB = rf"(?!(?:{_THINGS})\b)(?:Is|[A-Z][a-z]+s)\b"  # "Returns the gap.", but not "Seconds of a pass."
+NOUNS = ("metrics.py",)  # definitions of metrics, which reports show
 CLAUSE = r"(?:What(?! to\b)|Of|Where|With which|For which) [^?]*\.(?:\s|$)"  # "What a run needs.": begin with the noun
 OPENING = (
     r"(?:It|They|Those|These|Without it|Without them|That one|The same(?= (?:is|are|holds|as)\b))\b"
@@ -130,6 +133,18 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def without_verb(source: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, first words) of every docstring of a function that does not begin with a verb. Docstrings of
+    constructors describe parameters, and those of routes are text of the HTTP API.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name == "__init__":
+            continue
+        is_route = any(ast.unparse(each).startswith("router.") for each in node.decorator_list)
+        if (text := ast.get_docstring(node)) and not is_route and not re.match(VERB, text):
+            yield node.body[0].lineno, text[:40]
+
+
 def yaml_comments(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of every comment of a YAML file; comments of lines that follow each other are one text."""
     block: list[str] = []
@@ -156,6 +171,9 @@ def check_file(path: Path) -> Iterator[str]:
         texts = ((line, text, False) for line, text in [*python_strings(source), *docstrings(source)])
     else:
         texts = ((line, text, False) for line, text in yaml_comments(source))
+    if path.suffix == ".py" and path.name not in NOUNS:
+        for line, words in without_verb(source):
+            yield f"{path}:{line}: {words!r}: begin with a verb in the third person (Returns, Writes)"
     for line, text, prose in texts:
         if path.suffix == ".py" and (clause := re.match(CLAUSE, " ".join(text.split()))):
             yield f"{path}:{line}: {clause.group()[:50]!r}: begin with a noun or a verb"

@@ -20,7 +20,7 @@ SERVED_NAME = "m"
 
 @contextmanager
 def vllm_server(model: ModelConfig, generation: GenerationConfig, *, context_tokens: int) -> Iterator[str]:
-    """The address (`http://…/v1`) of an OpenAI-compatible server on the CPU that serves `model.path` as "m".
+    """Yields the address (`http://…/v1`) of an OpenAI-compatible server on the CPU that serves `model.path` as "m".
 
     Its engine has the settings of a run's own. Raises AssertionError with the end of its log when it does not start.
     """

@@ -90,7 +90,7 @@ class NotebookRenderer(Renderer[NotebookBudget]):
         return cls(tokenizer, prompts=prompts, tools=Toolbox(own=load_tools(config.tools)), budget=budget)
 
     def prompt(self, *, question: list[int], notebook: list[int]) -> list[int]:
-        """A context up to its first sampled token."""
+        """Returns a context up to its first sampled token."""
         return self._prompt.filled({"question": question, "memory": notebook})
 
 
@@ -121,7 +121,7 @@ class Notebook(Agent[NotebookRenderer]):
         return parse_action(message.text, tools=self.renderer.tools)
 
     def _noted(self, notebook: Memory, uses: Sequence[ToolUse]) -> Memory:
-        """The notebook with a line for every result, without the oldest tokens for which there is no room."""
+        """Returns the notebook with a line for every result, without the oldest tokens that do not fit."""
         lines = [notebook.text, *(text for use in uses for text in use.texts)]
         token_ids = self.renderer.encode("\n".join(filter(None, lines)))
         kept = token_ids[-self.renderer.budget.notebook_tokens :]

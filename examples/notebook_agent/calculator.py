@@ -34,7 +34,8 @@ class Calculator:
         return {"name": self.name, "description": "Computes an arithmetic expression.", "parameters": parameters}
 
     def check(self, arguments: dict[str, Any]) -> str:
-        """The expression. Raises InvalidCall for arguments that the schema does not allow; that ends the trajectory."""
+        """Returns the expression. Raises InvalidCall for arguments that the schema does not allow, which ends the
+        trajectory."""
         expression = arguments.get("expression")
         if arguments.keys() != {"expression"} or not isinstance(expression, str):
             raise InvalidCall("the one argument is expression, a text")
@@ -43,7 +44,8 @@ class Calculator:
         return expression.strip()
 
     async def call(self, arguments: str) -> list[str]:
-        """The line that the policy reads. What it may learn from, such as a division by zero, is a line as well."""
+        """Returns the line that the policy reads. A mistake such as a division by zero is a line as well, to learn
+        from."""
         try:
             return [f"{arguments} = {evaluate(ast.parse(arguments, mode='eval').body):.10g}"]
         except ZeroDivisionError:
@@ -53,7 +55,7 @@ class Calculator:
 
 
 def evaluate(node: ast.expr) -> float:
-    """The value of a parsed expression. Raises ValueError for anything but the four operations on numbers."""
+    """Returns the value of a parsed expression. Raises ValueError for anything but the four operations on numbers."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value

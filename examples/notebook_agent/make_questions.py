@@ -11,7 +11,7 @@ FILES = {"train": 48, "held_out": 16}
 
 
 def problem(rng: random.Random) -> tuple[str, int]:
-    """A problem of two calculations and its answer."""
+    """Returns a problem of two calculations and its answer."""
     boxes, pens, price = rng.randint(12, 98), rng.randint(12, 98), rng.randint(2, 9)
     sold = rng.randint(1, boxes * pens - 1)
     return rng.choice(

@@ -8,7 +8,7 @@ COST_OF_1000_CHARACTERS = 0.1
 
 
 def right_and_brief(trajectory: Trajectory, question: Question) -> dict[str, float]:
-    """1 for the right number, less a tenth for every thousand characters that were written.
+    """Returns 1 for the right number, less a tenth for every thousand characters that were written.
 
     "reward" is optimised; the other numbers are logged as measures of the trajectory.
     """

@@ -259,8 +259,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _is_late(error: Exception) -> bool:
-    """Whether `ray.init` timed out while starting a local node. Ray raises a plain `Exception` for that, hence the
-    exact type check."""
+    """Returns whether `ray.init` timed out while starting a local node. Ray raises a plain `Exception` for that, hence
+    the exact type check."""
     return type(error) is Exception
 
 

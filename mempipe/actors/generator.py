@@ -95,7 +95,7 @@ class GeneratorActor:
             await self.ready()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
+        """Returns the log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
         await self._awake()
         return await self._engine.score(token_ids)
 
@@ -133,7 +133,7 @@ class GeneratorActor:
         await self._engine.wake()
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """The rendezvous of a transfer between GPUs."""
+        """Joins the rendezvous of a transfer between GPUs."""
         await self._engine.connect(init_info)
 
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:

@@ -13,7 +13,7 @@ Handle: TypeAlias = Any
 
 
 def start_actor(cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
-    """An actor of `cls` with Ray's `options`."""
+    """Starts an actor of `cls` with Ray's `options`."""
     remote: Any = ray.remote(cls)
     return remote.options(**options).remote(*args, **kwargs)
 

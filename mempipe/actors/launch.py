@@ -132,7 +132,7 @@ class Roles(RolloutActors):
             self.learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
 
     def put_engines_to_sleep(self) -> None:
-        """With engine sleep mode, makes the engines free their GPU memory until the next `sync`; else does nothing."""
+        """Makes the engines free their GPU memory until the next `sync`; does nothing without engine sleep mode."""
         if self.plan.sleeps:
             self.wait()
             self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
@@ -297,7 +297,7 @@ def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
 
 @contextmanager
 def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[RolloutActors]:
-    """RolloutActors under the weights of `model.path`, and retrievers; without `generators` somebody else completes.
+    """Starts engines with the weights of `model.path`, and retrievers; without `generators` an endpoint completes.
 
     They are ready when the block begins. Cleans up as `launch` does.
     """

@@ -40,7 +40,7 @@ class LearnerActor:
         import mempipe.engines.learner  # noqa: F401  # takes seconds, while the other roles start
 
     def address(self) -> tuple[str, int]:
-        """This node's address, and a port that is free on it."""
+        """Returns this node's address, and a port that is free on it."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
@@ -199,15 +199,15 @@ class LearnerGroup:
         self._all("releasing memory", lambda rank, _: rank.release_memory.remote())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of every sequence's tokens but the first, under the current weights."""
+        """Returns the log-probs of every sequence's tokens but the first, under the current weights."""
         return self._all("score", lambda rank, _: rank.score.remote(sequences))[0]
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of every weight as an engine holds it (`mempipe.engines.checksums`)."""
+        """Returns the checksum of every weight as an engine holds it (`mempipe.engines.checksums`)."""
         return self._all("checksums", lambda rank, _: rank.checksums.remote())[0]
 
     def weights(self) -> Any:
-        """A reference to what engines serve (all weights, or with LoRA the adapter), as bytes (`pack_weights`)."""
+        """Returns a reference to the served weights (all, or with LoRA the adapter), as bytes (`pack_weights`)."""
         references = [rank.weights.remote() for rank in self.ranks]
         self._get("gathering weights", references[1:])
         return references[0]

@@ -76,7 +76,7 @@ class Pool:
             await asyncio.sleep(pause)
 
     def _load(self, i: int) -> tuple[bool, bool, int]:
-        """Replicas that are gone come last; before them those that failed lately; then those with many calls."""
+        """Returns the key that sorts replicas: few calls first, then those that failed lately, dead ones last."""
         return self._gone[i], self._rests_until[i] > time.monotonic(), self._under_way[i]
 
 

@@ -66,7 +66,7 @@ class _NeverPlaced:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Native code writes to the file descriptor, past `sys.stderr`."""
+    """Redirects the file descriptor of stderr, to which native code writes past `sys.stderr`."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:

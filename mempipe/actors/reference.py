@@ -44,7 +44,7 @@ class ReferenceStage:
         return records_to_table([self.scored(group) for group in table_to_groups(batch)])
 
     def scored(self, group: Group) -> Group:
-        """The group with the reference's log-probs; one that is going to be dropped stays as it is."""
+        """Adds the reference's log-probs to the group; a group that will be dropped stays as it is."""
         if self._algorithm.filter_zero_variance and not has_signal(group, by=self._algorithm.filter_by):
             return group
         reached("reference.score", group=group.id)

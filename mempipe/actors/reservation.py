@@ -22,13 +22,13 @@ class NotReserved(RuntimeError):
 
 
 def cluster_gpus() -> dict[str, int]:
-    """GPUs of every node that has some, by node id."""
+    """Returns the GPUs of every node that has some, by node id."""
     nodes = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
     return {node: count for node, count in nodes.items() if count}
 
 
 def smallest_gpu(nodes: dict[str, int]) -> int | None:
-    """Memory in bytes of the smallest GPU, asked of one on every node; None when all are taken.
+    """Returns the memory in bytes of the smallest GPU, asked of one on every node; None when all are taken.
 
     Raises ConfigError, which names the node, when Ray counts GPUs that torch cannot use there.
     """
@@ -67,7 +67,7 @@ class Reservation:
             raise NotReserved(f"the cluster did not free {sum(sizes)} GPUs within {timeout_s:g} s")
 
     def options(self, role: Role) -> dict[str, Any]:
-        """Ray's options for the next actor of the role."""
+        """Returns Ray's options for the next actor of the role."""
         if self._group is None or not self.plan.seats(role):
             return {"num_cpus": 0}
         index = self._taken.get(role, 0)

@@ -32,7 +32,7 @@ class ShardActor:
         self._thread = search_thread(config.num_threads)
 
     def shape(self) -> tuple[int, int]:
-        """Number of vectors and their dimension."""
+        """Returns the number of vectors and their dimension."""
         return self._vectors.num_vectors, self._vectors.dimension
 
     def search(self, vectors: Vectors, count: int, rows: Rows | None) -> list[Scored]:
@@ -73,7 +73,7 @@ class RetrieverActor:
         self._desk = BatchedServer(self._search)
 
     async def ready(self) -> str:
-        """The snapshot that is served."""
+        """Returns the snapshot that is served."""
         return self._retriever.snapshot
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:

@@ -14,7 +14,7 @@ class WeightStore:
         self._newest: tuple[list[ray.ObjectRef], int] | None = None
 
     def put(self, weights: list[ray.ObjectRef], policy_version: int) -> None:
-        """`weights` is a list of one reference, which keeps Ray from fetching what it points to."""
+        """Stores `weights`, a list of one reference; the list keeps Ray from fetching the weights themselves."""
         reached("store.put", version=policy_version)
         self._newest = (weights, policy_version)
 

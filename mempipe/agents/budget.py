@@ -35,14 +35,14 @@ class Budget(Section):
 
     @property
     def memory_limit(self) -> int | None:
-        """The most tokens, besides the question, that are carried from one context to the next; None where the whole
-        history goes.
+        """Returns the most tokens, besides the question, that one context takes over from the last; None for the whole
+        history.
         """
         return None
 
     @property
     def turn_limit(self) -> int | None:
-        """The most turns of a trajectory; None where the length of the text that is read decides."""
+        """Returns the most turns of a trajectory; None if the length of the text decides."""
         return None
 
 
@@ -87,7 +87,7 @@ class MemoryBudget(Budget):
 
     @property
     def memory_message_limit(self) -> int:
-        """The limit that holds: `memory_message_tokens` if it is set, else `memory_tokens` and room for the tags."""
+        """Returns `memory_message_tokens` if it is set, else `memory_tokens` and room for the tags."""
         return self.memory_message_tokens or self.memory_tokens + MEMORY_TAG_TOKENS
 
     @property

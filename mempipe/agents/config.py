@@ -59,5 +59,5 @@ class AgentConfig(Section):
 
     @property
     def side_contexts(self) -> int:
-        """Contexts of a trajectory that no turn waits for."""
+        """Returns the number of contexts of a trajectory that no turn waits for."""
         return 0

@@ -33,17 +33,17 @@ class Tokenizer(Protocol):
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end an assistant message."""
+        """Returns the ids that end an assistant message."""
         ...
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that only templates and the policy may produce: every special or added token."""
+        """Returns the ids that only templates and the policy may produce: every special or added token."""
         ...
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """The texts of those tokens."""
+        """Returns the texts of the special tokens."""
         ...
 
     def encode_template(self, text: str) -> list[int]:

@@ -223,7 +223,7 @@ class Pieces:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the trusted text."""
+        """Returns the tokens of the trusted text."""
         return sum(map(len, self.literals))
 
 

@@ -145,7 +145,7 @@ def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> li
 
 
 def _given(config: RunConfig) -> list[Finding]:
-    """Questions and passages that the run finds."""
+    """Checks the question files and the index that the settings name."""
     return [
         *_questions("data.train", config.data.train, columns=config.data.columns, needed=True),
         *_questions("data.validation", config.data.validation, columns=config.data.columns, needed=False),
@@ -154,7 +154,7 @@ def _given(config: RunConfig) -> list[Finding]:
 
 
 def _cloze(config: RunConfig) -> list[Finding]:
-    """The passages for the run's questions and index."""
+    """Checks the passages from which the run makes its questions and index."""
     corpus = config.data.corpus
     given = {"data.train": config.data.train, "retrieval.index": config.retrieval.index or config.retrieval.url}
     for setting, value in given.items():
@@ -188,7 +188,7 @@ def _demonstrations(config: RunConfig) -> list[Finding]:
 
 
 def _model(config: RunConfig) -> list[Finding]:
-    """The model, or what it is imported from."""
+    """Checks the model, or the source that it is imported from."""
     model = config.model
     if not model.source:
         found = check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)

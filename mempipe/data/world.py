@@ -258,7 +258,7 @@ class World:
         return Chain(entities, relations)
 
     def _question(self, chain: Chain, opening: str, *, without: frozenset[str] = frozenset()) -> Question:
-        """No recall target is stated by a relation of `without`."""
+        """Makes a question whose recall targets are not stated by a relation of `without`."""
         id = "-".join((self.id, chain.entities[0], *chain.relations))
         described = self._described(chain, random.Random(id))
         return Question(

@@ -1,10 +1,10 @@
 """Causal attention within each context of a packed row.
 
-A packed row [1, T] holds whole contexts one after the other; a context may take its first tokens from the one before
-it, and is gathered whole here, so that attention alone works on shared tokens more than once. No [T, T] mask is ever
-built: on CUDA with 16-bit weights `torch.nn.attention.varlen` takes the boundaries as they are; everywhere else
-contexts of similar length are gathered into a right-padded batch, where causal attention never looks at the padding,
-and scattered back. Both are exact.
+A packed row [1, T] holds whole contexts one after the other; a context may share its first tokens with the one before
+it, and is gathered whole here, so that only attention processes shared tokens more than once. No [T, T] mask is ever
+built: on CUDA with 16-bit weights `torch.nn.attention.varlen` takes the boundaries directly; everywhere else contexts
+of similar length are gathered into a right-padded batch, where causal attention never looks at the padding, and
+scattered back. Both are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mempipe.rl.packing import context_places
 
 
 class ContextLayout:
-    """Says where the contexts of a packed row lie; made once per micro-batch, used by every layer.
+    """Locates the contexts of a packed row; made once per micro-batch, used by every layer.
 
     `lengths` are the S context lengths. The first `shared_lengths` [S] of these tokens are in the row once, with the
     context before; without sharing the lengths sum to T.
@@ -61,13 +61,13 @@ class ContextLayout:
 
     @functools.cached_property
     def boundaries(self) -> Tensor:
-        """[S + 1] int32, the start of every context and the end of the last."""
+        """Returns [S + 1] int32, the start of every context and the end of the last."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
     def buckets(self) -> list[tuple[int, int]]:
-        """Pairs of (number of contexts, padded length), longest first. A bucket takes contexts that are at most an
-        eighth shorter than its longest.
+        """Returns pairs of (number of contexts, padded length), longest first. A bucket takes contexts that are at most
+        an eighth shorter than its longest.
         """
         buckets: list[tuple[int, int]] = []
         for length in sorted(self.lengths, reverse=True):
@@ -98,7 +98,7 @@ class ContextLayout:
         return torch.cat(row_positions).to(self.device), slots.to(self.device)
 
     def pad(self, row: Tensor) -> list[Tensor]:
-        """[T, H, D] -> one [contexts, H, padded length, D] per bucket."""
+        """Pads the contexts: [T, H, D] -> one [contexts, H, padded length, D] per bucket."""
         num_heads, head_dim = row.shape[1:]
         flat = row.reshape(len(row), -1).index_select(0, self._indices[0])
         parts = flat.split([count * length for count, length in self.buckets])
@@ -108,7 +108,7 @@ class ContextLayout:
         ]
 
     def unpad(self, padded: Sequence[Tensor]) -> Tensor:
-        """The inverse of `pad`: [T, H, D]."""
+        """Inverts `pad`: [T, H, D]."""
         num_heads, head_dim = padded[0].shape[1], padded[0].shape[3]
         flat = torch.cat([part.transpose(1, 2).reshape(-1, num_heads * head_dim) for part in padded])
         return flat.index_select(0, self._indices[1]).view(-1, num_heads, head_dim)
@@ -128,10 +128,10 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+    """Computes attention as transformers calls it: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
 
-    Dropout is ignored: the ratio of two policies needs log-probs without noise.
-    Raises ValueError for a model that wants more of attention than causality within a window.
+    Dropout is ignored: the ratio of two policies needs log-probs without noise. Raises ValueError for a model whose
+    attention is anything but causal within a window.
     """
     assert layout is not None, "packed attention needs the `layout` of the row; call the model through PolicyModel"
     assert attention_mask is None, "packed attention takes the layout instead of a mask"

@@ -52,8 +52,8 @@ class TrainingState:
 
 
 def read_state(path: str | Path, *, rank: int = 0, num_ranks: int = 1, verified: bool = False) -> TrainingState:
-    """The state of a checkpoint, after every file was compared with the manifest; one of several ranks compares its
-    share. `verified`: this was done before, and takes minutes for a large model. Raises CheckpointError.
+    """Returns the state of a checkpoint after comparing every file with the manifest, which takes minutes for a large
+    model; one of several ranks compares its share. `verified`: they were compared before. Raises CheckpointError.
     """
     path = Path(path)
     try:
@@ -67,25 +67,25 @@ def read_state(path: str | Path, *, rank: int = 0, num_ranks: int = 1, verified:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint under `folder`, or None."""
+    """Returns the newest checkpoint under `folder`, or None."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints under `folder`, oldest first."""
+    """Returns the checkpoints under `folder`, oldest first."""
     recover_folders(Path(folder))
     found = [(int(match[1]), path) for path in Path(folder).glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 
 def step_of(path: str | Path) -> int:
-    """The learner step that a checkpoint is of, without a look at its other files. Raises CheckpointError."""
+    """Returns the learner step of a checkpoint; reads only its state.json. Raises CheckpointError."""
     return position_of(path).step
 
 
 def position_of(path: str | Path) -> Position:
-    """The position that a checkpoint is of, without a look at its other files. Raises CheckpointError."""
+    """Returns the position of a checkpoint; reads only its state.json. Raises CheckpointError."""
     try:
         return _training_state(json.loads((Path(path) / STATE).read_text()), Path(path)).position
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)  # odd, with bits in
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of the values in `tensor`: a number, int64, on its device."""
+    """Returns the checksum of the values in `tensor`: a number, int64, on its device."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in bits.split(CHUNKS[tensor.device.type]):

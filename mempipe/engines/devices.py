@@ -13,7 +13,8 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def gpu_bytes() -> int:
-    """Memory in bytes of the smallest visible GPU. Raises ConfigError, which says why, when torch can use none."""
+    """Returns the memory in bytes of the smallest visible GPU. Raises ConfigError, which says why, when torch can use
+    none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -23,13 +24,13 @@ def gpu_bytes() -> int:
 
 
 def driver_version(text: str) -> str:
-    """The version in what the driver writes to `DRIVER_FILE`, e.g. "550.54.15"; "" without one."""
+    """Returns the version in what the driver writes to `DRIVER_FILE`, e.g. "550.54.15"; "" without one."""
     found = re.search(r"\b(\d{3}\.\d[\d.]*)", text)
     return found[1] if found else ""
 
 
 def unusable(*, torch_version: str, cuda: str | None, driver: str) -> str:
-    """Why torch finds no GPU, and what to do about it."""
+    """Says why torch finds no GPU, and how to mend it."""
     if cuda is None:
         return (
             f"torch {torch_version} is built without CUDA; install the extra `gpu` (make setup on a machine with one)"

@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible server, as the agents' `generate`, and as somebody who answers plain prompts.
+"""A model behind an OpenAI-compatible server, as the agents' `generate`, and as a model that answers plain prompts.
 
-Token ids go in, and come back where the server returns them (vLLM does). Elsewhere the text that comes back is encoded:
-good enough to measure with, not to train on. Whatever the server or the network does wrong is a `ServiceFault`, never a
+Token ids go in, and come back where the server returns them (vLLM does). Otherwise the returned text is encoded: good
+enough to measure with, not to train on. Every failure of the server or the network is a `ServiceFault`, never a
 completion.
 """
 
@@ -73,7 +73,7 @@ class Endpoint:
             raise ConfigError(
                 f"endpoint.model is {self._config.model!r}; {self._config.url} serves {', '.join(models) or 'none'}"
             )
-        length = models[self._config.model].get("max_model_len")  # vLLM says it
+        length = models[self._config.model].get("max_model_len")  # given by vLLM
         if isinstance(length, int) and length < context_tokens:
             raise ConfigError(
                 f"budget.context_tokens is {context_tokens}, but {self._config.model} is served with contexts of "
@@ -88,7 +88,7 @@ class Endpoint:
         sampling: SamplingConfig | None = None,
         seed: int | None = None,
     ) -> Completion:
-        """One completion after `token_ids`; log-probs are NaN where the server gives none. Raises ServiceFault.
+        """Samples one completion after `token_ids`; log-probs are NaN where the server gives none. Raises ServiceFault.
 
         `sampling` is that of this completion, where it differs from the client's own.
         """
@@ -101,7 +101,7 @@ class Endpoint:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "logprobs": 0,
-            # Of vLLM: ids instead of text, and the agent's own stop tokens.
+            # Extensions of vLLM: ids instead of text, and the agent's own stop tokens.
             "stop_token_ids": sorted(self._tokenizer.stop_token_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
@@ -124,7 +124,7 @@ class Endpoint:
     async def chat(
         self, prompt: str, *, max_tokens: int, temperature: float, top_p: float = 1.0, num_samples: int = 1
     ) -> list[str]:
-        """`num_samples` answers to a user message. Raises ServiceFault."""
+        """Returns `num_samples` answers to a user message. Raises ServiceFault."""
         request = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -198,15 +198,15 @@ def _completion(
 
 
 def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequence[str]) -> list[int]:
-    """The ids of a text whose own ids are not known, with what ended it:
-    a stop token, or a stop text. What it says stays text.
+    """Encodes a text whose own ids are not known, with the stop token or stop text that ended it. Special tokens inside
+    it stay text.
     """
     if not isinstance(text, str):
         raise ServiceFault(f"text is {str(text)[:80]}; expected a text")
     if stopped and text.endswith(tuple(stop_texts)):
         return tokenizer.encode_text(text)
     if stopped:
-        for stop_text in stop_texts:  # most servers cut it off; it is the closing tag that lacks
+        for stop_text in stop_texts:  # most servers cut it off: the closing tag is missing
             if text.rfind(stop_text.replace("</", "<")) > text.rfind(stop_text):
                 return tokenizer.encode_text(text + stop_text)
     return tokenizer.encode_text(text) + [min(tokenizer.stop_token_ids)] * stopped

@@ -60,9 +60,9 @@ def export_hf(
     source: str | Path,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """A Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole tensors,
-    LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`, and the texts `files` by
-    name. An existing folder is replaced.
+    """Writes a Hugging Face model folder that transformers and vLLM load: `state_dict` (Hugging Face names, whole
+    tensors, LoRA merged) as safetensors, with configuration and tokenizer of the model at `source`, and the texts
+    `files` by name. An existing folder is replaced.
 
     Raises CheckpointError and leaves nothing half-written.
     """

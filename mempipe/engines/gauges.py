@@ -32,14 +32,14 @@ class TrainingFlops:
         self._attention = config.num_hidden_layers * config.hidden_size
 
     def of(self, lengths: Sequence[int], shared_lengths: Sequence[int]) -> int:
-        """The operations of contexts of these lengths, whose shared tokens count once."""
+        """Returns the operations of contexts of these lengths, whose shared tokens count once."""
         pairs = sum(length**2 for length in lengths) - sum(shared**2 for shared in shared_lengths)
         return self._of_weights * (sum(lengths) - sum(shared_lengths)) + 6 * self._attention * pairs
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: of its GPU (what torch reserved, which no other process can
-    use), or of the machine."""
+    """Returns the most memory that this process has held so far: of its GPU (what torch reserved, which no other
+    process can use), or of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -60,10 +60,10 @@ class Generator:
     ) -> None:
         """`max_model_len` is in tokens, prompt and completion together; `seed` is the engine's.
 
-        A completion also ends with the token in which one of `stop_texts` ends. Only then has the engine a tokenizer
-        (the model's), since it must read along. With `reproducible` on CPUs no completion depends on the others of its
-        batch: the same request with the same seed gives the same tokens and log-probs to the last bit. It samples more
-        slowly.
+        A completion also ends with the token in which one of `stop_texts` ends. Only then does the engine have a
+        tokenizer (the model's), since it must decode each token. With `reproducible` on CPUs no completion depends on
+        the others of its batch: the same request with the same seed gives the same tokens and log-probs to the last
+        bit. It samples more slowly.
         """
         self.max_model_len = max_model_len
         self.policy_version = 0
@@ -94,7 +94,7 @@ class Generator:
     async def start(self) -> None:
         """Loads the model (seconds to minutes), unless it is loaded.
 
-        An engine in a process of its own lets the event loop stand still meanwhile. Raises what vLLM raises.
+        With a separate engine process the event loop is blocked during this time. Raises what vLLM raises.
         """
         if self._engine is not None:
             return
@@ -135,14 +135,14 @@ class Generator:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
     ) -> Completion:
-        """One completion after `token_ids`. Any number of calls may be in flight.
+        """Samples one completion after `token_ids`. Any number of calls may be in flight.
 
         Log-probs are of the distribution that was sampled from: temperature applied, and renormalised over what top_k
         and top_p leave. Temperature 0 takes the likeliest id, with its log-prob at temperature 1. With `seed` the
         completion depends on nothing else that the engine is doing.
 
         Raises ValueError for ids that the model does not have, and when prompt and completion exceed the model length;
-        GenerationTimeout; EngineDead; WeightTransferFailed when the engine has no whole set of weights.
+        GenerationTimeout; EngineDead; WeightTransferFailed when the engine has no complete set of weights.
         """
         self._check(token_ids, max_tokens)
         params = _sampling_params(
@@ -153,14 +153,16 @@ class Generator:
         return _completion(output)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of `token_ids[1:]`, each given all ids before it, at temperature 1; the prefix cache is not used.
+        """Returns the log-probs of `token_ids[1:]`, each given all ids before it, at temperature 1; the prefix cache is
+        not used.
 
         Raises as `generate` does, and ValueError for fewer than two ids.
         """
         return await self._scores(token_ids, from_cache=False)
 
     async def score_from_cache(self, token_ids: Sequence[int], *, num_last: int = CANARY_END) -> list[float]:
-        """Log-probs of the last ids, computed after the others were found in the prefix cache; temperature 1.
+        """Returns the log-probs of the last ids, computed after the others were found in the prefix cache; temperature
+        1.
 
         The others are computed first, for the cache, which holds whole blocks: the result has about `num_last`
         log-probs and up to a block more. It has fewer when the cache held more than that, and none when the engine has
@@ -191,12 +193,13 @@ class Generator:
         assert rows is not None, "prompt_logprobs were asked for"
         if from_cache and not num_cached:
             return []
-        first = num_cached + 1  # vLLM fills the rows of what it computed
+        first = num_cached + 1  # vLLM fills only the rows that it computed
         scored = zip(token_ids[first:], rows[first:], strict=True)
         return [row[token].logprob for token, row in scored if row is not None]
 
     async def held_weights(self) -> HeldWeights:
-        """The version and the checksums of the weights that the engine holds, as its workers find them in memory.
+        """Returns the version and the checksums of the weights that the engine holds, as its workers find them in
+        memory.
 
         Raises WeightTransferFailed when the engine cannot say, EngineDead.
         """
@@ -205,27 +208,27 @@ class Generator:
         return HeldWeights(version=self.policy_version, checksums=added(parts), packed_modules=packed)
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """The backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
+        """Joins the backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
         await self._call(
             "connect", lambda engine: engine.collective_rpc("init_weight_transfer_engine", init_info=init_info)
         )
         self._connected = True
 
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
-        """From now on completions are sampled by `weights`, which are called `policy_version`.
+        """Samples completions from `weights`, of version `policy_version`, from now on.
 
-        Running completions finish first, under the old ones, or continue afterwards (`updates_in_flight`). An engine
-        that sleeps takes the memory of its weights again; completions wait for `wake`. `weights`
-        is a handle of the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object
-        store; those of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the
-        phase; then completions that stood still raise it too.
+        Running completions finish first with the old weights, or continue with the new ones (`updates_in_flight`). A
+        sleeping engine allocates the memory of its weights again; completions wait for `wake`. `weights` is a handle of
+        the backend's, or packed weights (a row of bytes from `pack_weights`) that came through an object store; those
+        of a model that `serves_adapter` are its adapter. Raises WeightTransferFailed, which names the phase; paused
+        completions then raise it too.
         """
         async with self._update:
             self._open.clear()
             started = time.perf_counter()
             in_flight = self._config.updates_in_flight and not self._asleep
             if self._model.serves_adapter and self._adapter is None:
-                in_flight = False  # completions that began without an adapter cannot take one over
+                in_flight = False  # completions that began without an adapter cannot switch to one
             try:
                 if in_flight:
                     await self._call("pause", lambda engine: engine.pause())
@@ -258,8 +261,8 @@ class Generator:
                     await self._call("resume", lambda engine: engine.resume())
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of weights and cache, once the completions in flight have finished; nothing for an
-        engine that sleeps already.
+        """Frees the GPU memory of weights and cache, once the completions in flight have finished; does nothing for a
+        sleeping engine.
 
         New ones wait until `load_weights` and then `wake`. Only for an engine that was made with `can_sleep`.
         """
@@ -278,8 +281,8 @@ class Generator:
                     self._open.set()
 
     async def wake(self) -> None:
-        """Takes the memory of the cache again, after `load_weights`, and lets completions begin; nothing for an engine
-        that is awake.
+        """Allocates the memory of the cache again, after `load_weights`, and lets completions begin; does nothing for
+        an engine that is awake.
 
         It is a separate call, because on the GPU of a learner there is room for the cache only when the learner's copy
         of the weights is gone. Raises WeightTransferFailed before `load_weights`.
@@ -294,7 +297,7 @@ class Generator:
             self._open.set()
 
     def take_load(self) -> EngineLoad:
-        """Returns what the engine counted since the last call, and begins again."""
+        """Returns the engine's counters since the last call, and resets them."""
         with self._load_lock:
             load, self._load = self._load, EngineLoad()
         return load
@@ -346,7 +349,7 @@ class Generator:
             yield publish(weights, folder, version)
 
     async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        """The final output of one request, sampled while the gate is open. Raises what `generate` raises."""
+        """Returns the final output of one request, sampled while the gate is open. Raises what `generate` raises."""
         try:
             async with asyncio.timeout(self._config.timeout_s), self._entered() as engine:
                 output = await engine.complete(f"{next(self._ids)}", token_ids, params, self._adapter)
@@ -354,7 +357,7 @@ class Generator:
             raise GenerationTimeout(
                 f"no completion within generation.timeout_s {self._config.timeout_s:g} s"
             ) from error
-        if self._transfer_failure is not None and self._open.is_set():  # it stood still when a transfer failed
+        if self._transfer_failure is not None and self._open.is_set():  # it was paused when a transfer failed
             raise WeightTransferFailed(self._transfer_failure)
         return output
 
@@ -404,7 +407,7 @@ class Generator:
     async def _call(self, phase: str, call: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """Returns the result of one control call.
 
-        vLLM leaves such calls waiting for ever when the engine dies, so the engine's death is awaited at the same time.
+        Such calls never return when vLLM's engine dies, so the call also waits for the engine's end.
         """
         engine = self._live()
         task = asyncio.ensure_future(call(engine))
@@ -425,7 +428,7 @@ class Generator:
 
 
 def _own_device() -> Literal["cpu", "cuda"]:
-    import torch  # here: whoever gets a handle to an engine's actor imports this module
+    import torch  # here, since every process with a handle of an engine's actor imports this module
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

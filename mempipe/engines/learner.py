@@ -122,7 +122,7 @@ class Learner:
         )
 
     def step(self, updates: Sequence[Sequence[MicroBatch]]) -> list[dict[str, float]]:
-        """One learner step: `begin_step`, then every `update`; returns the metrics of each."""
+        """Makes one learner step: `begin_step`, then every `update`; returns the metrics of each."""
         self.begin_step(updates)
         return [self.update(i) for i in range(len(updates))]
 
@@ -130,18 +130,18 @@ class Learner:
         """Takes this rank's micro-batches of every optimiser update of a step.
 
         With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here. A
-        step that continues with update `first` after an interruption has that policy no more: its ratios are to the
-        sampler. Raises ValueError when ranks were given different numbers of micro-batches.
+        step that resumes with update `first` after an interruption has lost that policy: its ratios are to the sampler.
+        Raises ValueError when ranks were given different numbers of micro-batches.
         """
         self._check_counts([len(update) for update in updates])
         old = self._sampler_logprobs(updates) if first else self._old_logprobs(updates)
         self._step = list(zip(updates, old, strict=True))
 
     def update(self, index: int) -> dict[str, float]:
-        """The optimiser update number `index` of the step that was begun; returns its metrics, over all ranks.
+        """Makes the optimiser update number `index` of the step that was begun; returns its metrics, over all ranks.
 
-        Raises FloatingPointError when a gradient is not finite, and SamplingMismatch when engines computed otherwise
-        what they sampled; the weights are unchanged then.
+        Raises FloatingPointError when a gradient is not finite, and SamplingMismatch when engines and learner disagree
+        about sampled tokens; the weights are unchanged then.
         """
         with profiled(self._profile):
             report = self._update(*self._step[index])
@@ -209,16 +209,17 @@ class Learner:
         return value
 
     def logprobs(self, micro_batch: MicroBatch) -> Floats:
-        """The current policy's log-probs [N] of the loss tokens. All ranks must call it equally often."""
+        """Returns the current policy's log-probs [N] of the loss tokens. All ranks must call it equally often."""
         return self._logprobs(micro_batch).cpu().numpy()
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> Floats:
-        """With LoRA: log-probs [N] under the model that training started from. All ranks must call it equally often."""
+        """Returns log-probs [N] under the model that training started from; needs LoRA. All ranks must call it equally
+        often."""
         with base_model(self.policy):
             return self.logprobs(micro_batch)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For every sequence the log-probs of all its tokens but the first, at temperature 1 as engines score them.
+        """Returns the log-probs of all tokens of every sequence but the first, at temperature 1 as engines score them.
 
         All ranks must call it with the same sequences.
         """
@@ -234,16 +235,17 @@ class Learner:
         return [row[1:] for row in scores]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 the whole model: every weight under its Hugging Face name, LoRA merged, on the CPU in the model's
-        dtype; elsewhere {}.
+        """Returns, on rank 0, the whole model: every weight under its Hugging Face name, LoRA merged, on the CPU in the
+        model's dtype; elsewhere {}.
 
         All ranks must call it together.
         """
         return full_state_dict(self.policy, dtype=self.dtype, keep=self.rank == 0)
 
     def served_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 what an engine needs to serve the policy, elsewhere {}: the `full_state_dict`, or of a model that
-        `serves_adapter` the adapter under PEFT's names, in the precision that the learner computes with.
+        """Returns, on rank 0, the weights that an engine needs to serve the policy, elsewhere {}: the
+        `full_state_dict`, or of a model that `serves_adapter` the adapter under PEFT's names, in the precision that the
+        learner computes with.
 
         All ranks must call it together.
         """
@@ -260,7 +262,7 @@ class Learner:
         return sum(parameter.numel() for parameter in parameters) * self.dtype.itemsize
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of every weight as the engine holds it. All ranks must call it together."""
+        """Returns the checksum of every weight as the engine holds it. All ranks must call it together."""
         model = self.settings.model
         sums = merged_checksums if model.lora_rank and model.lora_merge else weight_checksums
         return sums(self.policy, dtype=self.dtype)
@@ -275,8 +277,8 @@ class Learner:
         return path
 
     def start_save(self, folder: str | Path, position: Position, *, keep: int) -> None:
-        """As `save`, but writes in the background while training continues. Raises CheckpointError when the checkpoint
-        before could not be written.
+        """Does as `save`, but writes in the background while training continues. Raises CheckpointError when the
+        checkpoint before could not be written.
         """
         state = TrainingState(num_updates_done=self.num_updates_done, ranks=self._ranks, position=position)
         tensors = self._tensors() | self._rng_states()
@@ -343,7 +345,7 @@ class Learner:
 
     @property
     def _is_of_one_version(self) -> bool:
-        """Returns whether the weights are those of `_version` still, and not between two updates of a step."""
+        """Returns whether the weights are still those of `_version`: no update of the step was made."""
         return not self.num_updates_done % self.settings.algorithm.updates_per_step
 
     @property
@@ -353,8 +355,8 @@ class Learner:
         return self.settings.profiles.get(self._version + 1) if is_first else None
 
     def _check_sampled(self, sums: Mapping[str, float]) -> None:
-        """Compares the step's tokens of one version with the engines, over all ranks. Raises SamplingMismatch, on all
-        ranks and with the gradient gone."""
+        """Compares the step's tokens of one version with the engines, over all ranks. Raises SamplingMismatch on all
+        ranks, after deleting the gradient."""
         names = ("same_version/abs_logprob_diff", "same_version/tokens")
         found = torch.tensor([sums.get(name, 0.0) for name in names], dtype=torch.float64)
         if self.world_size > 1:
@@ -384,7 +386,7 @@ class Learner:
         return [[to_device(batch.old_logprobs, self._device) for batch in update] for update in updates]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns what training changes, sharded as it is held: trained parameters and AdamW's state, by name."""
+        """Returns the tensors that training changes, in their shards: trained parameters and AdamW's state, by name."""
         reshard(self.policy)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.policy.lm.named_parameters():
@@ -415,7 +417,8 @@ class Learner:
             torch.cuda.set_rng_state(states[f"rng/cuda/{self.rank}"], self._device)
 
     def _check_counts(self, counts: list[int]) -> None:
-        """Ranks with different numbers of micro-batches would wait for each other until the timeout."""
+        """Raises ValueError for ranks with different numbers of micro-batches, which would wait for each other until
+        the timeout."""
         if not counts or not all(counts):
             raise ValueError(
                 f"rank {self.rank} was given {counts} micro-batches per optimiser update; every update needs at "

@@ -64,7 +64,8 @@ class PolicyModel(nn.Module):
         layout: ContextLayout,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids` [T].
+        """Returns log-prob and entropy, float32 [N] each, of the tokens at `loss_positions` [N] of a row of `token_ids`
+        [T].
 
         The token before each is at `source_positions` [N]. Both results are of the distribution that is sampled
         from: logits / temperature. The entropy carries a gradient with `entropy_gradient` only.
@@ -100,8 +101,8 @@ class PolicyModel(nn.Module):
 def _float32_logits(head: nn.Module, states: Tensor, gradient: Tensor | None) -> Tensor:
     """Logits [N, vocabulary] of `states` [N, hidden], never rounded to 16 bits, as the engine computes them.
 
-    In bfloat16 logits near 20 lie 0.125 apart, which is most of the difference that learner and engine would have.
-    `gradient` is the head's `_gradient_sum`.
+    In bfloat16 the spacing of logits near 20 is 0.125, which would cause most of the difference between learner and
+    engine. `gradient` is the head's `_gradient_sum`.
     """
     if gradient is None:
         return head(states).float()
@@ -150,15 +151,15 @@ class _WideHead(torch.autograd.Function):
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two 16-bit matrices in float32."""
+    """Returns the product of two 16-bit matrices in float32."""
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PolicyModel:
-    """The model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0 (made
-    from `seed`).
+    """Loads the model at `config.path` with `dtype` weights on the CPU, and a fresh LoRA adapter when `lora_rank` > 0
+    (made from `seed`).
 
     Raises ConfigError when there is no such model, for a network that mempipe does not train
     (`mempipe.engines.architectures`), and for adapters of layers that it does not have.
@@ -221,7 +222,7 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, 
 
 
 def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy, float32 [N] on the model's device, of the loss tokens of a micro-batch."""
+    """Returns log-prob and entropy, float32 [N] on the model's device, of the loss tokens of a micro-batch."""
     device = next(policy.parameters()).device
     layout = ContextLayout(
         micro_batch.sequence_lengths.tolist(), shared_lengths=micro_batch.shared_lengths.tolist(), device=device
@@ -243,7 +244,7 @@ def score(
     temperature: float,
     max_tokens: int,
 ) -> list[list[float]]:
-    """For every sequence the log-prob of each of its tokens, 0.0 where its mask is 0 (the first token's must be).
+    """Returns the log-prob of each token of every sequence, 0.0 where its mask is 0 (the first token's must be).
 
     Sequences of similar length share a forward pass of at most `max_tokens` tokens; a longer one has its own.
     """
@@ -297,7 +298,7 @@ def reshard(policy: PolicyModel) -> None:
 
 @contextmanager
 def base_model(policy: PolicyModel) -> Iterator[None]:
-    """Inside, the LoRA adapter is off: the policy is the model it started from."""
+    """Switches the LoRA adapter off for the block: the policy is then the model that training started from."""
     layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
     assert layers, "the policy has no adapter to switch off"
     # Not `enable_adapters`: that toggles requires_grad, which FSDP2 reads once, when it first gathers a parameter.
@@ -311,8 +312,8 @@ def base_model(policy: PolicyModel) -> Iterator[None]:
 
 
 def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """Every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight appears
-    once.
+    """Returns every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight
+    appears once.
 
     All ranks must call it together; those with `keep` False take part and get an empty dict.
     """
@@ -330,7 +331,7 @@ def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = Tru
 
 
 def adapter_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """The LoRA adapter's matrices as PEFT saves them: whole, on the CPU, in `dtype`, without the base.
+    """Returns the LoRA adapter's matrices as PEFT saves them: whole, on the CPU, in `dtype`, without the base.
 
     All ranks must call it together; those with `keep` False take part and get an empty dict.
     """
@@ -348,8 +349,8 @@ def adapter_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = 
 
 @torch.no_grad()
 def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
-    """The checksum (`mempipe.engines.checksums`) of every weight as the engine holds it: in `dtype`, under its Hugging
-    Face name, a LoRA adapter apart from its base and with the scaling in its second matrix.
+    """Returns the checksum (`mempipe.engines.checksums`) of every weight as the engine holds it: in `dtype`, under its
+    Hugging Face name, a LoRA adapter apart from its base and with the scaling in its second matrix.
 
     All ranks must call it together, and all get the same. Nothing is gathered: shards add up.
     """
@@ -368,7 +369,7 @@ def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, in
 
 
 def merged_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
-    """The checksum of every weight with LoRA merged, as `full_state_dict` gives it.
+    """Returns the checksum of every weight with LoRA merged, as `full_state_dict` gives it.
 
     All ranks must call it together, and all get the same. The weights are gathered: a product of shards may be rounded
     otherwise than the shard of a product.
@@ -401,7 +402,7 @@ def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
-    """W + scaling * B A under the base layer's name, in place."""
+    """Puts W + scaling * B A under the base layer's name, in place."""
     for layer, factor in scaling.items():
         down = weights.pop(f"{layer}.lora_A.{_ADAPTER}.weight")
         up = weights.pop(f"{layer}.lora_B.{_ADAPTER}.weight")
@@ -412,7 +413,7 @@ def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
 
 
 def _rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences, longest first, in rows of at most `max_tokens` tokens (or one sequence)."""
+    """Returns the indices of sequences, longest first, in rows of at most `max_tokens` tokens (or one sequence)."""
     rows: list[list[int]] = []
     room = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

@@ -176,7 +176,7 @@ def _read_facts(file: Path) -> _Facts:
 
 
 def _plain_copy(loaded: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """The same weights in a fresh model: one that was loaded from a GGUF file refuses to be saved."""
+    """Copies the weights into a fresh model: a model that was loaded from a GGUF file refuses to be saved."""
     config.dtype = torch.float32
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
@@ -198,8 +198,8 @@ def _check_parameters(model: PreTrainedModel, facts: _Facts) -> None:
 
 
 def _check_written(folder: Path, model: PreTrainedModel) -> str:
-    """The greedy reply of the model in `folder`.
-    Raises ConfigError when it is not the model or its tokenizer loses text.
+    """Returns the greedy reply of the model in `folder`. Raises ConfigError when it is not the model or its tokenizer
+    loses text.
     """
     tokenizer = load_tokenizer(str(folder))
     for text in PROBES:
@@ -218,7 +218,7 @@ def _check_written(folder: Path, model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def _greedy(model: PreTrainedModel, prompt: Sequence[int], tokenizer: HFTokenizer) -> list[int]:
-    """Token ids of the greedy reply, at most `_NUM_NEW_TOKENS`, without its stop token."""
+    """Returns the token ids of the greedy reply, at most `_NUM_NEW_TOKENS`, without its stop token."""
     token_ids = list(prompt)
     for _ in range(_NUM_NEW_TOKENS):
         logits = model(torch.tensor([token_ids])).logits[0, -1]

@@ -129,7 +129,7 @@ def canary_sequences(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> li
 
 
 def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]]) -> CanaryGap:
-    """The gap of two scorings of the same sequences; NaN on either side counts as infinite.
+    """Returns the gap of two scorings of the same sequences; NaN on either side counts as infinite.
 
     Raises ValueError when the scorings have other shapes, or nothing to compare.
     """
@@ -147,8 +147,8 @@ def canary_gap(engine_scores: Sequence[Sequence[float]], learner_scores: Sequenc
 def check_canary(
     engine_scores: Sequence[Sequence[float]], learner_scores: Sequence[Sequence[float]], *, tolerance: float
 ) -> CanaryGap:
-    """The `canary_gap`. Raises CanaryFailed when its mean exceeds `tolerance`, or its maximum CANARY_LOOSENESS times
-    that.
+    """Returns the `canary_gap`. Raises CanaryFailed when its mean exceeds `tolerance`, or its maximum CANARY_LOOSENESS
+    times that.
 
     The mean judges, since 16-bit kernels round single tokens by ten times the mean; the loose maximum is there for a
     token that only one side gets wrong.
@@ -192,7 +192,8 @@ def check_engines(
     version: int,
     tolerance: float,
 ) -> CanaryGap:
-    """The largest gap of any engine, by its name, to the learner's `checksums` and canary `scores`.
+    """Compares every engine, by its name, with the learner's `checksums` and canary `scores`, and returns the largest
+    gap.
 
     There are two checks: the weights arrived (exact), and both sides compute the same with them (up to rounding), also
     where the engine's prefix cache has the beginning. Raises StaleWeights for the first, CanaryFailed for the second.

@@ -24,7 +24,7 @@ class ReferenceModel:
         self._max_tokens = max_tokens
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
-        """`ref_logprobs` for every sample: one entry per token, 0.0 where the loss mask is 0."""
+        """Returns `ref_logprobs` for every sample: one entry per token, 0.0 where the loss mask is 0."""
         return score(
             self._policy,
             [sample.token_ids for sample in samples],

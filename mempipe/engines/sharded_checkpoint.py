@@ -119,7 +119,7 @@ def load_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _hashes_of_rank(partial: Path) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for the files that this rank wrote, which are named `__RANK_…`."""
+    """Returns the manifest's entries for the files that this rank wrote, which are named `__RANK_…`."""
     return {file.name: _entry(file) for file in partial.glob(f"__{_rank()}_*")}
 
 
@@ -141,7 +141,7 @@ def _finish(partial: Path, target: Path, state: str, hashes: Sequence[Mapping[st
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that a single process is one, which `no_dist` has said already."""
+    """Silences the warning that a single process is one, which `no_dist` has said already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -174,7 +174,7 @@ def _on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> 
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The value of every rank."""
+    """Returns the value of every rank."""
     if _world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * _world_size()

@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 64
 
 
 def token_scores(logits: Tensor, targets: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [N] of the softmax of `logits` [N, V] at the ids `targets` [N].
+    """Returns the log-probs and entropies [N] of the softmax of `logits` [N, V] at the ids `targets` [N].
 
     It computes what log_softmax, gather and -sum(p log p) give, and its backward pass turns the log-softmax into the
     gradient in place: two tensors of the size of the logits exist, where automatic differentiation has five. So the

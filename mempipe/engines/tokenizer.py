@@ -31,7 +31,8 @@ CACHED_CHARS = 4096  # longer texts hardly ever come twice
 
 
 def load_tokenizer(path: str) -> HFTokenizer:
-    """The tokenizer of the model at `path`, a Hugging Face folder or name. Code that comes with the model is never run.
+    """Loads the tokenizer of the model at `path`, a Hugging Face folder or name. Code that comes with the model is
+    never run.
 
     Raises ConfigError when there is none, when it is not a fast one, or when it lacks a chat template or a stop token.
     """
@@ -117,12 +118,12 @@ class HFTokenizer:
 
 
 def _is_word(token: str) -> bool:
-    """False for added tokens that are mere white space (Gemma has some): they are ordinary text."""
+    """Returns False for added tokens that are only white space (Gemma has some): they are ordinary text."""
     return bool(token.strip(" \t\r\n\u2581"))
 
 
 def _without_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """A copy that reads the text of these tokens as it reads any other text."""
+    """Returns a copy that encodes the text of these tokens as any other text."""
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in tokens

@@ -26,7 +26,7 @@ class OwnEngine:
     """vLLM's AsyncLLM: requests and results go to the engine's process and back over sockets."""
 
     def __init__(self, settings: VllmSettings) -> None:
-        """Loads the model, during which the event loop stands still."""
+        """Loads the model, and blocks the event loop while it does."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -44,7 +44,7 @@ class OwnEngine:
         reader = self._vllm.output_handler
         assert reader is not None, "vLLM reads outputs from the moment it is built inside an event loop"
         self.died: asyncio.Future[None] = reader
-        """Done when the engine has ended."""
+        """Waits until the engine has ended."""
         self.vocab_size = self._vllm.model_config.get_vocab_size()
 
     @property
@@ -93,7 +93,7 @@ class OwnEngine:
         return await _of_living(self._vllm.reset_prefix_cache(running))
 
     async def pause(self) -> None:
-        """Lets completions in flight stand still until `resume`."""
+        """Pauses completions in flight until `resume`."""
         await _of_living(self._vllm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:

@@ -26,7 +26,7 @@ _ENVIRONMENT = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Holds what both kinds of engine are started with."""
+    """Holds the settings with which both kinds of engine start."""
 
     arguments: dict[str, Any]
     """Keyword arguments of vLLM's EngineArgs."""
@@ -48,7 +48,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": seed,
-        "generation_config": "vllm",  # nothing of the checkpoint's own sampling defaults
+        "generation_config": "vllm",  # ignore the checkpoint's own sampling defaults
         "logprobs_mode": "processed_logprobs",
         "trust_remote_code": False,
         "disable_log_stats": True,
@@ -111,9 +111,8 @@ def engine_variables(config: GenerationConfig, *, device: str, transfer: str) ->
 def engine_environment(variables: dict[str, str]) -> Iterator[None]:
     """Sets `variables` in the environment of this process while an engine starts in it, or in a child that inherits
     them. Afterwards the environment is as it was before, also where vLLM changed it; an engine of this process has
-    cached what it needs by then.
-
-    One engine after the other, whichever threads they start in. vLLM is imported under this only.
+    cached its variables by then. Engines start one after the other, also from several threads. vLLM is only imported
+    inside this block.
     """
     import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before vLLM
     from vllm import envs
@@ -121,7 +120,7 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
     with _ENVIRONMENT:
         before = dict(os.environ)
         os.environ.update(variables)
-        envs.disable_envs_cache()  # an earlier engine of this process has cached what it was started with
+        envs.disable_envs_cache()  # an earlier engine of this process has cached its own variables
         try:
             with kept_log_targets():
                 yield
@@ -176,7 +175,7 @@ def step_listener(listen: Callable[[SchedulerStats], None]) -> type[AggregateSta
 
 
 def _rank_of_engine(rank: int) -> int:
-    """The smallest adapter rank that vLLM makes room for and that holds one of `rank`; the rest stays zero."""
+    """Returns the smallest adapter rank that vLLM makes room for and that holds one of `rank`; the rest stays zero."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(size for size in get_args(MaxLoRARanks) if size >= rank)

@@ -57,12 +57,12 @@ class SharedEngine:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.died: asyncio.Future[None] = self._loop.create_future()
-        """Done when the engine has ended."""
-        self._answers: set[asyncio.Future[Any]] = set()  # that somebody waits for
+        """Waits until the engine has ended."""
+        self._answers: set[asyncio.Future[Any]] = set()  # futures that callers wait for
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="mempipe-engine", daemon=True)
-        # The thread's own:
+        # Used by the thread only:
         self._vllm: LLMEngine
         self._requests: dict[str, asyncio.Future[RequestOutput]] = {}
 
@@ -88,7 +88,7 @@ class SharedEngine:
     async def complete(
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
     ) -> RequestOutput:
-        """The final output of one request. Aborts the request when it is cancelled."""
+        """Returns the final output of one request. Aborts the request when it is cancelled."""
         answer: asyncio.Future[RequestOutput] = self._expected()
         self._inbox.put(partial(self._add, request_id, list(token_ids), params, adapter, answer))
         try:
@@ -113,7 +113,7 @@ class SharedEngine:
         return await self._between_steps(lambda vllm: vllm.reset_prefix_cache(running))
 
     async def pause(self) -> None:
-        """Lets completions in flight stand still until `resume`."""
+        """Pauses completions in flight until `resume`."""
         await self._between_steps(self._pause)
 
     async def resume(self) -> None:
@@ -166,7 +166,7 @@ class SharedEngine:
             _succeed(answer, output)
 
     def _end(self, death: str, fault: BaseException | None = None) -> None:
-        """Takes note that the engine has ended; whoever waits for an answer learns it."""
+        """Records that the engine has ended, and fails every pending answer."""
         if self.death:
             return
         self.death = death
@@ -190,7 +190,7 @@ class SharedEngine:
             self._vllm = _build(self._settings)
             while self._does_what_is_asked():
                 self._step()
-        except BaseException as error:  # the end of the thread: all who wait for an answer hear of it
+        except BaseException as error:  # the outermost handler of the thread: it fails all pending answers
             death, fault = f"it failed with {type(error).__name__}: {error}", error
             traceback.clear_frames(error.__traceback__)  # which would keep the model in memory
         finally:
@@ -199,7 +199,8 @@ class SharedEngine:
             self._tell(self._end, death, fault)
 
     def _does_what_is_asked(self) -> bool:
-        """Empties the inbox, and waits for it while the engine has nothing to do. False when the engine is to end."""
+        """Empties the inbox, and waits for it while the engine has nothing to do. Returns False when the engine must
+        end."""
         core = _core(self._vllm)
         while not self._is_ending:
             has_work = core.scheduler.has_requests() or bool(core.batch_queue)
@@ -248,7 +249,7 @@ class SharedEngine:
         vllm.sleep(level)
 
     def _finish_steps_ahead(self) -> None:
-        """On a GPU a step is scheduled before the last one has ended; its tokens are those of the weights until now."""
+        """Finishes the steps that are scheduled ahead on a GPU; their tokens are sampled from the weights until now."""
         while _core(self._vllm).batch_queue:
             self._step()
 
@@ -258,10 +259,10 @@ class SharedEngine:
         if vllm is not None:
             try:
                 vllm.engine_core.shutdown()
-            except Exception as error:  # of any kind, and likely after a failure: the process gets the memory back
+            except Exception as error:  # of any kind, and likely after a failure: the memory is freed all the same
                 logging.getLogger(__name__).warning("the engine's shutdown failed: %s", error)
         del vllm
-        gc.collect()  # the model is part of a circle
+        gc.collect()  # the model is part of a reference cycle
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
@@ -278,14 +279,14 @@ def _build(settings: VllmSettings) -> LLMEngine:
         set_num_threads = torch.set_num_threads
         if settings.num_threads is not None:
             set_num_threads(settings.num_threads)
-            if not dist.is_initialized():  # vLLM would meet itself in a file in the temporary folder
+            if not dist.is_initialized():  # vLLM's default store is a file that engines share
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             # Without its own statistics this class calls no step listener; AsyncLLM does.
             arguments: dict[str, Any] = settings.arguments | {"disable_log_stats": False}
             return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[step_listener(settings.listen)])
         finally:
-            torch.set_num_threads = set_num_threads  # vLLM takes it from the whole process
+            torch.set_num_threads = set_num_threads  # vLLM disables it for the whole process
 
 
 def _core(vllm: LLMEngine) -> EngineCore:

@@ -45,7 +45,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Says where the new weights lie (`WeightHandle`'s fields)."""
+    """Locates the new weights (`WeightHandle`'s fields)."""
 
     path: str
     checksum: str
@@ -111,7 +111,7 @@ class WorkerExtension:
     model_runner: Any
 
     def weight_checksums(self) -> dict[str, int]:
-        """The checksum of every weight that this worker holds; those of all workers of an engine add up."""
+        """Returns the checksum of every weight that this worker holds; those of all workers of an engine add up."""
         model = self.model_runner.get_model()
         sums = {
             name.replace(".base_layer.", "."): checksum(part)
@@ -125,7 +125,8 @@ class WorkerExtension:
         return {name: int(value) for name, value in sums.items()}
 
     def compute_rows_alone(self) -> None:
-        """From now on no token depends on the other tokens of its batch (`mempipe.engines.row_blocks`).
+        """Computes every token without influence of the other tokens of its batch from now on
+        (`mempipe.engines.row_blocks`).
 
         Attention on CPUs needs nothing for that, with one thread: it takes every sequence on its own.
         """
@@ -139,7 +140,7 @@ class WorkerExtension:
                 wrapper.in_blocks = True
 
     def packed_modules(self) -> dict[str, list[str]]:
-        """The modules of the checkpoint that each joined module of this model is made of."""
+        """Returns the modules of the checkpoint that each joined module of this model is made of."""
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
 
 
@@ -148,7 +149,8 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor | int:
 
 
 def _own_adapter(layer: BaseLinearLayerWithLoRA) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Returns what this tensor-parallel rank counts of a layer's adapter, per joined module: first and second matrices.
+    """Returns the part of a layer's adapter that this tensor-parallel rank counts, per joined module: first and second
+    matrices.
 
     A layer that is cut by columns has its second matrices cut, one that is cut by rows its first ones.
     """
@@ -165,9 +167,9 @@ def _own_adapter(layer: BaseLinearLayerWithLoRA) -> tuple[Sequence[torch.Tensor]
 
 
 def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns what this tensor-parallel rank counts of a parameter, so that every value of the model counts once.
-
-    Shards count on their rank, what all ranks hold on the first; heads that several ranks hold on the first of them.
+    """Returns the part of a parameter that this tensor-parallel rank counts, so that every value of the model counts
+    once. Shards count on their rank, copies that all ranks hold on the first; heads that several ranks hold on the
+    first of them.
     """
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     module = model.get_submodule(name.rpartition(".")[0])
@@ -185,8 +187,8 @@ def _own_part(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> tor
 def keep_weights_writable(layer: Any, remove_weight: bool) -> None:
     """Stands in for vLLM's CPU dispatch, which packs a layer's weight into a private copy and drops the original.
 
-    Here the parameter stays, so that it can be written; after that this is called again, since a layer may multiply by
-    a copy (`SharedMemoryTransfer.finish_weight_update`).
+    Here the parameter stays, so that it can be written. It is called again after each write, since a layer may multiply
+    by a copy (`SharedMemoryTransfer.finish_weight_update`).
     """
     layer.cpu_linear = _maybe_in_blocks(layer, _product(layer, layer.weight))
 
@@ -197,7 +199,7 @@ def _maybe_in_blocks(owner: Any, product: Product) -> Product:
 
 
 def _product(layer: torch.nn.Module, weight: torch.Tensor) -> Product:
-    """Returns what multiplies by `weight`: in float32 the parameter itself.
+    """Returns the function that multiplies by `weight`: in float32 by the parameter itself.
 
     In bfloat16 a layer multiplies by a packed copy, which takes half the time, and a head by a float32 copy, since the
     learner computes logits in float32: to cast the head in every engine step takes a quarter of a small model's step.

@@ -1,9 +1,10 @@
-"""How trained weights reach the engines (`mempipe.engines.proof` shows that they did).
+"""Sends trained weights to the engines (`mempipe.engines.proof` checks that they arrived).
 
 Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through
 `Generator.load_weights`: `mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to
 shared memory or any folder; `nccl` and `ipc` (vLLM's) move GPU memory and are driven from the learner by
-`GpuWeightSender`. This module imports vLLM and torch only where weights move, so everybody can name a `WeightHandle`.
+`GpuWeightSender`. This module imports vLLM and torch only in functions that move weights, so `WeightHandle` can be
+imported without them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class WeightHandle:
 
 
 def pack_weights(state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> np.ndarray:
-    """The tensors as one safetensors file in memory, [num_bytes] uint8; floating-point tensors are cast to `dtype`.
+    """Packs the tensors as one safetensors file in memory, [num_bytes] uint8; floating-point tensors are cast to
+    `dtype`.
 
     A tensor that is another one's alias (tied embeddings) is written once, under the name that comes first.
     """
@@ -93,8 +95,8 @@ def write_adapter(folder: Path, packed: np.ndarray, model: ModelConfig) -> None:
 
 
 def newest_weights(folder: str | Path) -> WeightHandle | None:
-    """Returns what `publish` wrote last to `folder`, for engines that start late or again;
-    None when there is nothing."""
+    """Returns the handle that `publish` wrote last to `folder`, for engines that start late or again; None when there
+    is none."""
     try:
         info = json.loads((Path(folder) / NEWEST).read_bytes())
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def newest_weights(folder: str | Path) -> WeightHandle | None:
 
 
 def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
-    """The tensors of a published file. Raises ValueError when its bytes are not those that were published."""
+    """Returns the tensors of a published file. Raises ValueError when its bytes are not those that were published."""
     from safetensors.torch import load
 
     content = Path(path).read_bytes()
@@ -114,21 +116,21 @@ def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
 
 
 class EngineControl(Protocol):
-    """Describes what a GPU sender needs of the engines: blocking calls that reach every engine and return when all have
-    finished."""
+    """Describes the interface of the engines to a GPU sender: blocking calls that reach every engine and return when
+    all have finished."""
 
     def connect(self, init_info: dict[str, Any]) -> None:
-        """`Generator.connect` on every engine, with the `rank_offset` of `replica_init_info`."""
+        """Calls `Generator.connect` on every engine, with the `rank_offset` of `replica_init_info`."""
         ...
 
     def load(self, handle: WeightHandle) -> None:
-        """`Generator.load_weights` on every engine."""
+        """Calls `Generator.load_weights` on every engine."""
         ...
 
 
 def replica_init_info(init_info: Mapping[str, Any], *, replica: int, tensor_parallel: int) -> dict[str, Any]:
-    """Returns what engine number `replica` gets of a sender's `init_info`: with nccl the ranks of its workers follow
-    those of the engine before."""
+    """Returns the `init_info` of a sender for engine number `replica`: with nccl the ranks of its workers follow those
+    of the engine before."""
     info = dict(init_info)
     if "rank_offset" in info:
         info["rank_offset"] += replica * tensor_parallel
@@ -164,7 +166,7 @@ class GpuWeightSender:
         )
 
     def send(self, version: int) -> None:
-        """Gives the engines the model's present weights as `version`; returns when every engine serves them."""
+        """Sends the model's present weights to the engines as `version`; returns when every engine serves them."""
         import torch
 
         if torch.cuda.is_available():
@@ -202,7 +204,8 @@ class TrainerClient:
 
 
 def _cast_source(model: torch.nn.Module, dtype: torch.dtype) -> WeightSource:
-    """The model's weights as an engine holds them. Shards are cast before they are gathered: half the traffic."""
+    """Returns the model's weights as an engine holds them. Shards are cast before they are gathered, which halves the
+    traffic."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 
     class CastSource(WeightSource):

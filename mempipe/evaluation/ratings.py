@@ -118,7 +118,8 @@ def automatic_rating(counts: MemoryQuality) -> dict[str, bool]:
 
 
 def _alpha(coincidences: np.ndarray) -> np.ndarray:
-    """[..., 2, 2] -> [...]: Krippendorff's alpha of coincidences of labels; not a number where all are of one label."""
+    """Returns [..., 2, 2] -> [...]: Krippendorff's alpha of coincidences of labels; not a number where all are of one
+    label."""
     of_label = coincidences.sum(axis=-1)
     number = of_label.sum(axis=-1)
     observed = 1 - np.trace(coincidences, axis1=-2, axis2=-1) / number

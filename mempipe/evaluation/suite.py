@@ -178,7 +178,7 @@ def _check_control(run: EvaluatedRun, config: RunConfig) -> None:
 
 
 def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
-    """The config of an agent under certain weights: its file, its settings over it, its weights, and `changes`.
+    """Returns the config of an agent under certain weights: its file, its settings over it, its weights, and `changes`.
     Raises ConfigError.
     """
     values = merged(run_values(run), run.settings)

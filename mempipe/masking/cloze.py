@@ -166,7 +166,8 @@ _COMMON_WORDS = frozenset(
 
 
 def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeConfig) -> pl.DataFrame:
-    """One row per entity of every sentence, columns `SCHEMA`; rules that need no other passage are applied already."""
+    """Returns one row per entity of every sentence, columns `SCHEMA`; rules that need no other passage are applied
+    already."""
     rows = []
     for passage, entities in zip(passages, finder.find([passage.text for passage in passages]), strict=True):
         spans, split = sentences(passage.text), split_of(passage.title, passage.partition, config)
@@ -195,8 +196,8 @@ def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeCo
 
 
 def choose_questions(candidates: pl.LazyFrame, num_passages: int, config: ClozeConfig) -> ClozeQuestions:
-    """The questions of a corpus of `num_passages`, from the candidates of all its passages, in whatever order those
-    are.
+    """Chooses the questions of a corpus of `num_passages`, from the candidates of all its passages, in whatever order
+    those are.
 
     Raises ConfigError when no candidate is left.
     """
@@ -256,7 +257,8 @@ def _judged(candidates: pl.LazyFrame, num_passages: int, config: ClozeConfig) ->
 
 
 def _pairs(kept: pl.DataFrame) -> pl.DataFrame:
-    """Rows of `kept` whose title is the answer to another row of the same split, with that row's columns as `link_…`.
+    """Returns the rows of `kept` whose title is the answer to another row of the same split, with that row's columns as
+    `link_…`.
 
     `kept` comes in the order of the draw: of several rows that fit, the first one is taken on either side.
     """
@@ -276,7 +278,8 @@ def _pairs(kept: pl.DataFrame) -> pl.DataFrame:
 
 
 def _mixed(alone: list[Question], joined: list[Question], config: ClozeConfig) -> list[Question]:
-    """The questions of one split in random order: pairs take the place of the question about their second passage."""
+    """Returns the questions of one split in random order: pairs take the place of the question about their second
+    passage."""
     pairs = joined[: round(config.two_passages * len(alone))]
     taken = {question.evidence[-1].passage_id for question in pairs}
     single = [question for question in alone if question.evidence[0].passage_id not in taken]
@@ -285,7 +288,7 @@ def _mixed(alone: list[Question], joined: list[Question], config: ClozeConfig) -
 
 
 def _question(row: dict, config: ClozeConfig) -> Question | None:
-    """A question about one sentence; None when its text would tell the answer after all.
+    """Makes a question about one sentence; returns None when its text would tell the answer after all.
 
     Two sentences of a passage may have their answers at the same place, so from its second question on the ids of a
     passage count.
@@ -306,7 +309,7 @@ def _question(row: dict, config: ClozeConfig) -> Question | None:
 
 
 def _pair_question(row: dict) -> Question | None:
-    """A question about two sentences; None when its text would tell the answer or the link."""
+    """Makes a question about two sentences; returns None when its text would tell the answer or the link."""
     link, link_kind = row["link_answer"], row["link_kind"]
     described = _gapped(row["link_sentence"], row["link_start"], link, mark=LINK)
     about, _ = hide(_gapped(row["sentence"], row["start"], row["answer"]), link, link_kind, LINK)
@@ -350,7 +353,7 @@ def _broken_rule(sentence: str, start: int, answer: str, kind: Kind, title: str,
 
 
 def split_of(title: str, partition: str, config: ClozeConfig) -> str:
-    """The split of all passages of a title, whatever else the corpus holds and however it is read."""
+    """Returns the split of all passages of a title, whatever else the corpus holds and however it is read."""
     place = _draw(config.seed, "split", partition, title) / 2**64
     if place < config.test_share:
         return "test"

@@ -52,7 +52,7 @@ class Demonstration(ABC):
     @staticmethod
     @abstractmethod
     def can_play(question: Question) -> bool:
-        """Whether the question says what the script must know."""
+        """Returns whether the question holds the facts that the script needs."""
 
     @abstractmethod
     def reply(self, prompt: str) -> str:
@@ -95,7 +95,7 @@ class ClozeDemonstration(Demonstration):
         return None if not missing or fact is None or self._chance(self.noise.forget) else fact
 
     def _missing(self, memory: str) -> str:
-        """The mark that is not known yet: of the link first, then of the gap; "" when both are."""
+        """Returns the mark that is not known yet: of the link first, then of the gap; "" when both are."""
         marks = [LINK, GAP] if self.question.num_hops == 2 else [GAP]
         for mark, fact in zip(marks, self.question.evidence, strict=True):
             if fact.value not in memory:
@@ -103,7 +103,7 @@ class ClozeDemonstration(Demonstration):
         return ""
 
     def _fact(self, mark: str, observation: str) -> str | None:
-        """The fact behind the mark as the passages write it; None when it is not there."""
+        """Returns the fact behind the mark as the passages write it; None when it is not there."""
         if not mark:
             return None
         value = self.question.evidence[0 if mark == LINK else -1].value
@@ -122,7 +122,7 @@ class ClozeDemonstration(Demonstration):
         return " ".join(words[:_MAX_QUERY_WORDS]).replace('"', "")
 
     def _part(self, mark: str) -> str:
-        """The sentence that contains the mark."""
+        """Returns the sentence that contains the mark."""
         parts = self.question.text.split(f" / {LINK}: ")
         return parts[0] if mark == LINK or len(parts) == 1 else f"{LINK}: {parts[1]}"
 

@@ -132,8 +132,8 @@ class SpacyFinder:
 
 
 def make_finder(kind: str = "auto") -> Finder:
-    """ "rules"; the name of a spaCy pipeline; or "auto":
-    an installed English pipeline, else the rules. Raises ConfigError.
+    """Makes the finder called `kind`: "rules"; the name of a spaCy pipeline; or "auto": an installed English pipeline,
+    else the rules. Raises ConfigError.
     """
     if kind == "rules":
         return RuleFinder()
@@ -149,7 +149,8 @@ def make_finder(kind: str = "auto") -> Finder:
 
 
 def forms(entity: str, kind: Kind) -> list[str]:
-    """Every text that names the entity, longest first: itself, without accents, without "the", and shorter names.
+    """Returns every text that names the entity, longest first: itself, without accents, without "the", and shorter
+    names.
 
     Of a person's name the last word ("Obama") is a form, of every name of several words its initials ("NATO"), of a
     date its other order, and of a number itself with and without commas ("1250"; "007" is not 7).
@@ -174,7 +175,7 @@ def forms(entity: str, kind: Kind) -> list[str]:
 
 
 def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
-    """The text with `mark` for every form of the entity, however it is spelled, and how many there were."""
+    """Returns the text with `mark` for every form of the entity, however it is spelled, and how many there were."""
     return replaced(text, forms(entity, kind), mark)
 
 
@@ -324,7 +325,7 @@ def _is_capitalised(word: str) -> bool:
 
 
 def _without_overlaps(entities: Iterable[Entity]) -> list[Entity]:
-    """In order; of those that overlap the longest, of equally long ones the first kind of `KINDS`."""
+    """Returns the entities in order: of overlapping ones the longest, of equally long ones the first in `KINDS`."""
     found = [entity for entity in entities if entity.text.strip()]
     taken = bytearray(max((entity.end for entity in found), default=0))
     chosen: list[Entity] = []

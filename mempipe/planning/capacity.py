@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def root_parameters(self) -> int:
-        """Embedding and head."""
+        """Returns the parameters of embedding and head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -74,8 +74,8 @@ KNOWN = {
 
 
 def model_shape(model: ModelConfig) -> Shape | None:
-    """From the model folder's config.json, or from the table of known models; None for one that is not here, and for a
-    mixture of experts, whose layers have another shape.
+    """Reads the shape from the model folder's config.json, or from the table of known models; returns None for a model
+    that is not here, and for a mixture of experts, whose layers have another shape.
 
     Raises ConfigError for a file that does not say the shape.
     """
@@ -102,7 +102,8 @@ def model_shape(model: ModelConfig) -> Shape | None:
 
 
 def object_store_bytes(model: ModelConfig, *, memory: int, shared_memory: int) -> int:
-    """The object store of a local cluster, on a machine with `memory` and as much as `shared_memory` of it in /dev/shm.
+    """Returns the object store of a local cluster, on a machine with `memory` and as much as `shared_memory` of it in
+    /dev/shm.
 
     Returns bytes: SMALL_STORE for groups in flight plus four copies of the engine weights (being sent, still being
     read, and one copy of each inside an engine), but at most 30 % of `memory` and 90 % of `shared_memory`, which is
@@ -114,12 +115,13 @@ def object_store_bytes(model: ModelConfig, *, memory: int, shared_memory: int) -
 
 
 def weight_width(model: ModelConfig) -> int:
-    """Bytes of one weight in an engine."""
+    """Returns the bytes of one weight in an engine."""
     return 4 if model.dtype == "float32" else 2
 
 
 def trained_parameters(model: ModelConfig, shape: Shape) -> int:
-    """All of them, or those of the LoRA adapter: a target names every linear layer whose dotted name ends in it."""
+    """Returns the number of trained parameters, all or those of the LoRA adapter: a target names every linear layer
+    whose dotted name ends in it."""
     if not model.lora_rank:
         return shape.num_parameters
     heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -58,7 +58,8 @@ REMEDIES = (
 
 
 def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Transfer) -> dict[Phase, int]:
-    """One learner rank, which gives back what it reserved when a phase ends (`Roles.learn`, `Roles.sync`).
+    """Returns the memory of one learner rank, which frees what it reserved when a phase ends (`Roles.learn`,
+    `Roles.sync`).
 
     All the time it holds float32 masters (4 bytes a parameter) and two moments of AdamW (8 bytes a trained one), split
     over the ranks. On top of them:
@@ -99,8 +100,8 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
 
 
 def reference_needs(config: RunConfig, shape: Shape) -> dict[Phase, int]:
-    """One reference model: its weights, and one layer's activations of a micro-batch that keeps none of them. It keeps
-    what it reserved."""
+    """Returns the memory of one reference model: its weights, and one layer's activations of a micro-batch that keeps
+    none of them. It keeps what it reserved."""
     width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
     working = tokens * (8 * shape.hidden + 4 * shape.intermediate) * width + _logits(tokens, shape)
     return dict.fromkeys(PHASES, CONTEXT + shape.num_parameters * width + _reserved(working))
@@ -109,7 +110,7 @@ def reference_needs(config: RunConfig, shape: Shape) -> dict[Phase, int]:
 def engine_needs(
     config: RunConfig, shape: Shape, *, tensor_parallel: int, share_bytes: int, sleeps: bool, transfer: Transfer
 ) -> dict[Phase, int]:
-    """One GPU of an engine: its share of the memory, and while it takes weights what these come in."""
+    """Returns the memory of one GPU of an engine: its share, and the buffer of new weights while it loads them."""
     needs = dict.fromkeys(PHASES, share_bytes)
     arriving = weight_width(config.model) * max(shape.layer_parameters, shape.head_parameters)
     arriving += PACKED if transfer == "nccl" else 0
@@ -121,14 +122,14 @@ def engine_needs(
 
 
 def engine_held(config: RunConfig, shape: Shape, *, tensor_parallel: int) -> int:
-    """One GPU of an engine without its cache: weights, adapter, and what it computes with."""
+    """Returns the memory of one GPU of an engine without its cache: weights, adapter and working memory."""
     width = weight_width(config.model)
     adapter = trained_parameters(config.model, shape) if config.model.serves_adapter else 0
     return width * (shape.num_parameters + adapter) // tensor_parallel + KERNELS
 
 
 def cache_bytes(config: RunConfig, shape: Shape, *, contexts: int, tensor_parallel: int = 1) -> int:
-    """The KV cache of full contexts, on one GPU of an engine."""
+    """Returns the KV cache of full contexts, on one GPU of an engine."""
     per_token = shape.kv_bytes_per_token(weight_width(config.model), tensor_parallel=tensor_parallel)
     return contexts * per_token * config.budget.context_tokens
 

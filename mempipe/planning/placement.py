@@ -71,7 +71,7 @@ class Demand:
 
     @property
     def by_role(self) -> dict[Role, int]:
-        """GPUs of the roles, if each had its own; without the roles that have none."""
+        """Returns the GPUs of the roles, if each had its own; without the roles that have none."""
         gpus: dict[Role, int] = {
             "learner": self.learners,
             "generator": self.engines * self.tensor_parallel,
@@ -133,11 +133,12 @@ class Plan:
         )
 
     def seats(self, role: Role) -> list[tuple[int, float]]:
-        """(bundle, GPUs) of every actor of the role."""
+        """Returns (bundle, GPUs) of every actor of the role."""
         return [(i, bundle[role]) for i, bundle in enumerate(self.bundles) if role in bundle]
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """The config as the plan runs it. An engine that sleeps answers late: its deadline grows by the learner's."""
+        """Returns the config as the plan runs it. An engine that sleeps answers late: its deadline grows by the
+        learner's."""
         generation = {
             "num_replicas": self.num_engines,
             "tensor_parallel": self.tensor_parallel,
@@ -167,7 +168,7 @@ class Plan:
 
 
 def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Plan:
-    """The plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
+    """Returns the plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
 
     Where the model's shape is known as well, every GPU has `ledger.SPARE` of its memory to spare in every phase. Raises
     ConfigError, which names the settings to change, when the demand does not fit.
@@ -193,14 +194,14 @@ def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu
 
 
 def _counted(config: RunConfig, demand: Demand, bundles: list[Bundle], gpus_per_node: Sequence[int]) -> Plan:
-    """The separate plan of these bundles. Raises ConfigError when there are too few GPUs."""
+    """Returns the separate plan of these bundles. Raises ConfigError when there are too few GPUs."""
     if not _fits(bundles, gpus_per_node):
         raise _shortage(config, demand, gpus_per_node)
     return _plan(config, demand, "separate", bundles, gpus_per_node)
 
 
 def _in_memory(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
-    """The plan, when every GPU has room for its roles in every phase. Raises ConfigError when one has not."""
+    """Returns the plan, when every GPU has room for its roles in every phase. Raises ConfigError when one has not."""
     shape = model_shape(config.model)
     if shape is None or gpu_bytes is None:
         return made
@@ -220,7 +221,7 @@ def _separate(demand: Demand, *, references_share: bool = False) -> list[Bundle]
 
 
 def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:
-    """Sharing every GPU where there are learner and engines; with one of both, as many of them as there are GPUs."""
+    """Returns a smaller plan: learner and engines share every GPU; of one of them alone there are as many as GPUs."""
     holders = _holder_bundles(demand)
     room = min(sum(gpus_per_node) - demand.holders * demand.gpus_per_holder, sum(demand.by_role.values()))
     if not demand.learners or not demand.engines:
@@ -265,8 +266,8 @@ def _divided(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
 
 
 def _transfer(config: RunConfig, kind: str) -> Transfer:
-    """How weights go from ranks to engines that both have GPUs. A sender of GPU memory knows full parameters only: an
-    adapter, or what it is merged with, goes as bytes."""
+    """Chooses how weights go from ranks to engines that both have GPUs. A sender of GPU memory knows full parameters
+    only: an adapter, or what it is merged with, goes as bytes."""
     return "mempipe_shm" if config.model.lora_rank else "ipc" if kind == "colocated" else "nccl"
 
 
@@ -296,7 +297,7 @@ def _plan(
 
 
 def bundle_gpus(bundle: Bundle) -> int:
-    """Whole GPUs of a bundle."""
+    """Returns the whole GPUs of a bundle."""
     return math.ceil(round(sum(bundle.values()), 6))
 
 

@@ -86,7 +86,7 @@ class TableSection:
 
     @property
     def upright(self) -> list[list[str]]:
-        """The lines as a page shows them."""
+        """Returns the lines as a page shows them."""
         is_wide = self.long and len(self.lines[0]) > len(self.lines)
         return [list(column) for column in zip(*self.lines, strict=True)] if is_wide else self.lines
 

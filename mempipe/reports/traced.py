@@ -30,7 +30,7 @@ class Traced:
 
     @property
     def key(self) -> str:
-        """The trajectory's id, made its own among all phases."""
+        """Returns the trajectory's id, made its own among all phases."""
         own = self.trajectory.id
         return own if own.startswith(f"{self.phase}/") else f"{self.phase}/{own}".lstrip("/")
 

@@ -1,6 +1,5 @@
-"""The report of a run: `report.json` with flat numbers and `report.html`, one page that needs nothing else.
-
-Both are made from what a run saved: config.yaml, state.json, metrics.jsonl and evaluation/{before,after}.parquet.
+"""Reads and summarises the files that the report of a run shows: config.yaml, state.json, metrics.jsonl and
+evaluation/{before,after}.parquet.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ReportData:
 
     @property
     def memory_budget(self) -> int | None:
-        """The most tokens that a memory may have; None where the whole history is carried."""
+        """Returns the most tokens that a memory may have; None where the whole history is carried."""
         return self._agent.budget.model_validate(self.settings.get("budget", {})).memory_limit
 
     @property

@@ -17,8 +17,9 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
     """Returns (R - mean) / (std + eps) with the standard deviation of n - 1 (GRPO), or R - mean (Dr. GRPO, arXiv
     2503.20783).
 
-    A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as MemSearcher, MemAgent
-    and Search-R1 do, so that `group_size` 1 is plain REINFORCE. Equal rewards give exact zeros. Raises ValueError for
+    A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as in MemSearcher, MemAgent
+    and Search-R1 (plain REINFORCE). This happens to a lone recall sample, not to a group of `algorithm.group_size`,
+    which is at least 2. Equal rewards give exact zeros. Raises ValueError for
     an empty group or a reward that is not finite.
     """
     if not rewards or not all(map(math.isfinite, rewards)):

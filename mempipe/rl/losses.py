@@ -34,7 +34,7 @@ def policy_loss(
     sampler_logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`,
+    """Returns the loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`,
     `mean_metrics`).
 
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.

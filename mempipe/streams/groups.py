@@ -151,7 +151,7 @@ class Collector:
 
     @property
     def waiting(self) -> list[Group]:
-        """Groups that are finished and that no step took yet."""
+        """Returns the finished groups that no step has taken yet."""
         return list(self._waiting.values())
 
     def next_step(self, policy_version: int) -> StepGroups | None:

@@ -98,7 +98,7 @@ class BackgroundWriter(Generic[S]):
 
     @property
     def num_waiting(self) -> int:
-        """entries that are not written yet, without metrics."""
+        """Returns the entries that are not written yet, without metrics."""
         return len(self._calls)
 
     def losses(self) -> list[str]:

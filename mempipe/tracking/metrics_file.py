@@ -41,7 +41,7 @@ class MetricsFile:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that are not in the file yet."""
+        """Returns the number of rows that are not in the file yet."""
         return len(self._waiting)
 
     def append(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:

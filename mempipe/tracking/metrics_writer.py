@@ -53,7 +53,7 @@ class MetricsWriter(ABC):
         """Writes numbers of one step, which may be NaN or infinite; `time_s` in Unix seconds."""
 
     def restart_at(self, step: int) -> None:
-        """The run continues after `step`: later steps are made again."""
+        """Prepares for the run to continue after `step`: later steps are made again."""
         return
 
     def close(self, status: Status) -> None:

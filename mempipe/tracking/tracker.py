@@ -139,8 +139,8 @@ class Tracker:
             self._writer.add_call(lambda store: store.log_artifact(path, artifact_folder))
 
     def restart_at(self, step: int) -> None:
-        """The run continues after `step`, and makes later steps again: their records are set aside, so that each step
-        is listed once. A call where there is nothing to set aside changes nothing.
+        """Sets the records of the steps after `step` aside, since the run makes these steps again: so each step is
+        listed once. A call where there is nothing to set aside changes nothing.
         """
         try:
             num_rows, num_bad_lines = self._file.restart_at(step)

@@ -174,7 +174,7 @@ class Checkpoints:
         self._learners.finish_save()
 
     def begin(self, batch: StepGroups) -> None:
-        """Call before the learner trains on `batch`: records the position that `finish` will commit."""
+        """Records the position that `finish` will commit; called before the learner trains on `batch`."""
         here, self._batch = self.position, batch
         self._under_way = replace(
             here,
@@ -192,7 +192,7 @@ class Checkpoints:
         self._tracker.log_metrics(metrics, step=self.position.step + 1)
 
     def finish(self) -> None:
-        """The step was trained and logged. Saves it when a checkpoint is due."""
+        """Saves the step, which was trained and logged, when a checkpoint is due."""
         assert self._under_way is not None, "finish without begin"
         self.position, self._under_way = self._under_way, None
         if self.position.step % self._config.checkpoint.every_steps == 0:

@@ -125,3 +125,14 @@ def test_the_exit_code_tells_of_findings(tmp_path, capsys):
     assert prose.main([str(page)]) == 0 and not capsys.readouterr().out
     page.write_text("All goes on.\n")
     assert prose.main([str(page)]) == 1 and "resumes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [("The gap of two scorings.", 1), ("Seconds of a pass.", 1), ("Returns the gap.", 0), ("Is called last.", 0)],
+)
+def test_the_docstring_of_a_function_begins_with_a_verb(docstring, found):
+    source = f'def gap():\n    """{docstring}"""\n'
+    assert len(list(prose.without_verb(source))) == found
+    assert not list(prose.without_verb(f"@router.get('/gap')\n{source}")), "a route's docstring is a text of the API"
+    assert not list(prose.without_verb(source.replace("gap()", "__init__(self)"))), "it describes the parameters"

@@ -158,7 +158,7 @@ class ChatRequest(RequestBody):
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end an answer."""
+        """Returns the texts that end an answer."""
         return [text for text in self.stop or [] if text]
 
     @property
