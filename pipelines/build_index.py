@@ -39,8 +39,8 @@ def main(config: IndexConfig) -> Manifest:
 
 
 def corpus_of(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
-    """Returns the files to read. Passages are made of texts into a folder next to the index, which is returned too and
-    is removed when the index is there; an interrupted build makes the same ones again.
+    """Returns the files to read. Passages of texts are written to a folder next to the index; it is returned too, and
+    is removed when the index is built. An interrupted build makes the same passages again.
     """
     output = Path(config.output)
     made = output.with_name(f".{output.name}.corpus")

@@ -95,7 +95,7 @@ def main(config: MemtrainConfig) -> Path:
 
 
 def _clear(folder: Path) -> None:
-    """Removes what only an unfinished build needs, also where a kill left it."""
+    """Removes the files that only an unfinished build needs, also after a kill."""
     for name in (PARTS, ENTITIES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -151,7 +151,7 @@ def _check_same(file: Path, settings: dict[str, Any]) -> None:
 
 
 def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEntities:
-    """Returns the entities that a sample of the corpus shows to be no use."""
+    """Returns the entities that a sample of the corpus shows to be too common or too easy to guess."""
     sample = np.sort(order[: config.statistics_passages])
     _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
     for part in sorted(folder.glob("*.parquet")):
@@ -224,7 +224,7 @@ def _write(file: Path, parts: Sequence[Path], first: int, last: int) -> None:
 
 
 def _summary(folder: Path, rejected: Counter[str]) -> dict[str, Any]:
-    """Returns counts, kinds, and (least, median, most) of what differs from document to document."""
+    """Returns counts, kinds, and (least, median, most) of the quantities that differ between documents."""
     values = (
         pl.scan_parquet(folder / DOCUMENTS)
         .select(

@@ -1,4 +1,4 @@
-"""A chain of trainings and the table of what it was worth: MemTrain, then a post-training stage, in one job.
+"""A chain of trainings and the table of its scores: MemTrain, then a post-training stage, in one job.
 
     for each seed
         for each stage      pipelines.train, from the model that the stage before it left

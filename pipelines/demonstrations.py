@@ -33,12 +33,13 @@ from pipelines.prepare import world_questions, worlds
 TRAJECTORIES_AT_ONCE = 256  # they share the retriever's batches
 
 MakeGenerate = Callable[[Question, str], GenerateFn]
-"""Makes what completes the prompts of one trajectory, from its question and its id."""
+"""Makes the `generate` of one trajectory, from its question and its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """Holds what a warm start imitates. Clean ones come first, noisy ones last; those held out are not trained on."""
+    """The trajectories that a warm start imitates: clean ones first, noisy ones last. Held-out ones are not trained
+    on."""
 
     clean: list[Group]
     noisy: list[Group]
@@ -91,10 +92,9 @@ def _clean(config: RunConfig) -> Iterator[Group]:
 
 
 def _recorded(sources: Sequence[str]) -> Iterator[Group]:
-    """Yields all groups that files and folders hold. Their trajectories are named after where they lie too: every
-    evaluation of the same questions has the same ids.
-
-    Raises ConfigError for what holds no trajectories, and for a place that is named twice.
+    """Yields all groups that files and folders hold. Trajectories are named after their place too, because every
+    evaluation of the same questions has the same ids. Raises ConfigError for a place without trajectories, and for a
+    place that is named twice.
     """
     seen: set[Path] = set()
     for source in sources:
@@ -117,8 +117,8 @@ def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Gr
 
 
 def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question]:
-    """Returns what a script is asked: `count` questions of the synthetic world,
-    or all training questions that its script can play."""
+    """Returns the questions for a script: `count` questions of the synthetic world, or all training questions that its
+    script can play."""
     if config.world is not None:
         (train_worlds, _), wanted = worlds(config), config.world
         asked = {"hops": wanted.hops, "relations": wanted.seen}

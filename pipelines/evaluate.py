@@ -97,7 +97,7 @@ def main(suite: EvaluationSuite) -> list[Path]:
 
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:
-    """Reads question files, weights and prompts, and returns what there is to do. Raises ConfigError."""
+    """Reads question files, weights and prompts, and returns the planned runs. Raises ConfigError."""
     files = {benchmark.label: find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks}
     sets = {}
     for benchmark in suite.benchmarks:
@@ -213,7 +213,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 
 
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
-    """Writes the report of all results that are there: on disk, in MLflow and on the terminal."""
+    """Writes the report of all existing results: on disk, in MLflow and on the terminal."""
     cells = [cell_of(suite, each, job) for each in planned for job in each.jobs]
     paths = write_evaluation_report(
         suite.folder,
@@ -240,7 +240,7 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
 
 
 def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: Job) -> Cell:
-    """Returns what a run reached on a set, with the quality of its memories; an agent that carries its whole history
+    """Returns the results of a run on a set, with the quality of its memories; an agent that carries its whole history
     has none."""
     rows = read_results(job.results.path)
     groups = [] if planned.config.agent_spec.grows else read_groups(job.results.path)
@@ -256,8 +256,8 @@ def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: Job) -> Cell:
 
 
 def _check_run(run: EvaluatedRun, config: RunConfig) -> str:
-    """Reads what the run's roles will read; returns the hash of its prompts. The engine fetches a model that is only
-    named."""
+    """Reads the files that the run's roles will read; returns the hash of its prompts. The engine downloads a model
+    that is only named."""
     refuse(check_retrieval(config))
     if run.endpoint is not None:
         asyncio.run(_check_endpoint(Endpoint(run.endpoint), context_tokens=config.budget.context_tokens))
@@ -288,7 +288,7 @@ async def _judge(suite: EvaluationSuite, rows: Sequence[ResultRow]) -> list[Resu
 
 
 async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Returns the rows with what the reader recalls from the last memory of every attempt."""
+    """Returns the rows with the facts that the reader recalls from the last memory of every attempt."""
 
     async def asked(group: Group, row: ResultRow) -> ResultRow:
         probes = [recall_probes(trajectory, group.question) for trajectory in group.trajectories]

@@ -1,4 +1,4 @@
-"""Models of a run: those that it exports while it continues, and those made from its checkpoints afterwards."""
+"""Models of a run: those that it exports during training, and those made from its checkpoints afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exporter(Protocol):
 
 
 class Exports:
-    """The models that a training run exports while it continues (`checkpoint.export_every_steps`, `best_on`)."""
+    """The models that a training run exports during training (`checkpoint.export_every_steps`, `best_on`)."""
 
     def __init__(self, run: Run, learners: Exporter, *, source: str, weights: Callable[[], str] = str) -> None:
         """`source` is the model whose configuration and tokenizer the exported ones have; `weights` returns the hash of
@@ -91,7 +91,7 @@ def export_best(run: Path, target: Path) -> Path:
 
 def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     """Writes the policy of the run in folder `run` after learner step `step` (None: the newest checkpoint) to the new
-    folder `target`, for transformers and vLLM, with what makes a whole agent of it (`mempipe.reports.agent_folder`).
+    folder `target`, for transformers and vLLM, with the files of a whole agent (`mempipe.reports.agent_folder`).
 
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
@@ -122,7 +122,7 @@ def _check_folders(run: Path, target: Path) -> None:
 
 
 def _trained_model(run: Path, config: RunConfig) -> ModelConfig:
-    """Returns what the learner started from: the supervised start or the model that the run made,
-    else that of the config."""
+    """Returns the model that the learner started from: the supervised start or the model that the run made, else that
+    of the config."""
     made = [run / name for name in ("warm_start", "model") if (run / name / "config.json").is_file()]
     return config.model.model_copy(update={"path": str(made[0])}) if made else config.model

@@ -1,4 +1,4 @@
-"""Makes what a run needs before it starts, where the config asks for it.
+"""Makes the inputs of a run, if the config asks for it.
 
 With a `world`, questions, corpus and index come from the seed, and so do tokenizer and model unless model.path names
 one. With `cloze`, questions and index come from the passages of data.corpus; with model.source, the model is imported.

@@ -47,7 +47,7 @@ def main(sweep: SweepConfig, *, resume: Resume = "never") -> list[Path]:
 
 
 def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> None:
-    """Takes the sweep's folder. Raises ConfigError when it may not start there."""
+    """Locks the sweep's folder. Raises ConfigError when it may not start there."""
     settings = sweep.folder / SWEEP_FILE
     if resume == "never" and settings.exists():
         raise ConfigError(
@@ -70,7 +70,7 @@ def begin(sweep: SweepConfig, planned: Sequence[Trial], *, resume: Resume) -> No
 
 
 def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
-    """Runs every trial that has no whole results. Raises TrialsFailed when some of them have none afterwards."""
+    """Runs every trial without complete results. Raises TrialsFailed when some trials have none afterwards."""
     missing = [trial for trial in planned if not trial.finished]
     say(f"{len(planned)} trials, {len(missing)} of them to do")
     if not missing:

@@ -152,7 +152,7 @@ def _phases(
 
 
 def phases(config: RunConfig) -> list[str]:
-    """Says in order what a run has to do, and how much of it."""
+    """Returns the phases of a run in order, each with its size, for a person."""
     algorithm, evaluated = config.algorithm, config.data.validation or config.world or config.cloze
     named = config.evaluation.num_questions or (config.world.num_validation_questions if config.world else 0)
     asking = f"{named or 'the'} held-out questions" if evaluated else ""
@@ -290,7 +290,7 @@ def learn(
     stop = stop or StopRequest(config.grace_s)
     settings = config.model_dump(mode="json")
     do_what_is_due = partial(_do_what_is_due, roles=roles, validation=validation, exports=_exports(run, roles))
-    if position.step and not position.num_updates:  # the run may have ended before this work was done
+    if position.step and not position.num_updates:  # the run may have ended before this was done
         do_what_is_due(position.step)
     kept = KeptGroups.of(run).read(position)
     admission_name, admission = roles.new_admission(
@@ -372,9 +372,8 @@ def train_step(
 ) -> dict[str, float]:
     """Makes one learner step, brings the new weights to every engine, and returns the metrics of both.
 
-    The metrics of the learner are means over the tokens that it trained. A step that was interrupted continues with its
-    update number `first`. When `stop` was requested, the step is trained until the time is up, and Interrupted is
-    raised.
+    The metrics of the learner are means over the tokens that it trained. An interrupted step resumes with its update
+    number `first`. When `stop` was requested, the step is trained until the time is up, then raises Interrupted.
     """
     stop = stop or StopRequest(roles.config.grace_s)
     config = roles.config
@@ -405,7 +404,7 @@ def train_step(
             )
             for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]
-        described = beside.submit(  # the ranks are at work meanwhile
+        described = beside.submit(  # while the ranks work
             rollout_metrics, batch.groups, policy_version=step, growing=config.agent_spec.grows
         )
         reached("learn", step=step)
@@ -423,7 +422,8 @@ def train_step(
 
 
 def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:
-    """Splits the step's wall time by phase. Waiting for groups is split by what their trajectories did meanwhile."""
+    """Splits the step's wall time by phase. The wait for groups is split by the seconds that their trajectories spent
+    in each role."""
     generating = sum(context.generate_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     searching = sum(context.search_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     scoring = sum(group.reference_seconds * len(group.trajectories) for group in batch.groups)

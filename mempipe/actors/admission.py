@@ -2,9 +2,9 @@
 
 With `B` groups per step and `L` = max_off_policy_steps, the n-th group (from 0) starts only when `n < consumed + (L +
 1) * B`, and a group started at version `v` is trained by the step that ends version `v + L` at the latest. The first
-rule alone bounds how many groups are in flight, and it keeps to the order of the questions whichever driver asks first.
-The second rule bounds the age of a straggler: a step takes the oldest groups first, and it waits for as long as the
-groups that it would leave for later could not all be trained in time.
+rule alone bounds how many groups are in flight, and it keeps the order of the questions, whichever driver asks first.
+The second rule bounds the age of a straggler: a step takes the oldest groups first, and it waits while the groups that
+it would leave for later could not all be trained in time.
 """
 
 from __future__ import annotations

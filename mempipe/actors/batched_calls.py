@@ -22,7 +22,7 @@ from mempipe.actors.handles import Handle
 Request: TypeAlias = tuple[int, tuple[Any, ...]]
 """(request id, arguments of the server's function). The id is unique per caller."""
 Answer: TypeAlias = tuple[int, Any]
-"""The request's number, and what the function returned or the exception that it raised."""
+"""The request's number, and the function's result or the exception that it raised."""
 
 
 class BatchedClient:
@@ -97,8 +97,7 @@ class BatchedServer:
         return sum(len(caller.running) for caller in self._callers.values())
 
     async def exchange(self, name: str, requests: Sequence[Request]) -> list[Answer]:
-        """Takes in requests of caller `name` and returns its answers that are ready, in the order in which they became
-        so.
+        """Accepts requests of caller `name` and returns its answers in the order in which they became ready.
 
         Waits until there is one, unless another exchange of this caller waits already or there is nothing to wait for.
         """

@@ -1,7 +1,6 @@
-"""The connection to Ray: to a cluster that is there, or to one of this machine that ends with the run.
-
-A driver whose raylet was killed waits for ever, or is ended by Ray without a word as soon as it puts an object into the
-store, and Ray ends one whose head is gone after a minute. A watch says what happened and what can be done.
+"""The connection to Ray: to an existing cluster, or to a local one that ends with the run. A driver whose raylet was
+killed waits for ever, or Ray ends it without a message as soon as it puts an object into the store. Ray ends a driver
+whose head is gone after a minute. A watch reports what happened and how to continue.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
 SILENT_CHECKS = 3
-"""Checks in a row at which the head must be away: one refused connection may be a full queue."""
+"""Consecutive checks at which the head must be unreachable: one refused connection may be a full queue."""
 UNWIND_S = 10.0
 """Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
 SHUTDOWN_S = 5.0
@@ -116,10 +115,10 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
 
 
 class ClusterWatch:
-    """Looks every few seconds whether the cluster's head is there, and takes note at once when this node's raylet ends.
-
-    Then the sentence is printed: the next call of Ray may end the process. The main thread is interrupted, and
-    ClusterLost raised by `connected`. A thread that waits inside Ray cannot be interrupted: then the process is ended.
+    """Checks every few seconds that the cluster's head is reachable, and notices at once when this node's raylet ends.
+    It prints the message immediately, because the next call of Ray may end the process. The main thread is interrupted,
+    and `connected` raises ClusterLost. A thread that waits inside Ray cannot be interrupted: then the watch ends the
+    process.
     """
 
     def __init__(self, *, own: bool) -> None:
@@ -202,7 +201,7 @@ def _raylet_of_this_node() -> int | None:
 
 
 def _answers(address: str) -> bool:
-    """Returns whether somebody takes connections there; a process that stands still does so too."""
+    """Returns whether the address accepts connections; a stopped process does so too."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=WATCH_EVERY_S).close()
@@ -212,7 +211,7 @@ def _answers(address: str) -> bool:
 
 
 def _disconnect(*, lost: bool) -> None:
-    """Leaves the cluster; one that is gone may keep Ray waiting, which nobody waits for."""
+    """Disconnects from the cluster. Does not wait for Ray to disconnect from a lost one."""
     if not lost:
         ray.shutdown()
         return
@@ -222,7 +221,7 @@ def _disconnect(*, lost: bool) -> None:
 
 
 def _start_node(options: Mapping[str, Any]) -> None:
-    """Starts a cluster of this machine, a second time when the node does not come up."""
+    """Starts a local cluster, with a second attempt when the node does not start."""
     me = psutil.Process()
     before = set(me.children(recursive=True))
     try:
@@ -242,9 +241,9 @@ def _start_node(options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Lets the node that is started inside listen on the loopback address alone. On Linux Ray replaces that address by
-    the one of a network interface, so that its dozen ports, which are open to every caller, would be reached from other
-    machines. What it does on other systems is right here, and no public argument asks for it.
+    """Makes the node that is started inside the block listen on the loopback address only. On Linux Ray replaces that
+    address by the one of a network interface, so that its dozen ports, which are open to every caller, would be reached
+    from other machines. Ray's behaviour on other systems is the one that is needed, and no public argument requests it.
     """
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     of_user = os.environ.get(name)

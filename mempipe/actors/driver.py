@@ -1,4 +1,4 @@
-"""The one way to play trajectories: training, evaluation and serving all play them with a `Driver`.
+"""Plays the trajectories of training and evaluation (serving plays the same agents: `mempipe.serve.answers.answering`).
 
 A driver looks up the engines and retrievers by name, binds the configured agent to them, and plays any number of
 trajectories at the same time. It holds no state that matters: when it dies, its unfinished groups are played again by
@@ -34,7 +34,7 @@ from mempipe.types import Group, Question, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class DriverSpec:
-    """All that a driver needs, as small plain values: it may be started again on another node at any time."""
+    """The settings of a driver as small plain values, since Ray may restart it on another node at any time."""
 
     config: RunConfig
     sampling: SamplingConfig
@@ -42,14 +42,14 @@ class DriverSpec:
     namespace: str
     generators: list[str]
     retrievers: list[str]
-    admission: str = ""  # name of the actor that says when a group of the training may start; empty: none is trained on
+    admission: str = ""  # name of the `Admission` actor of a training; empty: the groups are not trained on
     endpoint: EndpointConfig | None = None  # completes instead of the generators
     control: Control | None = None
     record_failures: bool = False  # a question that does not fit, or an endpoint that fails, gives a group that says so
 
 
 class Driver:
-    """Plays groups against the engines. For one event loop."""
+    """Plays groups against the engines. It is used from one event loop."""
 
     def __init__(self, spec: DriverSpec) -> None:
         config = spec.config

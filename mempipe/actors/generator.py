@@ -72,12 +72,12 @@ class GeneratorActor:
         return self._engine.policy_version
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
-        """Takes what `mempipe.actors.pools.GeneratorPool` asks, and gives completions and scores."""
+        """Answers the requests of `mempipe.actors.pools.GeneratorPool` with completions and scores."""
         return await self._desk.exchange(caller, requests)
 
     async def _exit_with_the_engine(self) -> None:
-        """Ends this process soon after the engine died. Ray starts only actors again that ended with an error:
-        `ray.actor.exit_actor` would be taken as intended.
+        """Ends this process soon after the engine died. Ray restarts only actors that ended with an error: it takes
+        `ray.actor.exit_actor` as intended.
         """
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
@@ -104,7 +104,7 @@ class GeneratorActor:
         canary sequences, computed whole and from the prefix cache."""
         await self._awake()
         held = await self._engine.held_weights()
-        # From the cache first: it would have the ends too, once the whole sequences were scored.
+        # From the cache first: after whole sequences were scored, the cache would hold their ends too.
         from_cache = [await self._engine.score_from_cache(token_ids) for token_ids in canary]
         scores = [await self._engine.score(token_ids) for token_ids in canary]
         return Proof(held=held, scores=scores, scores_from_cache=from_cache)
@@ -114,7 +114,7 @@ class GeneratorActor:
         return self._engine.take_load()
 
     async def under_way(self) -> int:
-        """Counts completions that are being sampled, or wait to be."""
+        """Counts completions that are running or waiting."""
         return self._desk.num_under_way
 
     async def shutdown(self) -> None:
@@ -123,12 +123,12 @@ class GeneratorActor:
         await self._engine.shutdown()
 
     async def sleep(self) -> None:
-        """Gives the GPU's memory to others until `wake`; completions wait meanwhile."""
+        """Frees the GPU's memory until `wake`; completions wait until then."""
         await self._awake()
         await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Samples again, from the weights that came during the sleep."""
+        """Resumes sampling, from the weights that were loaded during the sleep."""
         await self._awake()
         await self._engine.wake()
 
@@ -137,7 +137,7 @@ class GeneratorActor:
         await self._engine.connect(init_info)
 
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:
-        """Takes version `policy_version` between two completions."""
+        """Loads version `policy_version` of the weights between two completions."""
         await self._awake()
         reached("engine.load_weights", version=policy_version)
         await self._engine.load_weights(weights, policy_version=policy_version)

@@ -23,7 +23,7 @@ MIB = 2**20
 MAX_PACKED_MIB = 100
 """The largest packed folder that the dashboard takes."""
 MAX_UNPACKED_MIB = 1024
-"""A larger folder is refused before it is packed, which would take minutes and not make it ten times smaller."""
+"""A larger folder is refused before it is packed: packing takes minutes and does not make it ten times smaller."""
 _CHATTY = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
@@ -72,8 +72,8 @@ class JobServer:
             )
 
     def submit(self, entrypoint: Sequence[str], runtime_env: Mapping[str, Any]) -> str:
-        """Ships the working directory and submits the job; returns its id. Raises ConfigError for a folder that is too
-        large, and LaunchError when the server does not take the job."""
+        """Uploads the working directory and submits the job; returns its id. Raises ConfigError for a folder that is
+        too large, and LaunchError when the server refuses the job."""
         from mempipe.actors.lost import LaunchError
 
         try:
@@ -137,7 +137,7 @@ def _too_large(what: str) -> ConfigError:
 
 
 def _exit_code(job_id: str, details: Any) -> int:
-    """Says how a job ended, and returns what a shell reports for it. `details` are Ray's `JobDetails`."""
+    """Prints how a job ended, and returns its exit code as a shell reports it. `details` are Ray's `JobDetails`."""
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         say(f"{job_id} succeeded")

@@ -1,4 +1,5 @@
-"""From a config to running roles: makes every actor once, waits until each answers, owns all handles, and cleans up.
+"""Starts the roles that a config describes: makes every actor once, waits until each answers, owns all handles, and
+cleans up.
 
 All actors of a training start at the same time, and `launch` returns before they are ready. Engines start with the
 weights of `model.path`. Ranks start without a model: warm start and training load their models into the same processes.
@@ -58,7 +59,7 @@ WEIGHT_STORE = "weights"
 
 @dataclass(kw_only=True)
 class RolloutActors:
-    """Holds what runs trajectories: engines and retrievers."""
+    """Holds the actors that trajectories need: engines and retrievers."""
 
     config: RunConfig
     """As the plan runs it."""
@@ -116,7 +117,7 @@ class Roles(RolloutActors):
         )
 
     def start_learner(self, settings: LearnerSettings) -> None:
-        """Makes a learner of `settings` on the ranks. It replaces the learner that they had before."""
+        """Makes a learner with `settings` on the ranks, in place of their earlier learner."""
         if self.plan.kind == "colocated":  # an engine measures the free memory of its GPU while it starts
             self.wait()
         self.learners.start(settings)
@@ -151,11 +152,11 @@ class Roles(RolloutActors):
         """Brings the learner's weights to every engine as `policy_version`, and checks that they arrived; returns the
         metrics to be logged.
 
-        Engines that share their GPU and sleep get weights first and their cache when the learner's copy of the weights
-        is gone: there is no room for both (`mempipe.planning.ledger`).
+        Sleeping engines that share a GPU with the learner receive the weights first, and allocate their cache after the
+        learner has freed its copy: there is no room for both (`mempipe.planning.ledger`).
 
-        Raises LaunchError naming the phase when an engine does not take them in time, StaleWeights when one does not
-        hold them, CanaryFailed when one computes otherwise.
+        Raises LaunchError naming the phase when an engine does not load them in time, StaleWeights when an engine holds
+        other weights, CanaryFailed when an engine computes other log-probs.
         """
         reached("sync", version=policy_version)
         started = time.perf_counter()
@@ -178,7 +179,7 @@ class Roles(RolloutActors):
         return sent | checked
 
     def waited_for(self) -> str:
-        """Says which role the trajectories in flight wait for. It asks every engine and retriever, and starts
+        """Describes which role the trajectories in flight wait for. It calls every engine and retriever, and starts
         nothing."""
         roles = {"completions in the engines": self.generators, "searches in the retrievers": self.retrievers}
         counts, silent = Counter[str](), []
@@ -196,7 +197,7 @@ class Roles(RolloutActors):
         return ", ".join(f"{count} {work}" for work, count in counts.most_common() if count)
 
     def _release(self) -> None:
-        """Ends a phase of the ranks: on GPUs they give back what they reserved and do not use."""
+        """Ends a phase of the ranks: on GPUs they free the memory that is reserved and not used."""
         if self.plan.bundles:
             self.learners.release_memory()
 
@@ -248,9 +249,8 @@ def ask_all(
     timeout_s: float,
     begun: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns what every actor answers to `submit`, by name; `begun` are calls that were submitted already.
-
-    An actor that Ray starts again meanwhile is asked again. Raises as `wait_for` does.
+    """Returns the answer of every actor to `submit`, by name; `begun` are calls that were submitted already. An actor
+    that Ray restarts in the meantime is called again. Raises as `wait_for` does.
     """
     deadline = time.monotonic() + timeout_s
     pending = begun or {name: submit(actor) for name, actor in actors.items()}
@@ -289,7 +289,8 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
 @contextmanager
 def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     """Starts all roles of a training and does not wait for them. `Roles.wait` waits for engines and retrievers,
-    `Roles.load_policy` waits for all roles. No actor, process or placement group is left, whatever happens inside.
+    `Roles.load_policy` waits for all roles. No actor, process or placement group is left after the block, also after an
+    error.
     """
     with _launched(config, namespace, Demand.of_training(config)) as started:
         yield started.roles()
@@ -309,8 +310,8 @@ def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool
 
 
 def reserve(config: RunConfig, demand: Demand) -> Reservation:
-    """Seats for the demand on the cluster that is there. Raises ConfigError when it has too few GPUs, or unusable ones,
-    and LaunchError when it does not free them."""
+    """Reserves the GPUs of the demand on the connected cluster. Raises ConfigError when it has too few GPUs, or
+    unusable ones, and LaunchError when it does not free them."""
     nodes = cluster_gpus()
     made = plan(config, demand, list(nodes.values()), gpu_bytes=smallest_gpu(nodes) if nodes else None)
     if made.bundles:
@@ -322,7 +323,7 @@ def reserve(config: RunConfig, demand: Demand) -> Reservation:
 
 
 def learner_settings(config: RunConfig) -> LearnerSettings:
-    """Returns what the learner of the run is made from."""
+    """Returns the settings of the run's learner."""
     return LearnerSettings(
         model=config.model,
         optimizer=config.optimizer,
@@ -375,7 +376,7 @@ class _Started:
         )
 
     def _references(self) -> ReferencePool | None:
-        """Returns what the trajectory stream starts its reference models with."""
+        """Returns the settings with which the trajectory stream starts its reference models."""
         if not needs_reference(self.config):
             return None
         size = len(self.plan.seats("reference")) or self.config.reference.num_replicas

@@ -1,4 +1,4 @@
-"""The learner: actors of FSDP ranks, and one typed front that hands every rank its micro-batches and waits for all."""
+"""The learner: actors of FSDP ranks, and one typed class that sends every rank its micro-batches and waits for all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DEATH_S = 10.0
 
 
 class LearnerActor:
-    """One rank. `start` makes its Learner when all ranks know where to meet. The next `start` replaces that Learner by
-    another one in the same process."""
+    """One rank. `start` makes its Learner when all ranks know the master's address. The next `start` replaces that
+    Learner in the same process."""
 
     def __init__(self) -> None:
         import mempipe.engines.learner  # noqa: F401  # takes seconds, while the other roles start
@@ -77,7 +77,8 @@ class LearnerActor:
         return self._learner.update(index)
 
     def release_memory(self) -> None:
-        """Gives GPU memory that no tensor uses back to those who share the GPU, also what an engine had opened."""
+        """Frees GPU memory that no tensor uses for the other processes of the GPU, including memory that an engine had
+        opened."""
         import torch
 
         if torch.cuda.is_available():
@@ -91,7 +92,7 @@ class LearnerActor:
         return self._learner.checksums()
 
     def weights(self) -> np.ndarray | None:
-        """Returns what engines serve, as bytes, on rank 0; None elsewhere."""
+        """Returns the served weights as bytes on rank 0; None elsewhere."""
         state_dict = self._learner.served_state_dict()
         return pack_weights(state_dict) if state_dict else None
 
@@ -145,7 +146,7 @@ class LearnerActor:
 
 
 class _Engines:
-    """All engines as the sender of weights sees them (`mempipe.engines.weights.EngineControl`)."""
+    """The interface of all engines to the sender of weights (`mempipe.engines.weights.EngineControl`)."""
 
     def __init__(self, engines: Sequence[Handle], tensor_parallel: int) -> None:
         self._engines, self._tensor_parallel = list(engines), tensor_parallel
@@ -169,7 +170,7 @@ class LearnerGroup:
         self._timeout_s = timeout_s
 
     def start(self, settings: LearnerSettings) -> None:
-        """Makes a `Learner` on every rank, which replaces the one before. The ranks meet on rank 0's node."""
+        """Makes a `Learner` on every rank, in place of the earlier one. Rank 0's node is the master address."""
         address = self._all("meeting point", lambda rank, _: rank.listen.remote())[0]
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
 
@@ -179,7 +180,7 @@ class LearnerGroup:
         """Makes one optimiser update after another; `updates[u][rank]` are that rank's micro-batches. Returns the
         metrics of each update.
 
-        A step that continues begins with update `first`. It ends early, between two updates, when `stop` leaves no time
+        A resumed step begins with update `first`. The step ends early, between two updates, when `stop` leaves no time
         for the rest.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
@@ -195,7 +196,7 @@ class LearnerGroup:
         return reports
 
     def release_memory(self) -> None:
-        """Gives GPU memory that no tensor uses back to those who share the GPU."""
+        """Frees GPU memory that no tensor uses for the other processes of the GPU."""
         self._all("releasing memory", lambda rank, _: rank.release_memory.remote())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -221,7 +222,8 @@ class LearnerGroup:
         self._get("opening the weight transfer", opened, beside=engines)
 
     def send_weights(self, policy_version: int, engines: Sequence[Handle]) -> None:
-        """Gives the engines of `open_transfer` the current weights as `policy_version`; returns when all serve them."""
+        """Sends the current weights to the engines of `open_transfer` as `policy_version`; returns when all serve
+        them."""
         sent = [rank.send_weights.remote(policy_version) for rank in self.ranks]
         self._get("sending weights", sent, beside=engines)
 
@@ -232,7 +234,7 @@ class LearnerGroup:
     def updates_done(self, *, finish: bool = False) -> int:
         """Returns the number of optimiser updates applied; with `finish` it waits for the running update first.
 
-        Raises LearnerLost when the ranks do not say so in time, which without `finish` is at once, or not the same.
+        Raises LearnerLost when a rank does not answer in time (without `finish`: at once), or the ranks disagree.
         """
         answers = [rank.updates_done.remote() for rank in self.ranks]
         counts = set(self._get("counting updates", answers, timeout_s=None if finish else ANSWER_S))
@@ -320,7 +322,7 @@ def _interface(address: str) -> str | None:
 
 
 def _check_alive(engines: Sequence[Handle], phase: str) -> None:
-    """Raises LearnerLost when one has died; one that is busy may take its time."""
+    """Raises LearnerLost when a rank has died; a busy rank is not an error."""
     for engine in engines:
         try:
             ray.get(engine.ready.remote(), timeout=WATCH_S)

@@ -1,5 +1,5 @@
-"""Which errors say that a part of the infrastructure was lost, so that another start may do better, and the line that
-reports them.
+"""Classifies the errors after which a restart may succeed, because a part of the infrastructure was lost, and makes the
+line that reports them.
 
 Ray raises one kind for every way in which an actor, a worker, a node or an object can go; Ray Data wraps them once or
 twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in user-defined code) would
@@ -60,7 +60,7 @@ class LearnerLost(LearnerFailed):
 
 
 FAULTS_OF_RAY = (RayError,)
-"""All that Ray raises of itself, for callers that do not import it."""
+"""All exceptions that Ray itself raises, for callers that do not import Ray."""
 LOST_IN_RAY = (
     RayActorError,  # died and unavailable ones
     WorkerCrashedError,
@@ -85,7 +85,7 @@ _CLASS = re.compile(r"^\s+class_name: (\w+)$", re.MULTILINE)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Returns whether the run may continue after another start of its roles."""
+    """Returns whether the run may continue after a restart of its roles."""
     if isinstance(error, ClusterLost):
         return False
     if isinstance(error, RoleLost | LearnerLost):
@@ -98,7 +98,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Says what an error says, on one line, without what Ray adds about addresses and ids."""
+    """Returns an error's message on one line, without the addresses and ids that Ray adds."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, BaseException) and not isinstance(cause, UserCodeException):

@@ -1,4 +1,4 @@
-"""How much memory of the machine each role holds."""
+"""Measures the memory of the machine that each role holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_S = 60.0
 def held_gib(*, children: bool = True) -> float:
     """Returns the GiB that this process, and those that it started, hold alone.
 
-    Pages that several processes share, such as the object store's, are nobody's alone and do not count.
+    Pages that several processes share, such as the object store's, do not count.
     """
     process = psutil.Process()
     processes = [process, *process.children(recursive=True)] if children else [process]
@@ -26,8 +26,8 @@ def held_gib(*, children: bool = True) -> float:
 
 
 def memory_metrics(roles: Mapping[str, Iterable[Handle]]) -> dict[str, float]:
-    """Returns what the largest actor of every role holds, and the calling process. A role without an answer is skipped:
-    a missing measurement must not end a run."""
+    """Returns the GiB of the largest actor of every role, and of the calling process. A role without an answer is
+    skipped: a missing measurement must not end a run."""
     asked = {
         role: [actor.__ray_call__.remote(lambda _: held_gib()) for actor in actors] for role, actors in roles.items()
     }
@@ -41,5 +41,5 @@ def memory_metrics(roles: Mapping[str, Iterable[Handle]]) -> dict[str, float]:
 def _unshared_bytes(process: psutil.Process) -> int:
     try:
         return process.memory_full_info().uss
-    except psutil.Error:  # it has just ended, or this user may not look at it
+    except psutil.Error:  # it has just ended, or this user has no permission
         return 0

@@ -1,8 +1,8 @@
 """Typed pools in front of the engine and retriever actors that route, retry and give up (promise 8).
 
-Infrastructure faults never reach the policy: Ray restarts a dead actor, and a call that died with it or failed in it is
-repeated, elsewhere if there is another, until the deadline; then it raises `RoleUnavailable`, and the group is tried
-again or the run ends.
+Infrastructure faults never reach the policy: Ray restarts a dead actor, and a call that died or failed with it is
+repeated until the deadline, on another actor if there is one. Then the call raises `RoleUnavailable`, and the group is
+tried again or the run ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Pool:
             except (RayActorError, InfrastructureFault) as error:
                 self.num_retries += 1
                 self._rests_until[i] = time.monotonic() + REST_S
-                if isinstance(error, ActorDiedError):  # Ray starts it no more; one that starts again is "unavailable"
+                if isinstance(
+                    error, ActorDiedError
+                ):  # Ray does not restart it; an actor that restarts is "unavailable"
                     self._gone[i] = True
                     if all(self._gone):
                         raise RoleLost(f"every {self._role} died: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Keeps Ray's notes about itself in its log files, so that a run's terminal shows the run."""
+"""Keeps Ray's messages about itself in its log files, so that a run's terminal shows the run only."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def quiet_loggers() -> None:
     their result is fetched."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     for handler in logging.getLogger("ray.data").handlers:
-        # Ray's own console only: other people's handlers may hang there too.
+        # Ray's own console handler only: the logger may have handlers of other libraries.
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.CRITICAL)
 
 
 @functools.cache  # once per process
 def quiet_retries() -> None:
-    """Keeps out of the terminal that a worker died and that Ray will try its task again, and the log of a raylet that
-    died; Ray's log files have it.
+    """Drops Ray's lines about a dead worker whose task will be retried, and about a dead raylet, from the terminal;
+    Ray's log files have them.
 
     Ray prints these lines for every unfinished group when a stream is closed early; `log_to_driver=False` does not
     cover them. Real losses are reported by mempipe.

@@ -29,7 +29,7 @@ class ReferenceStage:
     """Adds `ref_logprobs` to every context. When an actor dies, another one scores its groups again."""
 
     def __init__(self, config: RunConfig) -> None:
-        from mempipe.engines.reference import ReferenceModel  # torch: only where it scores
+        from mempipe.engines.reference import ReferenceModel  # torch is imported only in the process that scores
 
         learner = config.learner
         self._model = ReferenceModel(

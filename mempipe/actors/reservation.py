@@ -1,4 +1,4 @@
-"""A plan's GPUs on a Ray cluster: what the cluster has, and the placement group that holds a job's seats."""
+"""A plan's GPUs on a Ray cluster: the GPUs that the cluster has, and the placement group with the seats of a job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def smallest_gpu(nodes: dict[str, int]) -> int | None:
     for node, answer in asked.items():
         try:
             sizes.append(ray.get(answer, timeout=INSPECTION_TIMEOUT_S))
-        except GetTimeoutError:  # another job is at work on them, so they can be used
+        except GetTimeoutError:  # another job uses them, so they are usable
             ray.cancel(answer)
         except RayTaskError as error:
             raise ConfigError(f"node {node[:8]} counts {nodes[node]} GPUs for Ray, but {error.cause}") from error

@@ -1,4 +1,4 @@
-"""The retrievers as Ray actors. faiss is imported where an index is, not where a handle to it is."""
+"""The retrievers as Ray actors. Only the processes that hold an index import faiss."""
 
 from __future__ import annotations
 
@@ -51,14 +51,13 @@ class RemoteShard:
 
 
 class RetrieverActor:
-    """One copy of the index, or one client of the service; searches of all trajectories that reach it share batches.
-
-    With `shards` the vectors are theirs, and an answer is the merge of what they find.
+    """One copy of the index, or one client of the service; the searches of all trajectories that call it share batches.
+    With `shards` these hold the vectors, and an answer merges their results.
     """
 
     def __init__(self, config: RetrievalConfig, shards: Sequence[Handle] = (), *, together: bool = True) -> None:
-        """Without `together` every search is made alone: in another batch a model that encodes queries rounds the same
-        query's vector otherwise.
+        """Without `together` every search is a separate batch: in another batch an encoder rounds the vector of the
+        same query differently.
         """
         from mempipe.retrieval.remote import RemoteRetriever
         from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
@@ -77,11 +76,11 @@ class RetrieverActor:
         return self._retriever.snapshot
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
-        """Takes queries and gives results (`mempipe.actors.pools.RetrieverPool`)."""
+        """Answers the queries of `mempipe.actors.pools.RetrieverPool` with results."""
         return await self._desk.exchange(caller, requests)
 
     async def under_way(self) -> int:
-        """Counts searches that are being made."""
+        """Counts the running searches."""
         return self._desk.num_under_way
 
     async def _search(self, query: str, num_passages: int, partition: str) -> SearchResult:

@@ -1,8 +1,8 @@
 """Runs commands as trials of Ray Tune: side by side, again where one died, on whichever node has room.
 
-A trial is a separate process with its own Ray driver and namespace on the same cluster: a training or an
-evaluation reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial asks Tune for next
-to nothing, since what a placement group of Tune's held could not be given to the actors of the process inside.
+A trial is a separate process with its own Ray driver and namespace on the same cluster: a training or an evaluation
+reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial requests almost no resources of
+Tune: resources in a placement group of Tune's are not available to the actors of the process inside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialCommands:
-    """The `mempipe` commands of one trial, one after another, and the file that their output goes to."""
+    """The `mempipe` commands of one trial, one after another, and the file of their output."""
 
     name: str
     commands: list[list[str]]
@@ -60,7 +60,7 @@ def run_trials(
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_SIGINT_HANDLER": "1"}
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
     os.environ |= {"RAY_AIR_NEW_OUTPUT": "0"}  # its tables; `_Progress` says what happens
-    # It misses the files of the loggers that are off.
+    # It warns about missing files of loggers that are off.
     logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
     shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
@@ -87,7 +87,7 @@ def run_trials(
 
 
 def _run(config: dict[str, Any]) -> None:
-    """Runs one trial, where Tune starts it."""
+    """Runs one trial in the process that Tune starts."""
     trial = TrialCommands(**config["trial"])
     error = ""
     with open(trial.log, "ab") as log:
@@ -109,7 +109,7 @@ def _run(config: dict[str, Any]) -> None:
 
 
 def _same_cluster() -> dict[str, str]:
-    """Returns what a driver needs to be on this cluster with the files that a job was submitted with."""
+    """Returns the environment with which a driver connects to this cluster and has the files of the submitted job."""
     context = ray.get_runtime_context()
     variables = {"RAY_ADDRESS": context.gcs_address}
     if working_dir := context.runtime_env.get("working_dir"):
@@ -119,7 +119,7 @@ def _same_cluster() -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Makes Linux end this process when the one that started it is gone: a killed trial must not continue working."""
+    """Makes Linux end this process when its parent ends: a killed trial must not continue."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -137,7 +137,7 @@ def _name(trial: Any) -> str:
 
 
 class _Progress(tune.Callback):
-    """Says what becomes of the trials."""
+    """Prints the progress of the trials."""
 
     def __init__(self, num_over: int, num_trials: int) -> None:
         self._num_over, self._num_trials = num_over, num_trials

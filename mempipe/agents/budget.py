@@ -1,7 +1,7 @@
 """Limits of one context, in tokens of the policy's tokenizer: the one source of these limits for prompts, engine
 and metrics.
 
-Each agent has the limits that mean something to it, made of the parts here, and says what shares its largest context
+Each agent combines the limits that it needs from the classes here, and lists the parts of its largest context
 (`parts`).
 """
 
@@ -30,7 +30,7 @@ class Budget(Section):
     """The model's context: the parts of the agent's largest one and the template must fit."""
 
     def parts(self) -> dict[str, int]:
-        """Returns what shares the agent's largest context with the template, in tokens by name."""
+        """Returns the parts of the agent's largest context besides the template, in tokens by name."""
         return {"question": self.question_tokens, "action": self.action_tokens}
 
     @property

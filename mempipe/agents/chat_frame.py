@@ -1,8 +1,8 @@
 """The text and tokens that a model's chat template puts around the messages of a context, taken from renderings of it.
 
-The template is rendered with marks in place of the messages. The text between the marks is trusted. It says where a
-message ends and who speaks next: by special tokens, or by plain text (`[/INST]`, `<|assistant|>`, `### Response:`).
-Plain text could be written by anyone, so it is broken in untrusted text as special tokens are.
+The template is rendered with marks in place of the messages. The text between the marks is trusted. It marks the end of
+a message and the next role: by special tokens, or by plain text (`[/INST]`, `<|assistant|>`, `### Response:`). Plain
+text could be written by anyone, so it is broken in untrusted text as special tokens are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ChatFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMarks:
-    """Holds what tells roles apart in a prompt: special tokens, and plain text that no ordinary text holds."""
+    """The marks that separate roles in a prompt: special tokens, and plain text that does not occur in ordinary
+    text."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
@@ -82,9 +83,9 @@ def role_marks(tokenizer: Tokenizer, *, tags: Sequence[str]) -> RoleMarks:
     """Returns the marks of the template that are not protocol tags.
 
     Plain text is a mark when it is in brackets with a letter between them, or when it opens a message with a character
-    that no sentence has, as `### Response:` does. Words alone are not a mark: they would have to be broken in ordinary
-    text. Where words are guarded by a special token (`<|im_start|>user`) nobody can forge them. Raises ConfigError for
-    a template that has words alone between a user's message and the assistant's.
+    that no sentence has, as `### Response:` does. Words alone are not a mark, since ordinary text contains them and
+    would be broken. Words behind a special token (`<|im_start|>user`) cannot be forged. Raises ConfigError for a
+    template that has words alone between a user's message and the assistant's.
     """
     rendered = _render(tokenizer, ["user", "assistant", "user"], system=_shows_system(tokenizer))
     before, *between = _MESSAGES.split(rendered)

@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TAG = re.compile(r"([<\[])(?=\S)")
 """Characters with which a special token or a tag of any template can begin."""
 _CALLERS_MISTAKES = (-32602, -32601)
-"""JSON-RPC's codes for wrong arguments and an unknown method, which the policy may learn from."""
+"""JSON-RPC's codes for wrong arguments and an unknown method; the policy reads these errors as results."""
 
 
 class McpServer(Section):

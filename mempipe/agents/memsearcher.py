@@ -215,8 +215,8 @@ class MemSearcherRenderer(SearchRenderer[MemSearcherBudget]):
 
 
 class MemSearcher(Agent[MemSearcherRenderer]):
-    """The agent. `compat.bad_memory` and `compat.box_in_thought` make it play as the published evaluation or
-    training does.
+    """The agent. `compat.bad_memory` and `compat.box_in_thought` select the behaviour of the published evaluation or
+    training.
     """
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:

@@ -1,7 +1,7 @@
 """MemTrain (arXiv 2606.03197): MemAgent's reading, trained on texts without labels.
 
-The question asks for an entity that is masked everywhere in a document (end-to-end masked reconstruction). Beside it,
-one memory of every attempt is asked for another entity (intermediate memory recall): a context of its own shows the
+The question asks for an entity that is masked everywhere in a document (end-to-end masked reconstruction). In addition,
+one memory of every attempt is asked for another entity (intermediate memory recall): a separate context shows the
 memory after step k and a chunk l < k in which that entity is replaced by [TARGET], and it is sampled `num_recalls`
 times; with `num_recall_prompts` the samples are divided among several such contexts. The recall samples are drawn while
 the reading continues. Rewards and advantages are those of Eq. 1 to 3 (`mempipe.rollout`, `mempipe.rl.advantages`).
@@ -131,8 +131,8 @@ class MemTrainRenderer(MemAgentRenderer):
         """Draws `num_recall_prompts` different combinations of a step, an earlier chunk and an entity of it; fewer
         where there are fewer, and none when no chunk but the last one holds an entity.
 
-        Every step that has something to ask for is as likely as any other, then every chunk, then every entity. The
-        document's own answer is never asked for, nor an entity that the words of the prompt write ("LaTeX").
+        The step is drawn uniformly from those with an entity, then the chunk, then the entity. The document's own
+        answer is never a target, nor is an entity that occurs in the words of the prompt ("LaTeX").
         """
         chunks = self.chunks(question)
         askable = self._askable(
@@ -170,8 +170,8 @@ class MemTrainRenderer(MemAgentRenderer):
     def _find_askable(
         self, text: str, targets: Sequence[tuple[str, ...]], answers: Sequence[str]
     ) -> list[list[tuple[str, ...]]]:
-        """Returns the targets that occur in each chunk, without the document's own answer and what can be read in every
-        recall prompt.
+        """Returns the targets that occur in each chunk, without the document's own answer and the entities that every
+        recall prompt contains.
         """
         folded = set(map(str.casefold, answers))
         others = [

@@ -1,4 +1,4 @@
-"""Parses what the policy writes, and names what an agent needs from the outside: a tokenizer, `generate` and `search`.
+"""Parses the policy's messages, and defines the interfaces that an agent needs: a tokenizer, `generate` and `search`.
 
 MemSearcher (arXiv 2511.02805) writes a thought between `<think>` tags, then calls of its tools, each a JSON object
 between `<tool_call>` tags, or an answer in `\\boxed{…}`; a memory message holds the memory between `<memory>` tags.
@@ -81,8 +81,7 @@ class SearchFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Holds what an assistant message asks for: calls of tools (then `end_reason` is None),
-    or the end of the trajectory."""
+    """The action of an assistant message: calls of tools (then `end_reason` is None), or the end of the trajectory."""
 
     calls: list[ToolCall] = field(default_factory=list)
     answer: str | None = None

@@ -2,8 +2,8 @@
 memory are compared with it.
 
 The policy reads one user prompt and then writes an assistant message that continues after every observation until it
-answers. After a message that neither searches nor answers, the policy reads that it did neither, and the trajectory
-continues. When another turn would not fit the context the trajectory ends; nothing is ever cut off on the left.
+answers. After a message that neither searches nor answers, the policy reads a text that says so, and the trajectory
+continues. When another turn would not fit the context, the trajectory ends; the context is never cut on the left.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class React(TaggedAgent[ReactRenderer]):
         return EndReason.MAX_TURNS if is_last else None
 
     async def _observe(self, turn: Turn, query: str, *, number: int, partition: str) -> tuple[list[int], int]:
-        """Searches. Returns the tokens that follow the message of that number, and how many of them count against the
-        budget.
+        """Searches. Returns the tokens that follow the message of that number, and the number of those that count
+        against the budget.
         """
         (search,) = await self._run_searches(turn, [(query, self.renderer.search.num_passages)], partition=partition)
         return self.renderer.observation(search.passages, turns_left=max(self.renderer.budget.max_turns - number, 0))

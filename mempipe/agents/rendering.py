@@ -1,9 +1,9 @@
 """Prompts and observations as token ids, made from a prompt set and the model's own chat template.
 
 The template's text (`mempipe.agents.chat_frame`) and the prompt set's own words are trusted and encoded once, special
-tokens included. What goes into the slots is neutralised and encoded as plain text, piece by piece. So special tokens
-and the template's role marks come from the template only, and every part of a context has a separate length. Each
-agent's file has its own renderer.
+tokens included. The texts in the slots are neutralised and encoded as plain text, piece by piece. So special tokens and
+the template's role marks come from the template only, and every part of a context has a separate length. Each agent's
+file has its own renderer.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Renderer(Generic[B]):
     def encode(self, text: str) -> list[int]:
         """Encodes untrusted text: no special token is among the ids, and no protocol tag or role mark in their text."""
         token_ids = self.tokenizer.encode_text(self._neutralize(text))
-        # A tokenizer that normalises may write a tag of its own accord, from full-width letters for example.
+        # A tokenizer that normalises may produce a tag itself, from full-width letters for example.
         written = self.tokenizer.decode(token_ids)
         safe = self._neutralize(written)
         return token_ids if safe == written else self.tokenizer.encode_text(safe)
 
     @property
     def takes_instructions(self) -> bool:
-        """Returns whether the prompt set has a place for instructions of whoever asks."""
+        """Returns whether the prompt set has a place for the caller's instructions."""
         return self._instructed is not None
 
     def instructed(self, instructions: str) -> Self:
@@ -115,8 +115,7 @@ class Renderer(Generic[B]):
 
     def _probe(self, prompt: list[int], question: Question, *, written: str, answer_open: str) -> AnswerProbe:
         """Builds the probe: closes a thought that `written` (the prefilled start of the message) leaves open, and
-        appends the opening of the answer. Cuts the answer to what fits budget.action_tokens. Of a longer answer the
-        probe holds as much as fits a message.
+        appends the opening of the answer. Cuts the answer to the tokens that fit budget.action_tokens.
         """
         closing = "</think>" if written.count("<think>") > written.count("</think>") else ""
         # A space belongs to the word after it: most tokenizers have a token for both.
@@ -131,8 +130,8 @@ class Renderer(Generic[B]):
         self.question(question)
 
     def prepare(self, question: Question) -> None:
-        """Encodes what a rollout of the question reads first and keeps it, so that the rollout does not wait for it.
-        Raises UnfitQuestion as `check` does.
+        """Encodes the text that a rollout of the question reads first and keeps the ids, so that the rollout does not
+        wait. Raises UnfitQuestion as `check` does.
         """
 
     def breaks_roles(self, token_ids: Sequence[int]) -> bool:
@@ -223,7 +222,7 @@ class Pieces:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of the trusted text."""
+        """Returns the number of tokens of the trusted text."""
         return sum(map(len, self.literals))
 
 

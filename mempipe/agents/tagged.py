@@ -93,8 +93,8 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         return self._prompt.filled({"question": question})
 
     def observation(self, passages: Sequence[Passage], *, turns_left: int) -> tuple[list[int], int]:
-        """Returns the tokens that follow a search, with as many of the passages as there is room for, and how many of
-        the tokens count against the budget.
+        """Returns the tokens that follow a search, with as many of the passages as fit, and the number of tokens that
+        count against the budget.
         """
         left = self._turns_left(turns_left)
         (shown,) = fit_passages([self._passage_pieces(passages)], room=self.budget.observation_tokens - len(left))
@@ -120,7 +120,8 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
             return TaggedMessage(token_ids=kept, text=text, fault=EndReason.INVALID_CALL)
 
     def _action_length(self, body: list[int]) -> int:
-        """Returns how many ids there are up to the one in which the first closing tag ends; all of them without one."""
+        """Returns the number of ids up to the one in which the first closing tag ends; of all ids when there is
+        none."""
 
         def holds_action(length: int) -> bool:
             return _ACTION_END.search(self.tokenizer.decode(body[:length])) is not None

@@ -1,8 +1,8 @@
 """The functions that a policy may call: the search function, and user-defined tools.
 
 A tool has a name, a JSON schema that the policy reads, a check of its arguments, and an async call. A call that fails
-for reasons of the infrastructure raises an `InfrastructureFault`, and its whole group is played again. What the policy
-should read about a call that went wrong (division by zero, an unknown city) is an ordinary result text.
+for reasons of the infrastructure raises an `InfrastructureFault`, and its whole group is played again. An error that
+the policy should read (division by zero, an unknown city) is an ordinary result text.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class Tool(ToolSpec, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A valid call. `text` is the call as the policy wrote it, `arguments` is what the tool's `check` made of its
-    arguments.
-    """
+    """A valid call. `text` is the call as the policy wrote it, `arguments` is the result of the tool's `check`."""
 
     text: str
     tool: str
@@ -83,7 +81,7 @@ class SearchTool:
     num_passages: int  # when the call names no number
     max_passages: int
     max_query_chars: int
-    promised_passages: int | None = None  # in the schema instead of num_passages; published code breaks its word
+    promised_passages: int | None = None  # in the schema instead of num_passages; published code returns another number
 
     @classmethod
     def of(cls, limits: SearchLimits, *, name: str = "search", num_passages: int | None = None) -> SearchTool:
@@ -144,7 +142,7 @@ class Toolbox:
     own: Mapping[str, Tool] = field(default_factory=dict)
 
     def schemas(self) -> str:
-        """Returns what the policy reads: one JSON object per line."""
+        """Returns the schemas that the policy reads: one JSON object per line."""
         functions = [{"type": "function", "function": tool.schema()} for tool in self._all.values()]
         return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 

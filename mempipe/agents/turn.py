@@ -1,4 +1,4 @@
-"""The base of all agents: a context while it grows, and the calls to engine and retriever that fill it."""
+"""The base class of all agents: an unfinished context, and the calls to engine and retriever that fill it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Message:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A context while it grows."""
+    """An unfinished context."""
 
     index: int
     question_ids: list[int]
@@ -145,12 +145,12 @@ class Agent(ABC, Generic[R]):
 
     @abstractmethod
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
-        """Plays the trajectory, hands over each context when it is finished, and says how it ended and with which
+        """Plays the trajectory, calls `finish` for each finished context, and returns the reason of its end and its
         answer.
         """
 
     async def _complete(self, turn: Turn, *, max_tokens: int) -> Completion:
-        """Samples after the turn as it is; the turn does not take the completion in."""
+        """Samples a completion of the turn's tokens; does not append it to the turn."""
         started = time.perf_counter()
         completion = await self._generate(list(turn.token_ids), max_tokens=max_tokens)
         turn.generate_seconds += time.perf_counter() - started
@@ -162,7 +162,7 @@ class Agent(ABC, Generic[R]):
         return completion
 
     async def _sample(self, turn: Turn, *, max_tokens: int) -> Message:
-        """Samples a whole message and takes it into the turn."""
+        """Samples a whole message and appends it to the turn."""
         completion = await self._complete(turn, max_tokens=max_tokens)
         turn.sample(completion)
         body = without_stop(completion.token_ids, self.renderer)

@@ -1,4 +1,4 @@
-"""Finding what can be asked about a corpus, as a Ray Data stream: one reader, a pool of finders of entities."""
+"""Finds candidates for questions in a corpus, as a Ray Data stream: one reader, and a pool of entity finders."""
 
 from __future__ import annotations
 

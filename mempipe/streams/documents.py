@@ -65,7 +65,7 @@ class DocumentMaker:
         return pa.table({"count": [len(part["rows"]) for part in parts]})
 
     def write(self, file: Path, first: int, rows: Sequence[int]) -> None:
-        """Writes the part about passages `rows`; their documents are numbered from `first` on."""
+        """Writes the documents of passages `rows`, numbered from `first` on."""
         passages = [self._retriever.passage(row) for row in rows]
         if self._common is None:
             table = entities_of(passages, self._finder).to_arrow()

@@ -1,10 +1,8 @@
-"""Questions to scored groups, as a Ray Data stream.
-
-One run is one execution of a dataset: a lazy source of questions, one row per block, goes through a pool of async
-drivers, and each driver plays many groups at a time. A group comes out when it and the groups before it in its row are
-finished. Engines and retrievers are named actors outside the dataset, looked up by the drivers
-(`mempipe.actors.driver`). An `Admission` actor (`mempipe.actors.admission`) decides when a group may start, so Ray
-Data's own back-pressure, which counts bytes, never matters.
+"""A Ray Data stream from questions to scored groups. One run is one execution of a dataset: a lazy source of questions,
+one row per block, goes through a pool of async drivers, and each driver plays many groups at a time. A group comes out
+when it and the groups before it in its row are finished. Engines and retrievers are named actors outside the dataset,
+looked up by the drivers (`mempipe.actors.driver`). An `Admission` actor (`mempipe.actors.admission`) decides when a
+group may start, so Ray Data's own back-pressure, which counts bytes, never takes effect.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class GroupStage:
     async def _admitted(self, position: int, group_id: str, question: dict[str, Any]) -> Group:
         if self._admission is not None:
             await self._admission.ticket.remote(group_id, position)
-        async with self._places:  # which only groups take that wait for no other
+        async with self._places:  # taken only by groups that wait for no other group
             reached("driver.play", group=group_id)
             return await self._driver.play(group_id, from_row(Question, question))
 
@@ -80,7 +78,7 @@ def stream_groups(
 ) -> Generator[Group, None, None]:
     """Yields groups about in the order in which they finish (exactly in the order of `rows` when `config.ordered`).
 
-    Raises GroupFailed when a group cannot be finished, UserCodeError when code of the user's own failed.
+    Raises GroupFailed when a group cannot be finished, UserCodeError when user-defined code failed.
     """
     stream = spec.config.stream
     # Whole groups of training are worth one block each; single questions are not (ATTEMPTS_PER_ROW).
@@ -112,8 +110,8 @@ def stream_groups(
 
 
 def question_rows(rows: Iterable[tuple[str, Question]], *, groups_per_row: int) -> Callable[[], Iterator[pa.Table]]:
-    """Returns what yields rows of up to `groups_per_row` pairs of group id and question, with the position of the first
-    in the stream."""
+    """Returns a function that yields rows of up to `groups_per_row` pairs of group id and question, with the position
+    of the first in the stream."""
     kept = ray.put(rows)  # not in the function itself: they may be a gigabyte of texts
 
     def read() -> Iterator[pa.Table]:

@@ -35,11 +35,11 @@ class Pool:
     arguments: Sequence[Any]
     size: int
     calls_at_once: int | None = None
-    """Rows that an actor works on at the same time; None leaves it to Ray. It is given no more than that: a row that
-    waits for another one's end would wait for ever if that one stood behind it in the actor's queue, where a restart
-    may put it."""
+    """Rows that an actor works on at the same time; None leaves it to Ray. Ray sends it no further rows: a row that
+    waits for another row would wait for ever if that row was behind it in the actor's queue, which a restart can
+    cause."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Resources that an actor takes of a node: `num_cpus`, `num_gpus`, ..."""
+    """Resources of an actor on its node: `num_cpus`, `num_gpus`, ..."""
 
 
 def stream_tables(
@@ -52,8 +52,8 @@ def stream_tables(
 ) -> Generator[pa.Table, None, None]:
     """Yields the tables that the last pool returns, in any order unless `ordered`.
 
-    `read` runs in a worker and yields one table for every row; `rows` says what they are. Raises errors of the kinds
-    `raises` as they were raised, and RoleLost when the stream lost an actor.
+    `read` runs in a worker and yields one table for every row; `rows` names them in messages. Raises errors of the
+    kinds `raises` as they were raised, and RoleLost when the stream lost an actor.
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = ordered

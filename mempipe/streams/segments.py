@@ -1,8 +1,8 @@
 """Reading and encoding a corpus as a Ray Data stream.
 
 One reader walks the corpus and writes segments; a row of the stream is the number of one. A pool of encoders, on GPUs
-where there are any, takes them up in any order. Texts and vectors go through the index's folder, which all nodes see,
-so that finished work survives a kill.
+if there are any, processes them in any order. Texts and vectors are exchanged as files in the index's folder, which all
+nodes share, so that finished work survives a kill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW = pa.schema([("number", pa.int64()), ("count", pa.int64()), ("needs_vectors"
 
 
 class SegmentEncoder:
-    """Writes the vectors of the segments that come by."""
+    """Writes the vectors of the segments that it receives."""
 
     def __init__(self, folder: Path, encoder: dict[str, Any]) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The MLflow run of a job that is made of others: their runs are nested under it."""
+"""The MLflow run of a job that consists of other jobs: their runs are nested under it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.tracker import Tracker, last_run_id, tracking_uri
 
 RUN_ID_TIMEOUT_S = 60.0
-"""The longest wait for MLflow; a server that is away costs the parts their parent, and nothing else."""
+"""The longest wait for MLflow; without an answer the parts have no parent run, and the job continues."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""How a run survives: checkpoints while it continues and when it fails, and another start after a role is lost.
+"""Keeps a run alive: checkpoints while it runs and when it fails, and a restart after a role is lost.
 
 A run that fails or is interrupted saves the learner and the finished groups, unless the learner itself failed in the
-middle of a step. It continues by itself when a role was lost (an engine, a rank, a node; `config.max_restarts` times an
-hour), since another start can do better then. It ends when it failed for a reason that would come again: a full disk,
-stale weights, engines that compute otherwise, a gradient that is not finite, an error in user-defined code.
+middle of a step. It restarts by itself when a role was lost (an engine, a rank, a node; `config.max_restarts` times an
+hour), since a restart can succeed then. It ends after a failure that would occur again: a full disk, stale weights,
+engines that compute other log-probs, a gradient that is not finite, an error in user-defined code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Supervisor:
-    """Makes an attempt again when a role was lost. Every attempt resumes from the run's folder."""
+    """Repeats an attempt when a role was lost. Every attempt resumes from the run's folder."""
 
     def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_restarts` are those within an hour: a run of weeks may lose more in all."""
@@ -48,8 +48,9 @@ class Supervisor:
     def attempt(self, work: Callable[[], T]) -> T:
         """Returns what `work` returns.
 
-        A ConfigError of the first attempt passes through. After a restart the same settings were right before, so what
-        they name (a mount, a node) is waited for. Raises LaunchError with one line when the restarts are used up.
+        A ConfigError of the first attempt passes through. After a restart the settings are known to be right, so the
+        supervisor waits for the mount or node that they name. Raises LaunchError with one line when the restarts are
+        used up.
         """
         pause = 0.0
         while True:
@@ -67,7 +68,7 @@ class Supervisor:
                 time.sleep(pause)
 
     def _restart(self, error: BaseException) -> None:
-        """Takes note of one restart. Raises LaunchError when there were too many."""
+        """Counts one restart. Raises LaunchError when there were too many."""
         now = self._clock()
         while self._restarts and now - self._restarts[0] > HOUR_S:
             self._restarts.popleft()
@@ -97,8 +98,8 @@ class KeptGroups:
             write_trajectories(self._file(position), groups)
 
     def read(self, position: Position) -> list[Group]:
-        """Returns the groups that were kept at `position`; a file that cannot be read costs these groups their second
-        use, and nothing else."""
+        """Returns the groups that were kept at `position`; a file that cannot be read is reported, and its groups are
+        played again."""
         file = self._file(position)
         if not file.exists():
             return []
@@ -109,7 +110,7 @@ class KeptGroups:
             return []
 
     def clear(self) -> None:
-        """Removes groups of earlier positions, which a later checkpoint made useless."""
+        """Removes the groups of earlier positions, which a later checkpoint replaces."""
         for file in self._folder.glob("step-*.parquet"):
             file.unlink(missing_ok=True)
 
@@ -211,8 +212,8 @@ class Checkpoints:
         self._tracker.log_metrics({"seconds/checkpoint": time.perf_counter() - started}, step=self.position.step)
 
     def _rescue(self, error: BaseException) -> None:
-        """Saves the last whole step, or the update after which the run was told to end, and keeps the groups that are
-        finished. What goes wrong here must not hide `error`, which continues."""
+        """Saves the last whole step, or the update after which the run was asked to end, and keeps the finished groups.
+        A second error here must not hide `error`, which is raised afterwards."""
         asked = self._stop.requested or isinstance(error, KeyboardInterrupt | SystemExit)  # the learner is sound
         if asked and self._under_way is not None:
             say("ending after the update in flight; interrupt again to end without it")

@@ -13,8 +13,8 @@ from mempipe.tracking.tracker import Tracker, last_run_id
 
 
 class TrackerFront(Tracker):
-    """The tracker of a run, in the run's own process. It needs no cluster, so that it works in every phase and outlives
-    every actor, and what it cannot write is said in the run's terminal at once.
+    """The tracker of a run, in the run's own process. It needs no cluster, so it works in every phase and outlives
+    every actor. It reports a record that it cannot write in the run's terminal at once.
     """
 
     def __init__(self, config: RunConfig) -> None:

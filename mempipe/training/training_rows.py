@@ -1,4 +1,4 @@
-"""The questions of a training run in their order. The stream's source imports this file where it runs, and no more."""
+"""The questions of a training run in their order. The worker of the stream's source imports this module only."""
 
 from __future__ import annotations
 
