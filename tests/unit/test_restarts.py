@@ -219,6 +219,14 @@ def test_a_step_that_was_learnt_but_did_not_reach_the_engines_is_saved(checkpoin
     assert steps(learners) == [1] and learners.saved[0].dropped == ["d0"]
 
 
+def test_promise_7_the_groups_of_a_step_that_was_learnt_are_not_kept_for_another_one(checkpoints, learners, tmp_path):
+    with pytest.raises(RoleLost), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        raise RoleLost("sending weights")
+    assert learners.saved[0].trained == [["g0"]]
+    assert KeptGroups(tmp_path / "kept_groups").read(learners.saved[0]) == []
+
+
 def test_a_step_that_is_half_learnt_is_not_saved(checkpoints, learners, capsys):
     with pytest.raises(LearnerFailed), checkpoints.kept():
         train(checkpoints, learners, 0)

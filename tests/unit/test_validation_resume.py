@@ -1,5 +1,5 @@
-"""Which policy and which questions a kept validation belongs to, when a run continues. Roles are stand-ins; pipeline,
-folder and files are real."""
+"""A run that continues: which policy and questions a kept validation belongs to, and which groups are streamed. Roles
+are stand-ins; pipeline, folder and files are real."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from result_builders import answered
 
 from mempipe.config import RunConfig
+from mempipe.data.qa import QuestionTable
 from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, position_of
 from mempipe.loader import parse_config
@@ -179,6 +180,18 @@ def go_on(run: Run, step: int) -> None:
 def test_what_was_due_at_the_restored_step_is_done_before_the_next_one(tmp_path, due, step, done):
     go_on(Run(config(tmp_path)), step)
     assert due == done
+
+
+def test_promise_7_a_resumed_run_streams_no_group_that_was_trained_dropped_or_kept(tmp_path, monkeypatch):
+    streamed: list[str] = []
+    monkeypatch.setattr(train, "stream_groups", lambda spec, rows, references: streamed.extend(dict(rows)))
+    algorithm = {"kl_coef": 0, "filter_zero_variance": True}
+    run = Run(config(tmp_path, algorithm=algorithm, data={"train": "t", "num_epochs": 2}))
+    position = Position(step=1, trained=[["0/0"]], dropped=["0/1"])
+    kept: Any = [SimpleNamespace(id="0/2")]
+    roles: Any = Roles(run.config, em=0.0, weights="w")
+    train._remaining_groups(roles, QuestionTable(QUESTIONS), position, kept, admission="a")
+    assert sorted(streamed) == ["0/3", "1/0", "1/1", "1/2", "1/3"]
 
 
 @pytest.fixture
