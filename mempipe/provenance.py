@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mempipe.data.rows import ROWS, input_files
+from mempipe.data.input_files import ROWS, input_files
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import record_of

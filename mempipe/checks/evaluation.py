@@ -10,8 +10,8 @@ from mempipe.checks.machine import Devices, check_cluster, check_writable
 from mempipe.checks.models import check_hub, check_model
 from mempipe.checks.run import check_prompts, check_retrieval, place_roles
 from mempipe.config import RunConfig
+from mempipe.data.input_files import is_remote
 from mempipe.data.qa import understood
-from mempipe.data.rows import is_remote
 from mempipe.evaluation.benchmarks import find_file
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.settings import ConfigError

@@ -13,8 +13,8 @@ from mempipe.agents.rendering import Renderer
 from mempipe.checks.models import model_folder
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
+from mempipe.data.input_files import is_remote
 from mempipe.data.qa import iter_questions
-from mempipe.data.rows import is_remote
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
 from mempipe.retrieval.manifest import MANIFEST

@@ -10,8 +10,8 @@ from typing import Any
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok
 from mempipe.checks.machine import check_cluster, check_local_service, check_writable
 from mempipe.checks.models import check_encoder, check_hub, check_model
+from mempipe.data.input_files import is_remote
 from mempipe.data.plain_text import check_source
-from mempipe.data.rows import is_remote
 from mempipe.masking.documents import MemtrainConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.retrieval.encoders import ENCODERS

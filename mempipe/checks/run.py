@@ -12,9 +12,9 @@ from mempipe.checks.models import check_architecture, check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
+from mempipe.data.input_files import is_remote
 from mempipe.data.plain_text import check_source
 from mempipe.data.qa import understood
-from mempipe.data.rows import is_remote
 from mempipe.engines.gguf_file import find_gguf
 from mempipe.retrieval.manifest import check_index
 from mempipe.runs import Resume, saved_state

@@ -25,7 +25,8 @@ import pyarrow.compute
 import pyarrow.json as pj
 
 from mempipe.data import rows
-from mempipe.data.rows import BadRow, BadRows, InputFile
+from mempipe.data.input_files import JSONL, PARQUET, InputFile, input_files
+from mempipe.data.rows import BadRow, BadRows
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage
@@ -114,7 +115,7 @@ def corpus_files(sources: str | Path | Sequence[str | Path]) -> list[CorpusFile]
 
     Raises ConfigError for what does not exist, has another suffix, or is a folder without such files.
     """
-    return rows.input_files(sources, suffixes=(*rows.JSONL, *rows.PARQUET))
+    return input_files(sources, suffixes=(*JSONL, *PARQUET))
 
 
 def read_segments(

@@ -20,8 +20,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage, read_segments
+from mempipe.data.input_files import CSV, JSON, JSONL, PARQUET, input_files, is_hidden
 from mempipe.data.packaged import PACKAGED
-from mempipe.data.rows import CSV, JSON, JSONL, PARQUET, BadRow, BadRows, input_files, is_hidden, read_rows
+from mempipe.data.rows import BadRow, BadRows, read_rows
 from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import parquet_writer

@@ -18,7 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from mempipe.data.config import Columns
-from mempipe.data.rows import ROWS, BadRow, BadRows, InputFile, input_files, read_rows
+from mempipe.data.input_files import ROWS, InputFile, input_files
+from mempipe.data.rows import BadRow, BadRows, read_rows
 from mempipe.data.shapes import LeftOut, Reading, content_id, readings
 from mempipe.data.trajectories import arrow_schema
 from mempipe.settings import ConfigError

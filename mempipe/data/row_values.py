@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mempipe.data.rows import BadRow, InputFile
+from mempipe.data.input_files import InputFile
+from mempipe.data.rows import BadRow
 from mempipe.data.ruler import expand_context, join_documents
 from mempipe.text import BOX
 

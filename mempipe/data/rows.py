@@ -1,4 +1,4 @@
-"""Reads rows of jsonl, json, csv, tsv and parquet files, local or by fsspec URL, with the place of every row.
+"""Reads rows of jsonl, json, csv, tsv and parquet files (`mempipe.data.input_files`), with the place of every row.
 
 A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be
 passed over. A fault of a whole file (missing, truncated, of another kind) is a ConfigError whatever the limit. A fault
@@ -12,24 +12,18 @@ import gzip
 import io
 import itertools
 import json
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mempipe.data.input_files import CSV, JSON, InputFile, is_url
 from mempipe.settings import ConfigError
-from mempipe.storage.files import sha256
 from mempipe.storage.parquet import check_parquet
 
-JSONL, PARQUET, JSON, CSV = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",), (".csv", ".tsv")
-ROWS = (*JSONL, *PARQUET, *JSON, *CSV)
-"""The suffixes of all files that have rows."""
 BLOCK_BYTES = 8 * 2**20
 """Bytes read at once from a file of lines; the memory that a reader needs follows from them."""
 MAX_LINE_BYTES = 256 * 2**20
@@ -37,13 +31,7 @@ MAX_LINE_BYTES = 256 * 2**20
 _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
-_HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<path>[^/].*)")
-_HUB_URL = re.compile(r"hf://(?!datasets/|spaces/|buckets/)(?P<rest>[\w.-]+/[\w.-]+(/.*)?)")
 _SEPARATORS = ",\t;"
-_RECORDS = {"ruler.json", "cloze.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files that describe the others of a folder and have no rows."""
-
-Source = str | Path
 
 
 class BadRow(ValueError):
@@ -89,61 +77,6 @@ class BadRows:
         raise ConfigError(
             "\n  ".join([f"{self.total} bad rows ({kinds}), more than max_bad_rows {self.limit}:", *self.examples])
         )
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """A file to read: a local path or an fsspec URL, and its size in bytes."""
-
-    url: str
-    size: int
-
-    @property
-    def name(self) -> str:
-        """Returns the part after the last slash."""
-        return self.url.rstrip("/").rpartition("/")[2]
-
-    @property
-    def folder(self) -> str:
-        """Returns the name of the folder that holds it."""
-        return self.url.rpartition("/")[0].rpartition("/")[2]
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.ends_in(*PARQUET)
-
-    def ends_in(self, *suffixes: str) -> bool:
-        """Returns whether the name ends in one of the suffixes, in any case."""
-        return self.name.lower().endswith(suffixes)
-
-    def fingerprint(self) -> str:
-        """Returns what changes with the content: the sha256 of a local file, which is read through; of another one what
-        its file system says without sending it (an ETag, when it was changed). Raises OSError.
-        """
-        if not _is_url(self.url):
-            return sha256(Path(self.url))
-        filesystem, path = fsspec.url_to_fs(self.url)
-        return str(filesystem.ukey(path))
-
-    def open(self) -> BinaryIO:
-        """Opens the file's bytes as they are stored. Raises OSError."""
-        if not _is_url(self.url):
-            return Path(self.url).open("rb")
-        filesystem, path = fsspec.url_to_fs(self.url)
-        return filesystem.open(path, "rb")
-
-
-def input_files(sources: Source | Sequence[Source], *, suffixes: tuple[str, ...]) -> list[InputFile]:
-    """Returns the files that `sources` name, in order: a file, a folder (its own files of these suffixes, by name) or a
-    list of any.
-
-    A source is a local path, an fsspec URL or `OWNER/NAME:FILE` of a data set on the Hugging Face hub. Raises
-    ConfigError for what does not exist or cannot be reached, has another suffix, or is a folder without such files.
-    """
-    listed = [sources] if isinstance(sources, str | Path) else list(sources)
-    if not listed:
-        raise ConfigError("no file is named; expected a file, a folder or a list of them")
-    return [file for source in listed for file in _find(_url(source), suffixes)]
 
 
 def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -204,7 +137,7 @@ def parquet_batches(
     is truncated or no parquet.
     """
     number = 0
-    if not _is_url(file.url):
+    if not is_url(file.url):
         check_parquet(Path(file.url), advice="copy it again from where it came, or make it again")
     try:
         with file.open() as stored, pq.ParquetFile(stored) as parquet:
@@ -317,71 +250,6 @@ class _Blocks:
                 return count
             number += block.count(b"\n")
         return number
-
-
-def is_hidden(name: str) -> bool:
-    """Returns whether a file or a folder is none that a person made: hidden, or the lock of an open Office document."""
-    return name.startswith((".", "~$"))
-
-
-def is_remote(source: Source) -> bool:
-    """Returns whether a source is read over the network."""
-    return _is_url(_url(source))
-
-
-def _url(source: Source) -> str:
-    text = _HUB_URL.sub(r"hf://datasets/\g<rest>", str(source))
-    hub = _HUB_NAME.fullmatch(text)
-    if hub and not Path(text).exists():
-        return f"hf://datasets/{hub['repository']}/{hub['path']}"
-    return text.removeprefix("file://") if text.startswith("file:///") else text
-
-
-def _is_url(source: str) -> bool:
-    return "://" in source
-
-
-def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
-    found, is_folder = _find_remote(source) if _is_url(source) else _find_local(Path(source))
-    expected = f"{', '.join(suffixes[:-1])} nor {suffixes[-1]}"
-    if not is_folder and not source.lower().endswith(suffixes):
-        raise ConfigError(f"{source} ends in neither {expected}")
-    files = sorted((file for file in found if file.ends_in(*suffixes)), key=lambda file: file.name)
-    if is_folder:
-        files = [file for file in files if file.name not in _RECORDS and not is_hidden(file.name)]
-    if not files:
-        raise ConfigError(f"{source} is a folder without a file that ends in {expected.replace(' nor ', ' or ')}")
-    return files
-
-
-def _find_local(path: Path) -> tuple[list[InputFile], bool]:
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist", absent=str(path))
-    is_folder = path.is_dir()
-    return [
-        InputFile(str(file), file.stat().st_size)
-        for file in (path.iterdir() if is_folder else [path])
-        if file.is_file()
-    ], is_folder
-
-
-def _find_remote(url: str) -> tuple[list[InputFile], bool]:
-    try:
-        filesystem, path = fsspec.url_to_fs(url)
-        entry = filesystem.info(path)
-        is_folder = entry["type"] == "directory"
-        entries = filesystem.ls(path, detail=True) if is_folder else [entry]
-    except FileNotFoundError as error:
-        raise ConfigError(f"{url} does not exist or cannot be reached") from error
-    except Exception as error:  # file systems define their own errors; each means that the place cannot be read
-        said = " ".join(str(error).split())[:300]
-        advice = "; without a network, copy the file to this machine and name the copy" * url.startswith("hf://")
-        raise ConfigError(f"{url} cannot be read: {type(error).__name__}: {said}{advice}") from error
-    files = [file for file in entries if file["type"] == "file"]
-    return [
-        InputFile(filesystem.unstrip_protocol(file["name"]) if is_folder else url, int(file["size"] or 0))
-        for file in files
-    ], is_folder
 
 
 def _table_or_lines(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:

@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from mempipe.data.rows import ROWS, BadRow, BadRows, input_files, parquet_batches, read_rows
+from mempipe.data.input_files import ROWS, input_files
+from mempipe.data.rows import BadRow, BadRows, parquet_batches, read_rows
 from mempipe.rl.rewards import normalize_answer
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text

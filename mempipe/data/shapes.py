@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from mempipe.data.config import Columns
+from mempipe.data.input_files import InputFile
 from mempipe.data.row_values import (
     LISTS_OF_LISTS,
     as_object,
@@ -36,7 +37,7 @@ from mempipe.data.row_values import (
     shown,
     value_at,
 )
-from mempipe.data.rows import BadRow, InputFile
+from mempipe.data.rows import BadRow
 from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 

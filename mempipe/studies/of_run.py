@@ -14,7 +14,7 @@ from typing import Any
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.data.config import UNSEEN_HOPS, UNSEEN_RELATIONS
-from mempipe.data.rows import is_remote
+from mempipe.data.input_files import is_remote
 from mempipe.evaluation.suite import NOT_EVALUATED, EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
 from mempipe.loader import load_values, parse_overrides, parse_section, section_values
 from mempipe.settings import ConfigError, Section
