@@ -7,7 +7,7 @@ A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
@@ -213,7 +213,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _made_by_the_run(cls, values: Any) -> Any:
+    def _made_by_the_run(cls, values: object) -> object:
         """Empties settings that name files which the run makes in its own folder. The config.yaml of a run names them;
         a run that is started with this file makes them or continues with them."""
         if not isinstance(values, dict) or not isinstance(values.get("model") or {}, dict):
@@ -229,7 +229,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _published_reward(cls, values: Any) -> Any:
+    def _published_reward(cls, values: object) -> object:
         """Fills in the reward that the agent was published with, where the config says nothing."""
         if not isinstance(values, dict) or not isinstance(values.get("reward") or {}, dict):
             return values
@@ -243,7 +243,7 @@ class RunConfig(Section):
 
     @field_validator("agent", mode="wrap")
     @classmethod
-    def _settings_of_the_agent(cls, value: Any, _: Any) -> AgentConfig:
+    def _settings_of_the_agent(cls, value: object, _: object) -> AgentConfig:
         if not isinstance(value, dict | AgentConfig):
             raise ValueError(f"agent is {value!r}; it is a section with a name")
         name = value.get("name", DEFAULT_AGENT) if isinstance(value, dict) else value.name
@@ -253,7 +253,7 @@ class RunConfig(Section):
 
     @field_validator("budget", mode="wrap")
     @classmethod
-    def _limits_of_the_agent(cls, value: Any, _: Any, info: ValidationInfo) -> Budget:
+    def _limits_of_the_agent(cls, value: object, _: object, info: ValidationInfo) -> Budget:
         agent = info.data.get("agent")
         if agent is None:  # was refused
             return Budget()

@@ -147,7 +147,7 @@ def setting_names(kind: type[Section], prefix: str = "") -> Iterator[str]:
             yield from setting_names(inner, f"{prefix}{name}.")
 
 
-def section_of(annotation: Any) -> type[Section] | None:
+def section_of(annotation: object) -> type[Section] | None:
     """Returns the section that a field holds; None when it holds another kind of value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, Section):
@@ -239,7 +239,7 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
     return f"{where} is {_shown(error['input'])}: {error['msg'].replace('Input should be', 'should be')}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Returns a value as YAML writes it where Python writes it otherwise."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -37,7 +37,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _empty_sections_have_their_defaults(cls, values: Any) -> Any:
+    def _empty_sections_have_their_defaults(cls, values: object) -> object:
         """Reads a section of a file under which nothing is written, which is null there, as one that is missing."""
         if not isinstance(values, dict):
             return values
@@ -45,7 +45,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+    def _numbers_are_no_booleans(cls, value: object, info: ValidationInfo) -> Any:
         """Refuses true where a number belongs, which Python would take for 1."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         if kinds & {int, float} and not kinds & {bool, Any} and _holds_boolean(value):

@@ -24,7 +24,7 @@ from mempipe.credentials import without_passwords
 from mempipe.kinds import BUILT_IN, JobKind
 from mempipe.loader import load_job, read_values
 from mempipe.runs import Resume
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, Section
 
 DASHBOARD = "http://127.0.0.1:8265"
 """The dashboard that `ray start --head` opens on this machine."""
@@ -159,7 +159,7 @@ def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "n
     )
 
 
-def _check_places(config: Any, folder: Path) -> None:
+def _check_places(config: Section, folder: Path) -> None:
     """Raises ConfigError for settings that mean something else in the cluster's copy of the folder."""
     if getattr(config, "ray_address", ""):
         raise ConfigError(
@@ -189,7 +189,7 @@ def _not_shipped(folder: Path) -> set[str]:
     return {*NEVER_SHIPPED, *RESULTS, *(line.strip().strip("/") for line in lines)}
 
 
-def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yields the dotted name and the text of every setting that is a text."""
     if isinstance(value, str):
         yield name, value
@@ -201,7 +201,7 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(each, name)
 
 
-def _fatal_findings(kind: JobKind, config: Any, resume: Resume) -> list[Finding]:
+def _fatal_findings(kind: JobKind, config: Section, resume: Resume) -> list[Finding]:
     """Returns what the checks of a kind call fatal, with devices left to the cluster."""
     with _as_in_a_job():
         try:

@@ -22,7 +22,7 @@ class CompatConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, values: Any) -> Any:
+    def _fill(cls, values: object) -> object:
         preset = values.get("preset", "none") if isinstance(values, dict) else "none"
         if not isinstance(preset, str) or preset not in cls.PRESETS:
             raise ValueError(f"agent.compat.preset is {preset!r}; this agent has {', '.join(map(repr, cls.PRESETS))}")

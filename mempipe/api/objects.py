@@ -76,7 +76,7 @@ class _Passed:
         self._module = "passed_to_" + (re.sub(r"\W", "_", folder.name) if folder is not None else "load")
         self._objects: dict[str, Any] = {}
 
-    def name(self, value: Any, *, setting: str) -> str:
+    def name(self, value: object, *, setting: str) -> str:
         """Returns MODULE:NAME of an object; a name itself is returned as it is."""
         if isinstance(value, str):
             return value

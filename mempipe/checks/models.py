@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.engines.architectures import is_named_as_mixture, mixture_refusal, refusal
@@ -152,5 +151,5 @@ def _is_package(name: str) -> bool:
         return False
 
 
-def _short(error: Any) -> str:
+def _short(error: object) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

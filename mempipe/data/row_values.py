@@ -35,12 +35,12 @@ _WEB_QUESTIONS = re.compile(r'\(description (?:"([^"]+)"|([^)"]+))\)')
 _PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
 
 
-def find(row: Any, paths: Sequence[str]) -> Any:
+def find(row: object, paths: Sequence[str]) -> Any:
     """Returns the first value that one of the paths leads to; None where none does."""
     return next((value for path in paths if not is_empty(value := value_at(row, path))), None)
 
 
-def value_at(value: Any, path: str) -> Any:
+def value_at(value: object, path: str) -> Any:
     """Follows a path of names and of places in lists; None where it leads nowhere."""
     if isinstance(value, dict) and path in value:
         return value[path]
@@ -58,7 +58,7 @@ def has_value(row: dict[str, Any], path: str) -> bool:
     return not is_empty(value_at(row, path))
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
 
 
@@ -67,11 +67,11 @@ def lowered(value: dict[str, Any]) -> dict[str, Any]:
     return {str(name).strip().casefold(): item for name, item in value.items()} | value
 
 
-def as_object(value: Any) -> dict[str, Any]:
+def as_object(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def golden_answers(value: Any, name: str) -> list[str]:
+def golden_answers(value: object, name: str) -> list[str]:
     """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
 
     Raises BadRow for a missing value, a value that is not an answer, or one that may be one answer or several.
@@ -106,7 +106,7 @@ def golden_answers(value: Any, name: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def question_text(value: Any, name: str) -> str:
+def question_text(value: object, name: str) -> str:
     """Returns the question of a text, or of chat messages. Raises BadRow, also for several messages of the user."""
     if not isinstance(value, list):
         return checked_text(value, name)
@@ -126,7 +126,7 @@ def question_text(value: Any, name: str) -> str:
     return contents[0]
 
 
-def context_of(value: Any, *, file: InputFile, name: str = "context") -> str:
+def context_of(value: object, *, file: InputFile, name: str = "context") -> str:
     """Returns a long text: a text as it is, documents (`documents_of`, or RULER's numbers) under numbered headers.
     Raises BadRow.
     """
@@ -138,7 +138,7 @@ def context_of(value: Any, *, file: InputFile, name: str = "context") -> str:
     return checked_text(value, name)
 
 
-def documents_of(value: Any) -> list[tuple[str, str]]:
+def documents_of(value: object) -> list[tuple[str, str]]:
     """Returns the documents (title, text) of [[title, [sentence, …]], …], {title: […], sentences: [[…], …]},
     [{title, text}, …] or a list of texts; none for anything else.
     """
@@ -169,14 +169,14 @@ def supporting_titles(row: dict[str, Any]) -> list[str]:
     return list(map(str, titles)) if isinstance(titles, list) else []
 
 
-def checked_text(value: Any, name: str) -> str:
+def checked_text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         kind = "missing_field" if value is None else "empty" if isinstance(value, str) else "wrong_type"
         raise BadRow(kind, f"{name} is {shown(value)!r}; expected a text")
     return value.strip()
 
 
-def checked_answers(value: Any, name: str) -> list[str]:
+def checked_answers(value: object, name: str) -> list[str]:
     if (
         not isinstance(value, list)
         or not value
@@ -187,7 +187,7 @@ def checked_answers(value: Any, name: str) -> list[str]:
     return list(value)
 
 
-def checked_lists(value: Any, name: str) -> list[list[str]]:
+def checked_lists(value: object, name: str) -> list[list[str]]:
     """Returns a list of lists of texts, none of them empty. Raises BadRow: of a list of texts it says both readings."""
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{name} is {shown(value)}; expected a list of lists of texts")
@@ -199,17 +199,17 @@ def checked_lists(value: Any, name: str) -> list[list[str]]:
     return [checked_answers(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     return reprlib.repr(value)[:_SHOWN] if isinstance(value, list | dict) else str(value)[:_SHOWN]
 
 
-def quoted(value: Any) -> str:
+def quoted(value: object) -> str:
     return repr(value[:_SHOWN]) if isinstance(value, str) else shown(value)
 
 
-def _message_text(message: Any) -> str:
+def _message_text(message: object) -> str:
     """Returns the text of a message, whose content may be a list of parts; "" for one that is not text alone."""
-    content = message.get("content")
+    content = as_object(message).get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     words = [text for text in texts if isinstance(text, str)]
@@ -246,12 +246,12 @@ def _answers_in(text: str, name: str) -> list[str]:
     return [text]
 
 
-def _without_blanks(value: Any) -> Any:
+def _without_blanks(value: object) -> Any:
     """Returns a list without its blank texts, which published lists of aliases have."""
     return [item for item in value if not is_empty(item)] if isinstance(value, list) else value
 
 
-def _document(value: Any) -> tuple[str, str] | None:
+def _document(value: object) -> tuple[str, str] | None:
     if isinstance(value, str):
         return ("", value.strip()) if value.strip() else None
     if isinstance(value, list) and len(value) == 2:
@@ -265,6 +265,6 @@ def _document(value: Any) -> tuple[str, str] | None:
     return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

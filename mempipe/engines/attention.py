@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +125,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Computes attention as transformers calls it: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
 

@@ -10,7 +10,6 @@ import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from mempipe.storage.files import recover_folders, sha256
 
@@ -124,7 +123,7 @@ def _verify(path: Path, rank: int, num_ranks: int) -> None:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
 
 
-def _training_state(values: Any, path: Path) -> TrainingState:
+def _training_state(values: object, path: Path) -> TrainingState:
     """Raises CheckpointError, naming the fields, when `values` are not those that this version writes."""
     if not isinstance(values, dict):
         raise CheckpointError(f"checkpoint {path} is damaged: {STATE} holds {type(values).__name__}, not a mapping")

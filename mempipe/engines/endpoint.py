@@ -197,7 +197,7 @@ def _completion(
     )
 
 
-def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequence[str]) -> list[int]:
+def _encoded(text: object, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequence[str]) -> list[int]:
     """Encodes a text whose own ids are not known, with the stop token or stop text that ended it. Special tokens inside
     it stay text.
     """
@@ -212,7 +212,7 @@ def _encoded(text: Any, *, stopped: bool, tokenizer: Tokenizer, stop_texts: Sequ
     return tokenizer.encode_text(text) + [min(tokenizer.stop_token_ids)] * stopped
 
 
-def _logprobs(given: Any, *, num_tokens: int) -> list[float]:
+def _logprobs(given: object, *, num_tokens: int) -> list[float]:
     values = given.get("token_logprobs") if isinstance(given, dict) else None
     if not isinstance(values, list) or len(values) != num_tokens:
         return [math.nan] * num_tokens

@@ -173,7 +173,7 @@ def _step_fact(step: Any, row: dict[str, Any]) -> Fact | None:
     return Fact(title=title, value=value.strip(), text=str(paragraph.get("paragraph_text") or ""))
 
 
-def _triples(triples: Any) -> list[Any]:
+def _triples(triples: object) -> list[Any]:
     """Returns [subject, relation, object] of 2Wiki's list, or of FlashRAG's columns fact, relation, entity."""
     if isinstance(triples, dict):
         columns = [triples.get(name) or [] for name in ("fact", "relation", "entity")]
@@ -181,7 +181,7 @@ def _triples(triples: Any) -> list[Any]:
     return triples if isinstance(triples, list) else []
 
 
-def _triple_fact(triple: Any, texts: Mapping[str, str]) -> Fact | None:
+def _triple_fact(triple: object, texts: Mapping[str, str]) -> Fact | None:
     if not isinstance(triple, list) or len(triple) != 3 or not all(isinstance(part, str) for part in triple):
         return None
     subject, _, value = (part.strip() for part in triple)

@@ -141,7 +141,7 @@ class IndexConfig(Section):
 
     @field_validator("corpus", mode="before")
     @classmethod
-    def _one_is_a_list(cls, corpus: Any) -> Any:
+    def _one_is_a_list(cls, corpus: object) -> object:
         return [corpus] if isinstance(corpus, str) else corpus
 
     @model_validator(mode="after")

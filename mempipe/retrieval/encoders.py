@@ -59,7 +59,7 @@ def _checked(init: Callable[P, None]) -> Callable[P, None]:
     parameters = list(inspect.signature(init).parameters)
     allowed = ", ".join(parameters[1:])
 
-    def sentence(kind: str, error: Any) -> str:
+    def sentence(kind: str, error: Mapping[str, Any]) -> str:
         place = error["loc"][0]
         name = parameters[place] if isinstance(place, int) else place
         if error["type"] == "unexpected_keyword_argument":

@@ -223,7 +223,7 @@ async def _not_now(request: Request, error: Exception) -> JSONResponse:
     return problem(503, str(error))
 
 
-def _answer(content: Any, service: RetrievalService) -> JSONResponse:
+def _answer(content: object, service: RetrievalService) -> JSONResponse:
     return JSONResponse(content, headers={SNAPSHOT_HEADER: service.retriever.snapshot})
 
 

@@ -16,12 +16,12 @@ QuestionText = Annotated[Text, Field(max_length=MAX_QUESTION_CHARS)]
 Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: object) -> Any:
     """Returns a text with half characters replaced, which no answer could repeat; another value stays as it is."""
     return replace_surrogates(value) if isinstance(value, str) else value
 
 
-def _encodable_texts(value: Any) -> Any:
+def _encodable_texts(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     return {_encodable(name): _encodable(each) for name, each in value.items()}
