@@ -9,7 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mempipe.agents.protocol import SearchFn, Tokenizer
 from mempipe.config import RunConfig
@@ -18,6 +18,10 @@ from mempipe.environment import QUIET_ENGINE, VLLM_LOG_LEVEL
 from mempipe.rollout import find_nothing
 from mempipe.serve.answers.answering import Engine
 from mempipe.types import Completion
+
+if TYPE_CHECKING:
+    from mempipe.engines.generator import Generator
+    from mempipe.retrieval.retriever import Searcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +33,11 @@ class Roles:
     search: SearchFn
 
 
-class _Generates(Protocol):
-    """The part of `mempipe.engines.generator.Generator` that samples."""
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        sampling: SamplingConfig,
-        stop_token_ids: Sequence[int],
-        seed: int | None = None,
-    ) -> Completion: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEngine:
     """An engine of this process as `mempipe.serve.answers.answering.Engine`."""
 
-    generator: _Generates
+    generator: Generator
     version: str
     stop_token_ids: list[int]
 
@@ -87,7 +77,7 @@ async def _retriever(config: RunConfig) -> AsyncIterator[SearchFn]:
         retriever.close()
 
 
-def _opened(config: RunConfig):
+def _opened(config: RunConfig) -> Searcher:
     """Opens the index of `config`, or connects to its retrieval service."""
     retrieval = config.retrieval
     if retrieval.url:
