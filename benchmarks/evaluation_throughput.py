@@ -44,7 +44,6 @@ from tools.vllm_server import vllm_server
 
 NUM_THREADS = 30
 NUM_IN_FLIGHT = 192
-SERVER_WITHIN_S = 180
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Metrics of answers that published results are stated in. Each takes a prediction and its golds and returns a number
 from 0 to 1.
 
-`METRICS` names them all; `score_question` applies them to one attempt. A question that was not answered scores 0 and
+`METRICS` names them all; `score_objectives` applies them to one attempt. A question that was not answered scores 0 and
 stays in the denominator. With several objectives a question scores the mean over them, so that the mean over questions
 is the papers' sum / n.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 from mempipe.rl import rewards
 from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer, split_answers
@@ -104,12 +103,6 @@ def score_objectives(answer: str | None, question: Question) -> list[dict[str, f
         {name: 0.0 if text is None else metric(text, gold) for name, metric in METRICS.items()}
         for text, gold in zip(answers, golds, strict=True)
     ]
-
-
-def score_question(answer: str | None, question: Question) -> dict[str, float]:
-    """Returns every metric for one attempt at a question: the mean over its objectives, 0 without an answer."""
-    rows = score_objectives(answer, question)
-    return {name: fmean(row[name] for row in rows) for name in METRICS}
 
 
 def _shared(prediction: str, gold: str) -> tuple[float, float]:

@@ -115,11 +115,6 @@ class ChainConfig(Section):
         return self
 
 
-def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> ChainConfig:
-    """Reads the chain that a YAML file describes, with `key=value` overrides. Raises ConfigError."""
-    return parse_section(load_values(path, overrides, kind="chain"), ChainConfig)
-
-
 def of_each_seed(chain: ChainConfig) -> dict[int | None, ChainConfig]:
     """Returns the chain under each of its seeds, each in a separate folder; the chain itself where it has none."""
     if not chain.seeds:

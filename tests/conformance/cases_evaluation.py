@@ -20,7 +20,7 @@ from mempipe.agents.tagged import TaggedMessage, TaggedPrompts
 from mempipe.data.ruler import peer_order
 from mempipe.evaluation.benchmarks import join_objectives
 from mempipe.evaluation.judge import judge_answers
-from mempipe.evaluation.metrics import score_objectives, score_question
+from mempipe.evaluation.metrics import score_objectives
 from mempipe.types import FinishReason, Question
 
 SENTENCE = "MemAgent-eval:extract_answer"
@@ -63,7 +63,7 @@ def scoring_loop(case: Case) -> dict[str, float]:
     """The mean over all questions, those without an answer included."""
     answers = [last_stated(output) for output in case["input"]["outputs"]]
     scores = [
-        score_question(answer, Question(id="q", text="?", golden_answers=[gold]))["sub_em_two_way"]
+        score_objectives(answer, Question(id="q", text="?", golden_answers=[gold]))[0]["sub_em_two_way"]
         for answer, gold in zip(answers, case["input"]["golds"], strict=True)
     ]
     return {"scored": len(scores), "sub_em_percent": 100 * fmean(scores)}

@@ -15,11 +15,11 @@ from mempipe.cli import main as command
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.loader import load_config, parse_section
+from mempipe.loader import load_config, load_job, parse_section
 from mempipe.provenance import model_sha256
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
-from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages, load_chain, of_each_seed
+from mempipe.studies.chain import ChainConfig, chain_runs, chain_table, check_stages, of_each_seed
 from mempipe.tracking.tracker import Tracker, last_run_id
 from pipelines import chain as pipeline
 from pipelines.prepare import prepare
@@ -56,7 +56,8 @@ def test_stages_with_chunk_and_memory_in_different_orders_are_refused(tmp_path, 
 @pytest.mark.parametrize("preset", sorted(path.name for path in CONFIGS.glob("*chain*.yaml")))
 def test_presets_of_chains_have_one_layout(preset, monkeypatch):
     monkeypatch.chdir(CONFIGS.parents[1])
-    layouts = {getattr(run.agent, "chunk_first", None) for run in chain_runs(load_chain(CONFIGS / preset))} - {None}
+    _, chain = load_job(CONFIGS / preset, kind="chain")
+    layouts = {getattr(run.agent, "chunk_first", None) for run in chain_runs(chain)} - {None}
     assert len(layouts) == 1
 
 
@@ -132,7 +133,7 @@ def test_a_wrong_chain_is_refused_by_name(changes, sentence, tmp_path, monkeypat
     overrides = [f"output={tmp_path}", *(f"{name}={yaml.safe_dump(value).strip()}" for name, value in changes.items())]
     overrides = [override.removesuffix("\n...") for override in overrides]
     with pytest.raises(ConfigError, match=sentence):
-        check_chain(load_chain(CONFIGS / "tiny_chain.yaml", overrides))
+        check_chain(load_job(CONFIGS / "tiny_chain.yaml", overrides, kind="chain")[1])
 
 
 def trained(run: RunConfig, *, weights: str) -> None:

@@ -1,5 +1,7 @@
 """Metrics by hand-worked values, and what holds for every answer."""
 
+from statistics import fmean
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,6 @@ from mempipe.evaluation.metrics import (
     precision,
     recall,
     score_objectives,
-    score_question,
     sub_em_two_way,
 )
 from mempipe.types import Question
@@ -22,6 +23,11 @@ from mempipe.types import Question
 
 def question(*golds: str, objectives: list[list[str]] | None = None) -> Question:
     return Question(id="q", text="?", golden_answers=list(golds), objectives=objectives or [])
+
+
+def mean_scores(answer: str | None, asked: Question) -> dict[str, float]:
+    rows = score_objectives(answer, asked)
+    return {name: fmean(row[name] for row in rows) for name in METRICS}
 
 
 NAMES = ("em", "f1", "acc", "precision", "recall", "sub_em_two_way", "math_match")
@@ -56,26 +62,26 @@ def test_a_math_match_reads_fractions_and_keeps_articles():
 
 def test_no_answer_scores_nothing_also_where_an_empty_one_would():
     assert sub_em_two_way("", ["Paris"]) == 1.0
-    assert score_question(None, question("Paris")) == dict.fromkeys(METRICS, 0.0)
+    assert mean_scores(None, question("Paris")) == dict.fromkeys(METRICS, 0.0)
 
 
 def test_objectives_are_scored_in_order_and_averaged():
-    assert score_question("Paris; Roma", PAIR)["em"] == 1.0
-    assert score_question("Rome; Paris", PAIR)["em"] == 0.0
+    assert mean_scores("Paris; Roma", PAIR)["em"] == 1.0
+    assert mean_scores("Rome; Paris", PAIR)["em"] == 0.0
     assert [row["em"] for row in score_objectives("x; Rome", PAIR)] == [0.0, 1.0]
-    assert score_question("x; Rome", PAIR)["em"] == 0.5
+    assert mean_scores("x; Rome", PAIR)["em"] == 0.5
 
 
 def test_a_missing_objective_scores_nothing_and_extra_answers_are_left_out():
-    assert score_question("Paris", PAIR)["em"] == 0.5
-    assert score_question("Paris", PAIR)["sub_em_two_way"] == 0.5
-    assert score_question("Paris; Rome; Lima", PAIR)["em"] == 1.0
-    assert score_question(None, PAIR)["em"] == 0.0
+    assert mean_scores("Paris", PAIR)["em"] == 0.5
+    assert mean_scores("Paris", PAIR)["sub_em_two_way"] == 0.5
+    assert mean_scores("Paris; Rome; Lima", PAIR)["em"] == 1.0
+    assert mean_scores(None, PAIR)["em"] == 0.0
     assert [row["sub_em_two_way"] for row in score_objectives("; Rome", PAIR)] == [0.0, 1.0]
 
 
 def test_a_semicolon_separates_only_where_there_are_objectives():
-    assert score_question("a; b", question("a; b"))["em"] == 1.0
+    assert mean_scores("a; b", question("a; b"))["em"] == 1.0
 
 
 def test_a_single_gold_given_as_a_text_is_one_answer():
@@ -96,4 +102,4 @@ def test_every_metric_is_a_share_and_the_lenient_ones_contain_the_strict_ones(pr
     assert all(0 <= value <= 1 for value in values.values())
     assert em(prediction, golds) <= acc(prediction, golds) <= sub_em_two_way(prediction, golds)
     assert f1(prediction, golds) <= max(values["precision"], values["recall"]) + 1e-12
-    assert score_question(prediction, question(*golds)) == values
+    assert mean_scores(prediction, question(*golds)) == values
