@@ -92,7 +92,7 @@ def test_help_texts_messages_settings_and_docstrings_of_a_module_are_read(tmp_pa
         "    size: int = 1\n"
         '    """The run goes on with it."""\n'
         "def f(x, add, say):\n"
-        '    """The loop goes on."""\n'
+        '    """Says that the loop goes on."""\n'
         "    add(help='the run goes on')\n"
         "    say(f'{x} goes on with {x}')\n"
         "    return 'goes on'  # one goes on\n"
