@@ -16,7 +16,8 @@ from transformers.utils.hub import cached_file
 
 from mempipe.engines.checkpoint import CheckpointError, read_state, reason
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.model import full_state_dict, load_policy
+from mempipe.engines.model import load_policy
+from mempipe.engines.policy_weights import full_state_dict
 from mempipe.engines.sharded_checkpoint import load_tensors
 from mempipe.storage.checksums import write_checksums
 from mempipe.storage.files import whole_folder, write_text

@@ -30,18 +30,15 @@ from mempipe.engines.gauges import TrainingFlops, peak_memory_gib, peak_teraflop
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model import (
     accumulate_locally,
-    adapter_state_dict,
     base_model,
-    full_state_dict,
     load_policy,
     loss_token_logprobs,
-    merged_checksums,
     reshard,
     score,
     shard,
     to_device,
-    weight_checksums,
 )
+from mempipe.engines.policy_weights import adapter_state_dict, full_state_dict, merged_checksums, weight_checksums
 from mempipe.engines.profile import profiled
 from mempipe.engines.proof import SamplingMismatch, check_sampled
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors

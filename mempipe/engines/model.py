@@ -16,20 +16,17 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.attention import ContextLayout, packed_attention
-from mempipe.engines.checksums import checksum
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.token_scores import token_scores
 from mempipe.engines.tokenizer import MEND
@@ -43,7 +40,7 @@ MAX_LOGITS = 2**26
 """Logits that may exist at once (256 MiB in float32). More than that are computed chunk by chunk, and once more in the
 backward pass."""
 
-_ADAPTER = "default"
+ADAPTER = "default"
 
 
 class PolicyModel(nn.Module):
@@ -311,77 +308,6 @@ def base_model(policy: PolicyModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """Returns every weight under its Hugging Face name, whole, on the CPU, in `dtype`, with LoRA merged; a tied weight
-    appears once.
-
-    All ranks must call it together; those with `keep` False take part and get an empty dict.
-    """
-    reshard(policy)
-    weights: dict[str, Tensor] = {}
-    for name, parameter in policy.lm.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if keep:
-            weights[name] = whole.detach().to("cpu", copy=True)
-    if keep:
-        _merge_lora(
-            weights, {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
-        )
-    return {name: weight.to(dtype) for name, weight in weights.items()}
-
-
-def adapter_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
-    """Returns the LoRA adapter's matrices as PEFT saves them: whole, on the CPU, in `dtype`, without the base.
-
-    All ranks must call it together; those with `keep` False take part and get an empty dict.
-    """
-    reshard(policy)
-    adapter: dict[str, Tensor] = {}
-    for name, parameter in policy.lm.named_parameters():
-        if f".{_ADAPTER}." not in name:
-            continue
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if keep:
-            plain_name = name.replace(f".{_ADAPTER}.", ".")
-            adapter[f"base_model.model.{plain_name}"] = whole.detach().to("cpu", dtype, copy=True)
-    return adapter
-
-
-@torch.no_grad()
-def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
-    """Returns the checksum (`mempipe.engines.checksums`) of every weight as the engine holds it: in `dtype`, under its
-    Hugging Face name, a LoRA adapter apart from its base and with the scaling in its second matrix.
-
-    All ranks must call it together, and all get the same. Nothing is gathered: shards add up.
-    """
-    reshard(policy)
-    scaling = {name: m.scaling[_ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
-    names, sums = [], []
-    for name, parameter in policy.lm.named_parameters():
-        values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
-        layer, is_second, _ = name.partition(".lora_B.")
-        names.append(name.replace(".base_layer.", ".").replace(f".{_ADAPTER}.", "."))
-        sums.append(checksum(values * scaling[layer] if is_second else values))
-    totals = torch.stack(sums)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(totals)
-    return {name: value % 2**64 for name, value in zip(names, totals.tolist(), strict=True)}
-
-
-def merged_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, int]:
-    """Returns the checksum of every weight with LoRA merged, as `full_state_dict` gives it.
-
-    All ranks must call it together, and all get the same. The weights are gathered: a product of shards may be rounded
-    otherwise than the shard of a product.
-    """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    weights = full_state_dict(policy, dtype=dtype, keep=not several or dist.get_rank() == 0)
-    found = [{name: int(checksum(weight)) % 2**64 for name, weight in weights.items()}]
-    if several:
-        dist.broadcast_object_list(found)
-    return found[0]
-
-
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
     lora: Any = LoraConfig(
         r=config.lora_rank,
@@ -398,18 +324,7 @@ def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank must start from the same adapter
-        inject_adapter_in_model(lora, lm, adapter_name=_ADAPTER)
-
-
-def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
-    """Puts W + scaling * B A under the base layer's name, in place."""
-    for layer, factor in scaling.items():
-        down = weights.pop(f"{layer}.lora_A.{_ADAPTER}.weight")
-        up = weights.pop(f"{layer}.lora_B.{_ADAPTER}.weight")
-        weights[f"{layer}.weight"] = weights.pop(f"{layer}.base_layer.weight") + factor * up @ down
-        bias = weights.pop(f"{layer}.base_layer.bias", None)
-        if bias is not None:
-            weights[f"{layer}.bias"] = bias
+        inject_adapter_in_model(lora, lm, adapter_name=ADAPTER)
 
 
 def _rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -16,7 +16,8 @@ from tiny_qwen2 import MAX_MODEL_LEN, prompts
 
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
-from mempipe.engines.model import adapter_state_dict, load_policy
+from mempipe.engines.model import load_policy
+from mempipe.engines.policy_weights import adapter_state_dict
 from mempipe.engines.weights import pack_weights
 from mempipe.types import Completion
 

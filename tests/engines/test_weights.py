@@ -19,7 +19,8 @@ from transformers import Qwen2ForCausalLM
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator, WeightTransferFailed
-from mempipe.engines.model import PolicyModel, weight_checksums
+from mempipe.engines.model import PolicyModel
+from mempipe.engines.policy_weights import weight_checksums
 from mempipe.engines.proof import CanaryFailed, CanaryGap, StaleWeights, added, canary_gap, check_canary, check_held
 from mempipe.engines.weights import (
     GpuWeightSender,

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from mempipe.engines import model as model_module
 from mempipe.engines.attention import ContextLayout
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.model import PolicyModel, base_model, full_state_dict, load_policy, loss_token_logprobs, score
+from mempipe.engines.model import PolicyModel, base_model, load_policy, loss_token_logprobs, score
+from mempipe.engines.policy_weights import full_state_dict
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
 
