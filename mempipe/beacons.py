@@ -1,4 +1,4 @@
-"""Named places in the work of every role, at which a test of faults can strike exactly and without waiting for a guess.
+"""Named points in the work of every role, at which a fault-injection test can act exactly and without guessing a delay.
 
 Nothing happens at a beacon unless the environment variable MEMPIPE_BEACONS names a folder. Then every process that
 passes one appends a line to `beacons.jsonl` there, and waits for as long as a file `hold-NAME` exists there, so that
@@ -21,7 +21,7 @@ LOOK_EVERY_S = 0.01
 
 
 def reached(name: str, **details: Any) -> None:
-    """Takes note that this process has reached the place `name`, and waits there while a test holds it.
+    """Records that this process has reached the point `name`, and waits there while a test holds it.
 
     `details` are what JSON can hold: the step, the update, the label of an evaluation.
     """

@@ -77,7 +77,7 @@ ENGINE_FOLDER = "MEMPIPE_ENGINE_FOLDER"
 
 
 def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
-    """Returns what a vLLM engine and its workers run with, on any device."""
+    """Returns the environment of a vLLM engine and its workers, on any device."""
     return {
         **NO_TELEMETRY,
         FRONTEND_PID: str(frontend_pid),
@@ -88,7 +88,7 @@ def engine(*, frontend_pid: int, log_level: str = "ERROR") -> dict[str, str]:
 
 
 def cpu_engine(*, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
-    """Returns what an engine without a GPU needs on top of `engine`."""
+    """Returns the variables that an engine without a GPU needs in addition to `engine`."""
     return {
         **SLEEPING_THREADS,
         "OMP_NUM_THREADS": str(num_threads),
@@ -99,9 +99,9 @@ def cpu_engine(*, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
 
 
 def engine_folder(folder: str, *, temporary: bool) -> dict[str, str]:
-    """Returns what an engine in a process of its own needs on top of `engine`, to leave its sockets in `folder`; vLLM
-    leaves three behind at every start. With `temporary` all of its temporary files go there; on a GPU those are
-    compiled kernels too, which the next start uses."""
+    """Returns the variables that a separate engine process needs in addition to `engine`, so that its sockets are in
+    `folder`; vLLM leaves three behind at every start. With `temporary` all of its temporary files go there; on a GPU
+    those are compiled kernels too, which the next start uses."""
     folders = {ENGINE_FOLDER: folder, "VLLM_RPC_BASE_PATH": folder}
     return folders | {"TMPDIR": folder} if temporary else folders
 

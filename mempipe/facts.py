@@ -1,5 +1,5 @@
-"""Which needed facts a text knows, a turn finds, and a memory keeps or loses; memory quality and rewards of turns are
-made of them. The terms are defined in `mempipe.evaluation.memory_quality`.
+"""Finds the needed facts that a text knows, a turn finds, and a memory keeps or loses; memory quality and rewards of
+turns are computed from them. The terms are defined in `mempipe.evaluation.memory_quality`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
 
 
 class FactState(StrEnum):
-    """Says what a turn did with a needed fact."""
+    """The effect of a turn on a needed fact."""
 
     MISSING = "missing"  # neither in memory nor found in the turn
     FOUND = "found"  # it was found, and the memory of the turn does not know it

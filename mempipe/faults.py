@@ -11,8 +11,8 @@ _JITTER = random.Random()  # a separate generator: retries must not change the d
 
 
 class InfrastructureFault(RuntimeError):
-    """An engine, a retriever or a node failed; the question and the policy had nothing to do with it. The message shows
-    no password of an address.
+    """An engine, a retriever or a node failed, independently of the question and the policy. The message shows no
+    password of an address.
     """
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class ServiceTimeout(ServiceFault):
 def retry_pauses(*, first_s: float = 0.25, longest_s: float = 8.0) -> Iterator[float]:
     """Yields the seconds to wait before each further attempt, without end: doubling, each drawn from its upper half.
 
-    The draw keeps callers that failed together from coming back together.
+    The draw keeps callers that failed together from retrying together.
     """
     pause = first_s
     while True:

@@ -1,7 +1,7 @@
 """The one HTTP client of services outside the process: searches and completions go through it.
 
-A call is repeated while its failure may pass, until its deadline or its last attempt; then it raises a fault of
-`mempipe.faults`. Every request must be safe to repeat: one that brought no answer may have reached the service.
+A call is repeated after transient failures, until its deadline or its last attempt; then it raises a fault of
+`mempipe.faults`. Every request must be safe to repeat: a request without an answer may have reached the service.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Says how long and how often a call is tried."""
+    """The deadline and the number of attempts of a call."""
 
     timeout_s: float
     """Deadline of one call: all attempts, the pauses between them, and the wait for a free connection."""
@@ -37,7 +37,7 @@ class RetryPolicy:
 
     @property
     def attempt_s(self) -> float:
-        """Returns deadline of one attempt, so that one that hangs leaves time for others."""
+        """Returns the deadline of one attempt, so that an attempt that hangs leaves time for others."""
         return self.timeout_s / 3
 
 
@@ -82,8 +82,8 @@ class HttpClient:
     ) -> Answer:
         """Returns the answer. `deadline` (of `time.monotonic`) replaces the policy's, for calls that share one.
 
-        Raises ServiceTimeout when neither the deadline nor the attempts sufficed, and ServiceFault at once for a
-        status that repeating cannot change and for an answer that is too long.
+        Raises ServiceTimeout when the deadline or the attempts are used up, and ServiceFault at once for a status that
+        a retry cannot change and for an answer that is too long.
         """
         if deadline is None:
             deadline = time.monotonic() + self._policy.timeout_s
@@ -143,7 +143,8 @@ class HttpClient:
         return bytes(content)
 
     def _public(self, text: str) -> str:
-        """Returns what a service says on one short line, without the key, which some repeat when they refuse it."""
+        """Returns the service's message on one short line, without the key, which some services repeat when they refuse
+        it."""
         text = text.replace(self._key, "***") if self._key else text
         return " ".join(text.split())[:_MAX_REASON_CHARS]
 

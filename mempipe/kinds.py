@@ -55,7 +55,7 @@ class JobKind:
         return _called(self.check, config, devices=devices, resume=resume)
 
     def run(self, config: Any, *, resume: str = "never") -> Any:
-        """Does the work, and returns what `main` returns."""
+        """Runs `main`, and returns its result."""
         return _called(self.main, config, resume=resume)
 
 

@@ -1,4 +1,4 @@
-"""Reads settings from a YAML file and `key=value` words; whatever is wrong with them is said in one sentence."""
+"""Reads settings from a YAML file and `key=value` words; every mistake in them raises ConfigError with one sentence."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def load_values(
     """Returns the settings that a YAML file names, with `key=value` overrides. They are not checked yet. `kind` is a
     name of `mempipe.kinds.BUILT_IN`, or a user-defined kind.
 
-    Raises ConfigError, also when they describe something else than `kind`.
+    Raises ConfigError, also when they describe another kind than `kind`.
     """
     values = read_values(path, overrides)
     found, wanted = kind_of(values), BUILT_IN_KINDS[kind] if isinstance(kind, str) else kind
@@ -193,7 +193,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """Returns what a YAML text holds. Raises YAMLError for every text that is none."""
+    """Returns the content of a YAML text. Raises YAMLError for every text that is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -202,8 +202,8 @@ def _parsed(text: str) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Sets one setting. Sections on the way are made where they are missing or null, and are copies: two that YAML made
-    one by an alias stay apart.
+    """Sets one setting. Missing and null sections on the way are created, and existing ones are copied, so that two
+    sections that are one object by a YAML alias stay separate.
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -240,7 +240,7 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as YAML writes it where Python writes it otherwise."""
+    """Returns a value in YAML's notation (true, null)."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)

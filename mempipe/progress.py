@@ -23,7 +23,7 @@ _OPEN: list[Progress] = []
 
 
 def say(text: str) -> None:
-    """Prints what begins now or has just been done, with the time of day: starting takes minutes."""
+    """Prints a message about the progress of the job with the time of day, since starting takes minutes."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
@@ -81,7 +81,7 @@ def _say_while_late(came: threading.Event, waited_for: Callable[[], str], after_
 
 @functools.cache
 def _console() -> Console:
-    """Returns the console of all bars: one within another one is shown below it, and does not write over it."""
+    """Returns the console of all bars, so that an inner bar is shown below the outer one and does not overwrite it."""
     return Console()
 
 
@@ -144,7 +144,7 @@ class Progress:
             self._print()
 
     def _tick(self) -> None:
-        if _OPEN and _OPEN[-1] is self:  # else one within it is at work, and tells of itself
+        if _OPEN and _OPEN[-1] is self:  # otherwise an inner bar is active and prints its own lines
             self._print()
 
     def _print(self) -> None:

@@ -1,4 +1,4 @@
-"""The record of the settings and inputs of a result, kept with it, and its comparison with the present ones. Runs,
+"""The record of a result's settings and inputs, stored with it, and its comparison with the present ones. Runs,
 validations, evaluations, chains and sweeps decide by it whether existing results may be used again.
 """
 

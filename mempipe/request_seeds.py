@@ -14,7 +14,7 @@ from mempipe.types import Completion
 
 
 class SeededGenerateFn(Protocol):
-    """A `GenerateFn` that can be told the seed of a completion."""
+    """A `GenerateFn` that takes the seed of a completion."""
 
     async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int | None = None) -> Completion: ...
 
@@ -22,8 +22,9 @@ class SeededGenerateFn(Protocol):
 class RequestSeeds:
     """Gives every request of an attempt its seed: a hash of the run's seed, the group, the member and the call.
 
-    A call is known by its prompt, and by how many calls of the attempt had the same prompt before it. A mere number
-    would not do: an agent may have several requests in flight, and then the clock decides which call comes first.
+    A call is identified by its prompt, and by the number of earlier calls of the attempt with the same prompt. The
+    call's position alone would not identify it: an agent may have several requests in flight, in an order that depends
+    on timing.
     """
 
     def __init__(self, seed: int, *, group_id: str, member: int) -> None:

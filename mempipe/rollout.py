@@ -54,7 +54,7 @@ def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
 def agent_code(config: RunConfig, what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns errors of a user-defined agent into a `UserCodeError`; those of a built-in agent are ours and stay.
 
-    `passing` are exceptions that mean something to the caller, whoever raises them.
+    `passing` are exceptions that reach the caller unchanged.
     """
     if config.agent.name in BUILT_IN:
         yield
@@ -149,8 +149,8 @@ def make_rollout(
 
 
 def make_gold_logprobs(config: RunConfig, *, tokenizer: Tokenizer, score: ScoreFn) -> GoldLogprobsFn:
-    """Makes what asks the policy in training how probable a golden answer is after a memory, under the limit that its
-    group has drawn. Raises as `make_renderer` does.
+    """Returns a function that scores log p(golden answer | question, memory) under the policy in training, with the
+    memory limit that its group has drawn. Raises as `make_renderer` does.
     """
     renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in _variants(config)]
 
@@ -203,10 +203,10 @@ async def run_group(
     advantage: AlgorithmConfig,
     gold_logprobs: GoldLogprobsFn | None = None,
 ) -> Group:
-    """Plays `group_size` attempts at `question` side by side; returns them with rewards and advantages (multi-context
+    """Plays `group_size` attempts at `question` concurrently; returns them with rewards and advantages (multi-context
     GRPO, arXiv 2511.02805). With `gold_logprobs` the information gain of their last memories is part of the reward.
 
-    Raises what the first failing attempt raised, after the others were cancelled: a group is whole or it is not there.
+    Raises the error of the first failing attempt, after the others were cancelled: a group is never incomplete.
     """
     started = time.perf_counter()
     try:

@@ -105,7 +105,7 @@ class Run:
         self._made_folder = not self.folder.exists()
         try:
             lock(self.folder)
-            saved = saved_state(config, resume=resume)  # again: the process that held the lock has written meanwhile
+            saved = saved_state(config, resume=resume)  # again: the process that held the lock may have written
             self._is_new = saved is None
             self.rebuilt = saved is not None and not (self.folder / _STATE).exists()
             """Whether state.json was gone, and was made again from what else the folder holds."""
@@ -145,9 +145,9 @@ class Run:
 
     @contextmanager
     def preparation(self) -> Iterator[None]:
-        """Encloses the phase in which inputs are read and made. A new run whose settings it refuses (ConfigError) is
-        withdrawn, so that better ones can start there, unless anything was made: that stays, and --resume continues
-        with it."""
+        """Encloses the phase in which inputs are read and made. A new run whose settings are refused (ConfigError) is
+        withdrawn, so that corrected settings can start in the folder. If the run has made anything, the folder stays,
+        and --resume continues it."""
         try:
             with self.phase("prepare"):
                 yield
@@ -157,7 +157,7 @@ class Run:
             raise
 
     def kept(self) -> str:
-        """Names the work that the folder holds, for a person; "" for none."""
+        """Lists the work that the folder holds, for a person; "" for none."""
         return kept(self.config)
 
     @property
@@ -166,7 +166,8 @@ class Run:
         return saved_inputs(self.folder)
 
     def check_inputs(self, now: Mapping[str, str]) -> None:
-        """Keeps the hashes of the run's inputs. Raises ConfigError, naming them, when it was begun with others."""
+        """Stores the hashes of the run's inputs. Raises ConfigError, naming the inputs, when the run was begun with
+        others."""
         before = self.inputs
         if changed := changed_inputs(before, now):
             raise ConfigError(
@@ -176,8 +177,8 @@ class Run:
         write_record(self.folder / _INPUTS, {**now, **{name: value for name, value in before.items() if value}})
 
     def set_aside(self, paths: Iterable[Path]) -> str:
-        """Moves files and folders of the run, with their place in it, to a new folder in `replaced/`; names both for a
-        person, and returns "" where there is nothing to move."""
+        """Moves files and folders of the run to the same relative paths in a new folder in `replaced/`. Returns a line
+        about the move for a person; "" where there is nothing to move."""
         paths = [path for path in paths if path.exists()]
         if not paths:
             return ""

@@ -1,4 +1,4 @@
-"""Finds the places where a text writes one of several forms of a name, whatever the spelling.
+"""Finds the places where a text contains one of several forms of a name, in any spelling.
 
 Case, accents, punctuation and underscores do not count: "Lestat" is written by "LESTAT's", "_Lestat_", "Léstat" and
 "Les\u00adtat" (with a soft hyphen), "U.S." by "US", "New York" by "new-york" and "NewYork". A form is written as

@@ -1,7 +1,7 @@
 """A request to end, by SIGTERM or SIGINT, and the time that the process has left to save its work.
 
 Kubernetes, Slurm and Ray send SIGTERM and kill the process some 30 seconds later. The first signal ends the run at the
-next place where nothing is lost; a second one ends it at once.
+next point where no work is lost; a second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def keeps_sigterm_handler() -> Iterator[None]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raises Interrupted inside the block when SIGTERM comes, where Python would end the process without a word.
-    Another handler stays in place."""
+    """Raises Interrupted inside the block at SIGTERM, where Python would end the process without a message. Another
+    handler stays in place."""
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     takes_it = is_default and threading.current_thread() is threading.main_thread()
     was_received = False
@@ -75,7 +75,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 class StopRequest:
-    """Takes the signals of one run and says how much time is left."""
+    """Handles the signals of one run and computes the time that is left."""
 
     def __init__(self, grace_s: float) -> None:
         """`grace_s` is the time in seconds between the first signal and the kill that follows it."""
@@ -99,9 +99,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Takes the signals inside the block; whatever they end there is raised as Interrupted.
-
-        Python gives signals to the main thread alone: in another thread the block runs without.
+        """Handles the signals inside the block; an error that they cause there is raised as Interrupted. Python
+        delivers signals to the main thread only: in another thread the block runs without a handler.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self

@@ -202,7 +202,7 @@ def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _fatal_findings(kind: JobKind, config: Section, resume: Resume) -> list[Finding]:
-    """Returns what the checks of a kind call fatal, with devices left to the cluster."""
+    """Returns the fatal findings of a kind's checks; devices are left to the cluster."""
     with _as_in_a_job():
         try:
             return [finding for finding in kind.findings(config, resume=resume) if finding.fatal]
@@ -230,8 +230,8 @@ def _is_elsewhere(finding: Finding) -> bool:
 
 
 def _entrypoint(command: Sequence[str], path: Path, folder: Path, words: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words that run the command in the copy of the folder. A config that is not shipped travels in them as
-    text."""
+    """Returns the words that run the command in the copy of the folder. A config outside the shipped folder is passed
+    in them as text."""
     python = ["python", "-m", "mempipe.cli", *command]
     inside = path.resolve()
     if inside.is_relative_to(folder.resolve()):

@@ -49,8 +49,8 @@ Wanted = Callable[[str], bool]
 
 
 def config_lines(kind: str, *, short: bool = False) -> list[str]:
-    """Returns the lines of a YAML file: a run of the agent `kind`, or one of KINDS. `short` leaves of a run what almost
-    every run sets. Raises ConfigError."""
+    """Returns the lines of a YAML file: a run of the agent `kind`, or one of KINDS. `short` keeps of a run the settings
+    that almost every run sets. Raises ConfigError."""
     if kind in BUILT_IN or "." in kind:
         run = parse_config({"agent": {"name": kind}})
         unused = unused_settings(run.agent_spec)
@@ -71,7 +71,8 @@ def config_lines(kind: str, *, short: bool = False) -> list[str]:
 
 
 def unused_settings(spec: AgentSpec) -> set[str]:
-    """Returns the dotted names of what means nothing to a run of the agent, and of what mempipe itself sets."""
+    """Returns the dotted names of the settings without effect on a run of the agent, and of those that mempipe itself
+    sets."""
     unused = {"tracking.parent_run_id"}
     if not spec.searches:
         unused |= {f"retrieval.{name}" for name in setting_names(RetrievalConfig)}

@@ -1,5 +1,5 @@
-"""Small things about text that every room needs: characters that UTF-8 cannot hold, tags in untrusted text, sentences,
-and chunks that are cut between words.
+"""Text helpers of all packages: characters that UTF-8 cannot hold, tags in untrusted text, sentences, and chunks that
+are cut between words.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replace_surrogates(text: str) -> str:
 
 
 class Neutralizer:
-    """Breaks what could be read as a special token or a protocol tag in untrusted text; all other text stays as it is.
+    """Breaks the special tokens and protocol tags in untrusted text; all other text stays as it is.
 
     One character (a space, unless a special token holds one) is put after the first character of every occurrence. That
     character is part of no token, so none is left, none arises, and a second pass changes nothing. Special tokens of a

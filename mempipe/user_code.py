@@ -60,9 +60,8 @@ def load_user_object(path: str, *, setting: str) -> Any:
 
 @contextmanager
 def user_code(what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns whatever the user's code raises inside into a `UserCodeError` with file and line.
-
-    Faults of the infrastructure pass, and so do the exceptions of `passing`.
+    """Turns every error of user-defined code inside the block into a `UserCodeError` with file and line. Faults of the
+    infrastructure pass unchanged, and so do the exceptions of `passing`.
     """
     try:
         yield

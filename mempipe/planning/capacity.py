@@ -20,7 +20,7 @@ SMALL_STORE = GIB // 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Holds what memory depends on in a decoder-only transformer."""
+    """The sizes of a decoder-only transformer on which its memory depends."""
 
     hidden: int
     layers: int
@@ -102,7 +102,7 @@ def model_shape(model: ModelConfig) -> Shape | None:
 
 
 def object_store_bytes(model: ModelConfig, *, memory: int, shared_memory: int) -> int:
-    """Returns the object store of a local cluster, on a machine with `memory` and as much as `shared_memory` of it in
+    """Sizes the object store of a local cluster, on a machine with `memory` and as much as `shared_memory` of it in
     /dev/shm.
 
     Returns bytes: SMALL_STORE for groups in flight plus four copies of the engine weights (being sent, still being

@@ -75,7 +75,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Says how fast one engine samples."""
+    """The sampling speed of one engine."""
 
     weight_seconds: float
     """To read all weights once."""
