@@ -36,7 +36,7 @@ def check_chain(chain: ChainConfig, *, devices: Devices | None = None) -> list[F
 
 
 def _check_begun(runs: Sequence[RunConfig]) -> None:
-    """Raises ConfigError, naming the run, for one that was begun with other settings."""
+    """Raises ConfigError, naming the run, for a run that was begun with other settings."""
     for run in runs:
         try:
             saved_state(_with_a_model(run, runs[0]), resume="auto")
@@ -45,8 +45,8 @@ def _check_begun(runs: Sequence[RunConfig]) -> None:
 
 
 def _with_a_model(run: RunConfig, first: RunConfig) -> RunConfig:
-    """Returns the run as it can be checked now: while the stage before it has left no model, the first one's stands for
-    it. A run that was begun is checked with its own model, since it is resumed with no other."""
+    """Returns the run as it can be checked now: until the stage before it has written a model, the first stage's model
+    takes its place. A run that was begun is checked with its own model, since it is resumed with no other."""
     if Path(run.model.path).exists():
         return run
     model = {name: getattr(first.model, name) for name in ("path", "source")}

@@ -1,4 +1,4 @@
-"""Reads what a run's roles will read before any of them starts: the tokenizer, and every question under the budget.
+"""Reads the inputs of a run's roles before any role starts: the tokenizer, and every question under the budget.
 
 This imports transformers, so it comes after the checks that need nothing heavy.
 """
@@ -23,7 +23,7 @@ from mempipe.settings import ConfigError
 
 
 def check_inputs(config: RunConfig) -> str:
-    """Returns one line about what shares the agent's largest context.
+    """Returns one line about the parts of the agent's largest context.
 
     Raises ConfigError when the tokenizer cannot serve, and when template, budget or questions do not fit.
     """
@@ -41,7 +41,7 @@ def check_inputs(config: RunConfig) -> str:
 
 
 def hash_inputs(config: RunConfig) -> dict[str, str]:
-    """Returns the hash of what the run learns from, by setting; "" for a file that is not on this machine, and for the
+    """Returns the hashes of the run's inputs, by setting; "" for a file that is not on this machine, and for the
     prompts of a user-defined agent, which may not accept the test question."""
     train, index, model = config.data.train, config.retrieval.index, config.model.path
     has_prompts = model and model_folder(model) is not None and config.agent.name in BUILT_IN

@@ -1,4 +1,4 @@
-"""Checks what this machine has and allows: devices, memory, folders, ports, addresses. Imports nothing heavy."""
+"""Checks the resources of this machine: devices, memory, folders, ports, addresses. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_writable(folder: Path, *, setting: str) -> Finding:
         return fatal(f"{setting} is {str(folder)!r}, but {existing} is not a directory", absent=absent)
     if not os.access(existing, os.W_OK | os.X_OK):
         return fatal(f"{setting} is {str(folder)!r}: no permission to write to {existing}", absent=absent)
-    try:  # what the permissions allow is not all: /proc, a full disk, one that is mounted to be read only
+    try:  # permissions are not sufficient: /proc, a full disk, a read-only mount
         tempfile.TemporaryDirectory(dir=existing, prefix=".mempipe-").cleanup()
     except OSError as error:
         text = f"{setting} is {str(folder)!r}: no folder can be made in {existing}: {error.strerror}"

@@ -1,5 +1,5 @@
-"""Checks whether the roles of a run find GPUs and memory enough. On GPUs the plan is refused that does not fit by the
-ledger (`mempipe.planning.ledger`); the memory counted for CPUs is a lower bound."""
+"""Checks whether there are enough GPUs and memory for the roles of a run. On GPUs the plan is refused that does not fit
+by the ledger (`mempipe.planning.ledger`); the memory counted for CPUs is a lower bound."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> li
 
 
 def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) -> list[Finding]:
-    """Says what a step takes and what it waits for."""
+    """Estimates the seconds of a step and its bottleneck."""
     costs = step_costs(config, shape, placed, GPUS[devices.gpu])
     parts = {"engines": costs.generate, "reference": costs.reference, "learner": costs.learn, "driver": costs.driver}
     parts |= {"sync": costs.sync, "longest trajectory": costs.longest}
@@ -109,5 +109,5 @@ def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, t
 
 
 def _short(count: float) -> str:
-    """Returns a count of parameters with three digits that count."""
+    """Returns a number of parameters with three significant digits."""
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"

@@ -1,4 +1,4 @@
-"""Checks whether an agent service can start: its agents under one engine, and who may reach it.
+"""Checks whether an agent service can start: its agents under one engine, and the callers that can reach it.
 
 This imports transformers, so it comes after the checks that need nothing heavy.
 """

@@ -14,8 +14,8 @@ from mempipe.studies.sweep import SweepConfig, Trial, trials
 
 
 def check_sweep(sweep: SweepConfig, *, devices: Devices | None = None) -> list[Finding]:
-    """Returns all findings about a sweep; `devices` as in `check_run`. Trials of other seeds need the same. What holds
-    of several trials is one finding, which names them unless it holds of all."""
+    """Returns all findings about a sweep; `devices` as in `check_run`. Trials of other seeds need the same. A finding
+    of several trials is listed once, and names them unless it applies to all."""
     findings = [check_writable(sweep.folder, setting="output")]
     try:
         planned = trials(sweep.model_copy(update={"seeds": sweep.seeds[:1]}))

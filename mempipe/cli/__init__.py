@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    except BrokenPipeError:  # `mempipe config | head` has seen enough
+    except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as interrupted:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; the same command{flag} resumes where this one stopped" if arguments.continues else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
-    except Exception as error:  # the border of the command: a mistake in the code is raised with its trace
+    except Exception as error:  # the outermost handler: a mistake in the code is raised with its trace
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):
             raise
         error = getattr(error, "cause", None) or error  # of what an actor raised, without its trace

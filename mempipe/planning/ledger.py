@@ -174,7 +174,7 @@ class Ledger:
         )
 
     def excess(self) -> str:
-        """Says what does not fit: the fullest GPU, the phase, and each role's part. "" when all fits."""
+        """Describes the fullest GPU, the phase and each role's part when something does not fit; "" when all fits."""
         if not self.cards:
             return ""
         card, phase = self.tightest

@@ -1,4 +1,4 @@
-"""Which role works on which GPUs: from the GPUs of every node and what the config asks for to one plan.
+"""Places the roles on GPUs: makes one plan from the GPUs of every node and the demand of the config.
 
 `separate`: every role has its own GPUs, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
 rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits, in number and
@@ -44,7 +44,7 @@ UNKNOWN_UTILIZATION = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Holds what a job asks for; a role that is not part of it counts 0."""
+    """The number of actors of each role that a job needs; 0 for a role that is not part of it."""
 
     learners: int = 0
     engines: int = 0
@@ -94,7 +94,7 @@ def needs_reference(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Says where every role goes. Without GPUs there are no bundles, and every role goes anywhere."""
+    """The placement of every role. Without GPUs there are no bundles, and a role may be on any node."""
 
     kind: Literal["cpu", "separate", "colocated"]
     num_ranks: int
@@ -266,8 +266,8 @@ def _divided(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
 
 
 def _transfer(config: RunConfig, kind: str) -> Transfer:
-    """Chooses how weights go from ranks to engines that both have GPUs. A sender of GPU memory knows full parameters
-    only: an adapter, or what it is merged with, goes as bytes."""
+    """Chooses how weights go from ranks to engines that both have GPUs. A sender of GPU memory supports full parameters
+    only: an adapter, or weights merged with it, are sent as bytes."""
     return "mempipe_shm" if config.model.lora_rank else "ipc" if kind == "colocated" else "nccl"
 
 
@@ -302,7 +302,7 @@ def bundle_gpus(bundle: Bundle) -> int:
 
 
 def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
-    """Returns whether every bundle finds one node; the largest choose first."""
+    """Returns whether every bundle fits on a node; the largest are placed first."""
     free = list(gpus_per_node)
     for size in sorted(map(bundle_gpus, bundles), reverse=True):
         node = next((i for i, gpus in enumerate(free) if gpus >= size), None)

@@ -1,8 +1,7 @@
-"""Checksums of files, and stamps that say that they were compared.
-
-Comparing reads every byte: a minute for a large index. So a folder gets a stamp (`.verified.json`) that says which
-files were compared, with their size, their inode and when they were last changed. As long as that stays so, the next
-process that opens the folder does not read them again. A copied folder is compared once where it lies now.
+"""Checksums of files, and stamps that record their comparison. A comparison reads every byte, which takes a minute for
+a large index. So a folder gets a stamp (`.verified.json`) that says which files were compared, with their size, their
+inode and when they were last changed. While these stay the same, the next process that opens the folder does not read
+the files again. A copied folder is compared once in its new place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files and folders that appear atomically, and stay; a folder that one process holds at a time."""
+"""Files and folders that appear atomically and durably; a folder that one process locks at a time."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def discard_folder(path: Path) -> None:
 def recover_folder(path: Path) -> None:
     """Gives `path` its name when a writer was killed between the two renames of `finish_folder`.
 
-    At that moment, and at no other, the old and the new folder exist next to a name that nothing has; the new one is
-    whole then. Whoever opens a folder that `whole_folder` or `finish_folder` replaces calls this first.
+    Only at that moment do the old and the new folder exist while `path` does not; the new one is complete then. Call
+    this before you open a folder that `whole_folder` or `finish_folder` replaces.
     """
     if not path.exists() and _replaced_folder(path).exists():
-        with suppress(FileNotFoundError):  # the writer lives and was faster, or the name was removed on purpose
+        with suppress(FileNotFoundError):  # the writer is alive and was faster, or the folder was removed on purpose
             partial_folder(path).rename(path)
 
 
@@ -190,7 +190,7 @@ def _locked(file: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # who held it has removed it
+        os.close(descriptor)  # its holder has removed it
 
 
 _held: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""JSON objects in files that tell when they are damaged: each carries a checksum of its other values."""
+"""JSON objects in files whose damage is detected: each holds a checksum of its other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet files that tell when they are damaged: each carries the sha256 of its bytes.
+"""Parquet files whose damage is detected: each holds the sha256 of its bytes.
 
 The checksum is between the data and the footer, where Parquet allows anything: any reader reads such a file. It is
 repeated there, so that damage to the checksum is detected too. Files of older versions and of other programs have none
@@ -102,7 +102,7 @@ def _add_checksum(path: Path) -> None:
 
 
 def _checksum(path: Path, parts: Sequence[tuple[int, int]]) -> bytes:
-    """Returns what stands for the bytes of the ranges (first, last not included), one after the other."""
+    """Returns the stored form of the checksum over the ranges (first, last not included), one after the other."""
     digest = hashlib.sha256()
     with path.open("rb") as opened:
         for first, last in parts:

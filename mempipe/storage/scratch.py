@@ -1,8 +1,7 @@
-"""The temporary folder of a run: everything that the run and its processes leave there goes with it.
-
-vLLM leaves sockets and files of its meeting points in the temporary folder, Ray a folder for every cluster. A run puts
-all of them into one folder, which is removed at its end; after a kill -9 the next start of any run removes it. Weights
-on their way to an engine have such a folder in shared memory.
+"""The temporary folder of a run, which is removed with everything that the run and its processes left in it. vLLM
+leaves sockets and rendezvous files in the temporary folder, Ray a folder for every cluster. A run puts all of them into
+one folder, which is removed at its end; after a kill -9 the next start of any run removes it. Weights on their way to
+an engine have such a folder in shared memory.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _own(folder: Path) -> int:
     """Marks the folder as that of a living process, for as long as the returned descriptor is open."""
     unfinished = folder / f"{_OWNER}.unfinished"
     descriptor = os.open(unfinished, os.O_CREAT | os.O_RDONLY, 0o600)
-    with suppress(OSError):  # a file system without locks: nobody will remove the folder of a dead owner
+    with suppress(OSError):  # a file system without locks: the folder of a dead owner is never removed
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         unfinished.rename(folder / _OWNER)  # now that it is locked
     return descriptor
