@@ -47,7 +47,7 @@ class LearnerActor:
             return address, probe.getsockname()[1]
 
     def listen(self) -> tuple[str, int]:
-        """This node's address, and a port on which this rank listens until all ranks have met there."""
+        """Returns this node's address, and a port on which this rank listens until all ranks have met there."""
         self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self._listener.getsockname()
 

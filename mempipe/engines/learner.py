@@ -52,8 +52,8 @@ class Learner:
 
     With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With several
     ranks, or a 16-bit compute dtype, it joins a process group at `master_address`:`master_port`, unless this process is
-    in one already. Rank 0 may bring the `listener` of that port, which the group takes over: a port that nobody listens
-    on may be taken by another process before the ranks meet.
+    in one already. Rank 0 may bring the `listener` of that port, which the group takes over: without a listener another
+    process may take the port before the ranks meet.
     """
 
     def __init__(
