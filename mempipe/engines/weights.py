@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mempipe.engines.config import ModelConfig
-from mempipe.storage.files import whole_file
+from mempipe.storage.files import sha256, whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -105,14 +105,16 @@ def newest_weights(folder: str | Path) -> WeightHandle | None:
 
 
 def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a published file. Raises ValueError when its bytes are not those that were published."""
-    from safetensors.torch import load
+    """Returns the tensors of a published file. They stay in the file's memory: it is mapped, and not copied.
 
-    content = Path(path).read_bytes()
-    found = hashlib.sha256(content).hexdigest()
+    Raises ValueError when its bytes are not those that were published.
+    """
+    from safetensors.torch import load_file
+
+    found = sha256(Path(path))
     if found != checksum:
         raise ValueError(f"{path} has sha256 {found}, but {checksum} was published; it was changed or damaged since")
-    return load(content)
+    return load_file(path)
 
 
 class EngineControl(Protocol):
