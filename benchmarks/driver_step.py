@@ -1,7 +1,7 @@
 """What a training step costs the process that drives it: from finished groups to micro-batches at the ranks.
 
     python -m benchmarks.driver_step [--groups 256] [--group-size 5] [--contexts 3] [--tokens 3900] [--ranks 8]
-        [--profile]
+        [--rounds 1] [--profile]
 
 The step is synthetic and has the size of the published runs: 256 x 5 trajectories of three contexts of 3,900 tokens,
 15 million tokens, scored by the reference, with ten passages for every search. Everything runs in one process on one
@@ -26,6 +26,8 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.machine import copy_seconds
+from benchmarks.rows import Row, record
 from mempipe.data.trajectories import group_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.rl.advantages import check_group
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=3, help="of a trajectory")
     parser.add_argument("--tokens", type=int, default=3900, help="of a context")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="print where the seconds go, function by function")
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
@@ -54,12 +57,24 @@ def main() -> None:
     profile = cProfile.Profile()
     if arguments.profile:
         profile.enable()
-    step = Step(num_ranks=arguments.ranks, group_size=arguments.group_size)
-    step.run(tables)
+    steps = [Step(num_ranks=arguments.ranks, group_size=arguments.group_size) for _ in range(arguments.rounds)]
+    for step in steps:
+        step.run(tables)
     if arguments.profile:
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(20)
-    step.report(peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, before_gib=before)
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    for step in steps:
+        step.report(peak_gib=peak_gib, before_gib=before)
+    row = Row(
+        name="driver, a million tokens",
+        unit="s",
+        values=[step.seconds_per_million for step in steps],
+        less_is_better=True,
+        limit="a copy in memory",
+        of_limit=[copy_seconds(round(step.num_bytes / step.num_tokens * 1e6)) for step in steps],
+    )
+    record(row)
 
 
 class Step:
@@ -68,23 +83,31 @@ class Step:
     def __init__(self, *, num_ranks: int, group_size: int) -> None:
         self._num_ranks, self._group_size = num_ranks, group_size
         self._seconds: dict[str, float] = {}
-        self._num_tokens = 0
+        self.num_tokens = self.num_bytes = 0
+        """Of the micro-batches that are handed over."""
 
     def run(self, tables: list[pa.Table]) -> None:
         groups = self._timed("groups", lambda: self._groups(tables))
         samples = self._timed("samples", lambda: [[s for t in g.trajectories for s in to_samples(t)] for g in groups])
         ranks = self._timed("packing", lambda: self._packed(samples))
-        self._timed("hand over", lambda: [self._copied(batches) for batches in ranks])
+        handed_over = self._timed("hand over", lambda: [self._copied(batches) for batches in ranks])
         self._timed("metrics", lambda: rollout_metrics(groups, policy_version=1))
-        self._num_tokens = sum(batch.num_tokens for batches in ranks for batch in batches)
+        self.num_tokens = sum(batch.num_tokens for batches in ranks for batch in batches)
+        self.num_bytes = sum(len(buffer) for buffers in handed_over for buffer in buffers)
+
+    @property
+    def seconds_per_million(self) -> float:
+        """Returns the seconds before the ranks can start, for each million tokens."""
+        critical = sum(seconds for name, seconds in self._seconds.items() if name != "metrics")
+        return critical / self.num_tokens * 1e6
 
     def report(self, *, peak_gib: float, before_gib: float) -> None:
         """Prints the seconds of every phase, and the memory that the step took on top of its tables."""
-        critical = sum(seconds for name, seconds in self._seconds.items() if name != "metrics")
         for name, seconds in self._seconds.items():
             print(f"{name:<26}{seconds:>8.2f} s")
-        print(f"{'before the ranks start':<26}{critical:>8.2f} s")
-        print(f"{'per million tokens':<26}{critical / self._num_tokens * 1e6:>8.3f} s of {self._num_tokens:,} tokens")
+        per_million = self.seconds_per_million
+        print(f"{'before the ranks start':<26}{per_million * self.num_tokens / 1e6:>8.2f} s")
+        print(f"{'per million tokens':<26}{per_million:>8.3f} s of {self.num_tokens:,} tokens")
         print(f"{'memory':<26}{peak_gib:>8.2f} GiB, of them {before_gib:.2f} before the step")
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:

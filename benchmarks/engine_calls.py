@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 
 import psutil
 
+from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
@@ -67,12 +68,18 @@ class Started:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _save_model(folder)
-        measured, starts = [_alone(_raw, folder)], []
+        raw, starts = _alone(_raw, folder), []
+        rounds = [raw]
         for process in ("own", "shared"):
             started, calls = _alone(_generator, folder, process)
             starts.append(started)
-            measured += calls
+            rounds += calls
+    measured = [min(each, key=lambda one: one.seconds) for each in rounds]
     best = NUM_TRAJECTORIES * NUM_CALLS / measured[0].seconds
+    for each in rounds[1:]:
+        own, of_raw = ([NUM_TRAJECTORIES * NUM_CALLS / one.seconds for one in times] for times in (each, raw))
+        name = f"engine, {each[0].name}"
+        record(Row(name=name, unit="calls/s", values=own, peer="raw vLLM, random", of_peer=of_raw))
     print(f"{'':<24}{'calls/s':>9}{'tokens/s':>11}{'CPU ms/call':>13}{'ratio':>8}")
     for one in measured:
         print(one.row(best))
@@ -87,18 +94,19 @@ def _alone(measure: Callable[..., T], *arguments: str) -> T:
         return pool.submit(measure, *arguments).result()
 
 
-def _generator(folder: str, process: Process) -> tuple[Started, list[Measured]]:
+def _generator(folder: str, process: Process) -> tuple[Started, list[list[Measured]]]:
     return asyncio.run(_measured_calls(folder, process))
 
 
-async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[Measured]]:
+async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[list[Measured]]]:
+    """Returns the start, and the rounds of each kind of prompts."""
     config = GenerationConfig(engine_process=process)
     generator = Generator(ModelConfig(path=folder, dtype="float32"), config, max_model_len=MAX_MODEL_LEN)
     began = time.perf_counter()
     await generator.start()
     await _call(generator, _ids(random.Random(0), 40))
     started = Started(f"{process} process", time.perf_counter() - began, _cpu_seconds(), _gib())
-    best: list[Measured] = []
+    kinds: list[list[Measured]] = []
     for kind, trajectory in (("random", _random_trajectory), ("agent", _agent_trajectory)):
         rounds = []
         for seed in range(NUM_ROUNDS):
@@ -110,9 +118,9 @@ async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[
                 *(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES))
             )
             rounds.append(Measured(f"{process} process, {kind}", time.perf_counter() - began, _cpu_seconds() - cpu))
-        best.append(min(rounds[1:], key=lambda one: one.seconds))
+        kinds.append(rounds[1:])
     await generator.shutdown()
-    return started, best
+    return started, kinds
 
 
 async def _random_trajectory(generator: Generator, rng: random.Random, start: list[int]) -> None:
@@ -133,7 +141,7 @@ async def _call(generator: Generator, prompt: list[int]) -> list[int]:
     ).token_ids
 
 
-def _raw(folder: str) -> Measured:
+def _raw(folder: str) -> list[Measured]:
     os.environ |= environment.engine(frontend_pid=os.getpid()) | environment.IN_PROCESS_ENGINE
     os.environ |= environment.cpu_engine(num_threads=1, kv_cache_gib=1)
     from vllm import LLM, SamplingParams
@@ -154,7 +162,7 @@ def _raw(folder: str) -> Measured:
         started, cpu = time.perf_counter(), _cpu_seconds()
         llm.generate(prompts, params, use_tqdm=False)
         rounds.append(Measured("raw LLM.generate, random", time.perf_counter() - started, _cpu_seconds() - cpu))
-    return min(rounds[1:], key=lambda one: one.seconds)
+    return rounds[1:]
 
 
 def _cpu_seconds() -> float:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run, warm_started
+from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.actors.cluster import connected
 from mempipe.actors.launch import RolloutActors, launch_rollout_actors
@@ -73,6 +74,8 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
     for name in rounds[0]:
         print(f"{name:<16}{statistics.median(rates[name] for rates in rounds):8.1f} questions/s")
+    stream, threads = ([rates[name] for rates in rounds] for name in ("stream", "threads"))
+    record(Row(name="evaluation", unit="questions/s", values=stream, peer=f"{NUM_THREADS} threads", of_peer=threads))
     for name in ("threads", "threads, HTTP"):
         ratios = [rates["stream"] / rates[name] for rates in rounds]
         print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")

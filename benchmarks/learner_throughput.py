@@ -47,10 +47,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from benchmarks.machine import product_rate
+from benchmarks.rows import Row, record
 from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
+from mempipe.engines.gauges import TrainingFlops
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
-from mempipe.engines.model import to_device
+from mempipe.engines.model import load_policy, to_device
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import MicroBatch, pack_step
@@ -78,7 +81,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model is None:
             save_model(Path(folder))
-        contestants = make_contestants(Path(arguments.model or folder), samples, arguments)
+        path = Path(arguments.model or folder)
+        limit = most_tokens_per_second(path, samples, row_tokens=arguments.row_tokens)
+        contestants = make_contestants(path, samples, arguments)
         first = {name: update() for name, update in contestants.items()}  # also the warm-up
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
         for _ in range(arguments.repeats):
@@ -108,6 +113,29 @@ def main() -> None:
         print(
             f"in {unit}, packed is {unpacked / ours:.2f} x as fast as padded and {best_trl / ours:.2f} x as fast as trl"
         )
+    trl = min((name for name in medians if name.startswith("trl")), key=lambda name: medians[name][0])
+    rates = {name: [num_tokens / wall for wall, _ in seconds[name]] for name in ("packed", trl)}
+    row = Row(
+        name="learner update",
+        unit="tokens/s",
+        values=rates["packed"],
+        peer="TRL",
+        of_peer=rates[trl],
+        limit="matrix products",
+        of_limit=[limit] * arguments.repeats,
+    )
+    record(row)
+    print(f"of the machine's matrix products, packed reaches {statistics.median(row.ratios(row.of_limit)):.2f}")
+
+
+def most_tokens_per_second(folder: Path, samples: list[TrainingSample], *, row_tokens: int) -> float:
+    """Returns the trained tokens per second if an update were nothing but its operations (`TrainingFlops`), each as
+    fast as a plain matrix product of the model's widths."""
+    policy = load_policy(ModelConfig(path=str(folder), dtype="float32"), dtype=torch.float32)
+    lengths = [len(sample.token_ids) for sample in samples]
+    config = policy.lm.config
+    rate = product_rate(row_tokens, config.hidden_size, config.intermediate_size)
+    return sum(lengths) * rate / TrainingFlops(policy).of(lengths, [])
 
 
 def make_contexts(num_contexts: int, *, scale: int, seed: int) -> list[TrainingSample]:

@@ -31,6 +31,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.rows import Row, record
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import read_corpus
 from mempipe.loader import parse_section
@@ -164,7 +165,10 @@ def report(rounds: Sequence[dict[str, dict[str, Any]]]) -> None:
     print("|---" * (len(RATES) + 4) + "|")
     for name in WAYS:
         median = {key: statistics.median(ways[name][key] for ways in rounds) for key in (*RATES, "start", "gib")}
-        ratios = [ways[name]["documents"] / ways["loop"]["documents"] for ways in rounds]
+        own, loop = ([ways[each]["documents"] for ways in rounds] for each in (name, "loop"))
+        if name != "loop":
+            record(Row(name=f"documents, {name}", unit="documents/s", values=own, peer="a loop", of_peer=loop))
+        ratios = [one / other for one, other in zip(own, loop, strict=True)]
         rates = " | ".join(f"{median[key]:,.2f}" for key in RATES)
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {rates} | {median['start']:.1f} | {median['gib']:.2f} | {spread} |")

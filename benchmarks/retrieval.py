@@ -27,6 +27,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rows import Row, record
 from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS
@@ -176,16 +177,26 @@ def compare(console: Console, title: str, index: Path, *, seconds: float) -> Non
         rate = asyncio.run(through_pool())
         batch = rate.count / max(ray.get(actor.num_batches.remote()) - 1, 1)
         ray.kill(actor)
-        limit = faiss_rate(index / manifest.vectors.files[0], vectors, batch=max(round(batch), 1), seconds=seconds)
+        size = max(round(batch), 1)
+        alone_faiss = faiss_rate(index / manifest.vectors.files[0], vectors, batch=size, seconds=seconds)
         for name, found in (("one at a time", rate_alone), ("pool", rate)):
             ratio = f"{rate.per_second / found.per_second:.2f}"
             table.add_row(
                 str(callers), name, f"{found.per_second:,.1f}", f"{found.p50_ms:,.1f}", f"{found.p99_ms:,.1f}",
                 f"{batch:.1f}" if name == "pool" else "1", ratio,
             )  # fmt: skip
-        table.add_row(
-            str(callers), "faiss", f"{limit:,.1f}", "", "", str(max(round(batch), 1)), f"{rate.per_second / limit:.2f}"
+        ratio = f"{rate.per_second / alone_faiss:.2f}"
+        table.add_row(str(callers), "faiss", f"{alone_faiss:,.1f}", "", "", str(size), ratio)
+        row = Row(
+            name=f"search by vectors, {title}, {callers} at a time",
+            unit="searches/s",
+            values=[rate.per_second],
+            peer="one at a time",
+            of_peer=[rate_alone.per_second],
+            limit="faiss alone",
+            of_limit=[alone_faiss],
         )
+        record(row)
     console.print(table)
 
 

@@ -41,6 +41,7 @@ from typing import Any, TypeAlias
 import psutil
 import ray
 
+from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.actors.admission import Admission
 from mempipe.actors.cluster import connected
@@ -419,6 +420,8 @@ def report(rounds: Sequence[dict[str, Measured]]) -> None:
             statistics.median(getattr(one[name], column) for one in rounds) for column in columns
         )
         print(f"{name:<24}{tokens:>9.0f}{seconds:>9.2f}{rate:>10.0f}{cpu:>8.2f}")
+    agent, raw = ([one[name].rate for one in rounds] for name in ("agent", "raw vLLM"))
+    record(Row(name="agent loop", unit="tokens/s", values=agent, peer="raw vLLM, all queued", of_peer=raw))
     for faster, slower, aim in (
         ("agent", "raw vLLM", 0.85),
         ("skewed", "skewed, in lock-step", 1.5),

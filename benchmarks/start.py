@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.rows import Row, record
 from mempipe.beacons import RECORD, VARIABLE
 from tools.processes import ROOT, Marked, Running, command_line
 
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
+    used, imports = [], []
     for number in range(1, arguments.rounds + 1):
         seconds, usage = watch(str(Path(arguments.config).resolve()), arguments.overrides)
         print(f"\nround {number}, load {psutil.getloadavg()[0]:.0f}\n\n| phase | s | CPU-s |\n|---|---|---|")
@@ -57,6 +61,18 @@ def main() -> None:
         for name, value in usage.by_role.most_common():
             if usage.num_processes[name]:
                 print(f"| {name} | {usage.num_processes[name]} | {value:.1f} |")
+        used.append(usage.total)
+        imports.append(import_cpu_seconds())
+    limit = "import vllm, torch, ray once"
+    record(Row(name="start", unit="CPU-s", values=used, less_is_better=True, limit=limit, of_limit=imports))
+
+
+def import_cpu_seconds() -> float:
+    """Returns the CPU-seconds of one process that does nothing but import what a run cannot do without."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import vllm, torch, ray"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def watch(config: str, overrides: list[str]) -> tuple[dict[str, float], Usage]:

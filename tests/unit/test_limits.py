@@ -1,0 +1,103 @@
+"""The table of limits: ratios within rounds, kept rows, and what is called slower."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from benchmarks import limits
+from benchmarks.limits import PARTS, compare, judge, main, table
+from benchmarks.rows import RECORD, Row, read_rows, record
+
+RATE = Row(name="loop", unit="tokens/s", values=[90, 80, 120], peer="vLLM", of_peer=[100, 100, 100])
+TIME = Row(name="start", unit="s", values=[4.0, 5.0], less_is_better=True, limit="imports", of_limit=[2.0, 2.0])
+
+
+def test_a_ratio_is_of_one_round_and_above_one_is_better():
+    assert RATE.value == 90 and RATE.ratios(RATE.of_peer) == [0.9, 0.8, 1.2]
+    assert TIME.ratios(TIME.of_limit) == [0.5, 0.4] == TIME.scores
+    alone = Row(name="a", unit="s", values=[2.0, 4.0], less_is_better=True)
+    assert alone.scores == [0.5, 0.25] and alone.ratios(()) == []
+
+
+@pytest.mark.parametrize("settings", [{"peer": "x", "of_peer": [1]}, {"of_limit": [1, 2, 3]}, {"limit": "x"}])
+def test_every_round_has_its_peer_and_its_limit(settings):
+    with pytest.raises(ValueError, match="3 rounds"):
+        Row(name="a", unit="s", values=[1, 2, 3], **settings)
+
+
+def test_rows_are_written_only_where_they_are_asked_for(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    record(RATE)
+    assert read_rows(file) == []
+    monkeypatch.setenv(RECORD, str(file))
+    record(RATE, TIME)
+    assert read_rows(file) == [RATE, TIME]
+
+
+def test_the_table_shows_medians_and_ranges():
+    assert table([RATE, TIME]).splitlines()[2:] == [
+        "| loop | 90 tokens/s | vLLM: 100 | 0.90 (0.80 to 1.20) | – | – |",
+        "| start | 4.5 s | – | – | imports: 2 | 0.45 (0.40 to 0.50) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([1.0, 1.1, 1.2], [0.8, 0.9, 0.95], "slower"),
+        ([1.0, 1.1, 1.2], [0.8, 0.9, 1.05], ""),  # the ranges meet
+        ([1.00, 1.01], [0.98, 0.99], ""),  # apart, and too little to matter
+        ([0.8, 0.9], [1.0, 1.1], "faster"),
+    ],
+)
+def test_slower_is_what_lost_more_than_its_spread(before, after, verdict):
+    assert judge(before, after)[0] == verdict
+
+
+def test_a_slower_commit_is_named_and_ends_with_1(tmp_path, monkeypatch, capsys):
+    file, answers = tmp_path / "kept" / "limits.jsonl", iter(("aaaa", "bbbb", "cccc"))
+    speeds = {"aaaa": 1.0, "bbbb": 0.5, "cccc": 1.0}
+    monkeypatch.setattr(limits, "commit", lambda: now)
+    monkeypatch.setattr(
+        limits, "measured", lambda part, **_: [Row(name="loop", unit="/s", values=[speeds[now], speeds[now] * 1.01])]
+    )
+    for now in answers:
+        assert main(["--only", "driver", "--file", str(file)]) == 0
+        if now == "bbbb":
+            assert compare(file, "aa") == 1
+            assert "| loop | 1.00 (1.00 to 1.01) | 0.50 (0.50 to 0.51) | -50% | slower |" in capsys.readouterr().out
+    assert compare(file, "aaaa") == 0 and compare(file, "bbbb") == 0
+    assert "faster" in capsys.readouterr().out
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each["commit"] for each in kept] == ["aaaa", "bbbb", "cccc"] and not kept[0]["fast"]
+
+
+def test_rows_of_another_machine_are_not_compared(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "limits.jsonl"
+    monkeypatch.setattr(limits, "measured", lambda part, **_: [RATE])
+    for name in ("1 core", "2 cores"):
+        monkeypatch.setattr(limits, "machine", lambda name=name: name)
+        main(["--only", "driver", "--file", str(file)])
+    assert compare(file, limits.commit()) == 2
+    assert "on this machine (2 cores)" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_is_said_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
+    part = limits.Part(module="driver_step", thorough=("--no-such-option",))
+    monkeypatch.setattr(limits, "PARTS", {"broken": part, "whole": part})
+    real = limits.measured
+    monkeypatch.setattr(
+        limits, "measured", lambda part, **kept: [RATE] if next(turns) else real(limits.PARTS["broken"], **kept)
+    )
+    turns = iter((False, True))
+    assert main(["--file", str(tmp_path / "limits.jsonl")]) == 1
+    said = capsys.readouterr().out
+    assert "failed: driver_step.py: error: unrecognized arguments: --no-such-option" in said and "| loop |" in said
+
+
+def test_every_part_is_a_benchmark():
+    for part in PARTS.values():
+        assert importlib.util.find_spec(f"benchmarks.{part.module}") is not None
