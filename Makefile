@@ -19,7 +19,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart real test test-fast test-jobs test-gpu chaos lint clean
+.PHONY: setup quickstart real test test-fast test-jobs test-gpu chaos bench-fast lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) \
@@ -49,6 +49,9 @@ ifdef HOURS
 else
 	$(BIN)/python -m pytest -s -n 2 --dist worksteal tests/chaos
 endif
+
+bench-fast: setup  ## measure every part beside its peer and the machine's limit, shortly (docs/performance.md)
+	$(BIN)/python -m benchmarks.limits --fast
 
 lint: setup
 	$(BIN)/ruff check .
