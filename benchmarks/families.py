@@ -313,9 +313,8 @@ def table(rows: Sequence[Row], *, header: bool = True) -> list[str]:
             lines.append(f"| {row.family} | refused: {row.refused} |" + " |" * (len(head) - 2))
             continue
         gaps = [f"{gap:.0e}" if isinstance(gap, float) else gap for gap in (row.learner, row.engine)]
-        lines.append(
-            f"| {' | '.join([row.family, *gaps, row.sync, row.adapter, row.template, row.stops, row.tools])} |"
-        )
+        cells = [row.family, *gaps, row.sync, row.adapter, row.template, row.stops, row.tools]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 
 

@@ -9,8 +9,9 @@
         mempipe.sweep(agent, "questions.jsonl", memory_tokens=[16, 64]).table
 
 `train` runs a training and returns its `Run`. `load` starts an `Agent` from a run, a model or an endpoint; `ask`
-returns a `Reply`. `evaluate` and `sweep` measure an agent on questions (`Evaluation`, `Sweep`). Each of them raises
-`ConfigError` for a setting or a file that cannot work, with the sentence that the command line prints.
+returns a `Reply`. `evaluate` and `sweep` measure an agent on questions (`Evaluation`, `Sweep`). `results` reads what
+the commands `mempipe evaluate` and `mempipe sweep` have written. Each of them raises `ConfigError` for a setting or a
+file that cannot work, with the sentence that the command line prints.
 
 Importing this package loads nothing else: each name is imported when it is first used. docs/python.md shows them all.
 """
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mempipe.api.agent import Agent, load
     from mempipe.api.evaluation import Evaluation, evaluate
     from mempipe.api.reply import Reply
+    from mempipe.api.results import results
     from mempipe.api.run import Run, train
     from mempipe.api.sweep import Sweep, sweep
     from mempipe.settings import ConfigError
@@ -41,6 +43,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "load",
+    "results",
     "sweep",
     "train",
 ]
@@ -51,6 +54,7 @@ _MODULES = {
     "Evaluation": "mempipe.api.evaluation",
     "evaluate": "mempipe.api.evaluation",
     "Reply": "mempipe.api.reply",
+    "results": "mempipe.api.results",
     "Run": "mempipe.api.run",
     "train": "mempipe.api.run",
     "Sweep": "mempipe.api.sweep",

@@ -17,6 +17,7 @@ import polars as pl
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.api.agent import Agent, Source, load
+from mempipe.api.results import row_values
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
 from mempipe.data.qa import read_questions
@@ -319,16 +320,6 @@ def _shown(row: ResultRow, group: Group) -> dict[str, Any]:
     last = first.contexts[-1] if first is not None and first.contexts else None
     return {
         "id": row.question_id,
-        "question": row.question,
-        "golden_answers": row.golden_answers,
-        "answer": row.answers[0] if row.answers else None,
-        "em": row.em,
-        "f1": row.f1,
-        "end_reason": str(row.end_reasons[0]) if row.end_reasons else None,
-        "cause": (row.first_causes[0] or None) if row.first_causes else None,
-        "turns": len(row.context_tokens_by_turn[0]) if row.context_tokens_by_turn else 0,
-        "tokens": row.total_tokens[0] if row.total_tokens else 0,
-        "seconds": row.seconds,
+        **row_values(row),
         "memory": (last.memory_after or last.memory_before) if last is not None else None,
-        "failed": row.failed or None,
     }

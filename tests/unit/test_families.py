@@ -68,10 +68,10 @@ def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
 
 
 def test_a_row_is_expected_only_when_every_column_is_right():
-    good = {"template": "system text", "stops": "`</s>`", "tools": "called", "learner": 1e-6, "engine": 1e-6}
+    good = {"template": "system text", "stops": "`<|end|>`", "tools": "called", "learner": 1e-6, "engine": 1e-6}
     assert Row(family="llama", **good).is_expected
     for wrong in ({"learner": 1e-2}, {"engine": "fails: x"}, {"tools": "fails: y"}, {"refused": "model.path"}):
         assert not Row(family="llama", **good | wrong).is_expected
     assert not Row(family="gemma2", **good).is_expected
     (line,) = table([Row(family="llama", **good)], header=False)
-    assert line == "| llama | 1e-06 | 1e-06 |  |  | system text | `</s>` | called |"
+    assert line == "| llama | 1e-06 | 1e-06 |  |  | system text | `<\\|end\\|>` | called |"

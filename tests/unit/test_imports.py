@@ -20,6 +20,7 @@ HEAVY += ("sklearn", "scipy.stats")  # which transformers imports for nothing (m
 ALLOWED = {
     "mempipe": (),
     "mempipe.api.run": (),
+    "mempipe.api.results": (),
     "mempipe.api.agent": ("transformers",),
     "mempipe.api.evaluation": ("transformers",),
     "mempipe.api.sweep": ("transformers",),
