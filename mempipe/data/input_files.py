@@ -54,8 +54,8 @@ class InputFile:
         return self.name.lower().endswith(suffixes)
 
     def fingerprint(self) -> str:
-        """Returns what changes with the content: the sha256 of a local file, which is read through; of another one what
-        its file system says without sending it (an ETag, when it was changed). Raises OSError.
+        """Returns a text that changes with the content: the sha256 of a local file, which is read completely; for a
+        remote file the ETag or the time of change that its file system reports. Raises OSError.
         """
         if not is_url(self.url):
             return sha256(Path(self.url))

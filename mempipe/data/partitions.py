@@ -1,4 +1,4 @@
-"""The parts of a corpus: the one that is searched when nobody names any, and questions about it."""
+"""The parts of a corpus: the part that is searched by default, and questions about it."""
 
 from __future__ import annotations
 

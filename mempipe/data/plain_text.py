@@ -69,8 +69,7 @@ def check_source(source: str | Path) -> None:
 
 
 def describe_source(source: str | Path) -> str:
-    """Returns what the passages of a source are, with their licence where mempipe knows it; of files and folders the
-    name."""
+    """Describes the passages of a source, with their licence if mempipe knows it; files and folders by their name."""
     if packaged := PACKAGED.get(str(source)):
         return packaged.description
     if str(source) == PYTHON_REFERENCE:

@@ -146,8 +146,8 @@ def _read(
 
 
 def _files(path: str | Path) -> list[InputFile]:
-    """Returns the files of a question set. Raises ConfigError for a folder of several splits: nobody means all of
-    them.
+    """Returns the files of a question set. Raises ConfigError for a folder of several splits, because a question set is
+    one of them.
     """
     files = input_files(path, suffixes=ROWS)
     splits = {split[0]: file.name for file in files if (split := _SPLIT.match(file.name))}
@@ -202,7 +202,7 @@ def write_questions(path: str | Path, questions: Iterable[Question]) -> None:
 
 
 def describe_questions(file: QuestionFile) -> list[str]:
-    """Returns lines that describe a question file to people: formats, sources, what the questions come with, lengths
+    """Returns lines that describe a question file to people: formats, sources, optional parts of the questions, lengths
     in characters, bad rows.
     """
     questions = file.questions

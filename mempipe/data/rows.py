@@ -1,8 +1,8 @@
 """Reads rows of jsonl, json, csv, tsv and parquet files (`mempipe.data.input_files`), with the place of every row.
 
-A row that is not what a reader expects raises `BadRow`; the reader gives it to `BadRows`, which knows how many may be
-passed over. A fault of a whole file (missing, truncated, of another kind) is a ConfigError whatever the limit. A fault
-of the disk or the network stays an OSError.
+A row that a reader cannot use raises `BadRow`; the reader adds it to `BadRows`, which limits the number of skipped
+rows. A fault of a whole file (missing, truncated, of another kind) is a ConfigError whatever the limit. A fault of the
+disk or the network stays an OSError.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def write_ruler(
     exclude: Collection[str] = (),
     are_known: Callable[[list[SourceQuestion]], list[bool]] | None = None,
 ) -> dict[str, Any]:
-    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which describes the files.
-    Returns what `ruler.json` holds.
+    """Writes `SPLIT_NUMDOCS.FORMAT` for every split and length, and `ruler.json`, which describes the files. Returns
+    the content of `ruler.json`.
 
     Questions are drawn once, so all lengths of a split ask the same. No question is in two splits, and none has the
     normalised text of one in `exclude`. Questions that `are_known` calls known (a model answers them without the

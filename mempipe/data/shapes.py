@@ -122,7 +122,7 @@ class Shape:
 
 
 def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Columns) -> Iterator[Reading]:
-    """Yields what the row asks: one question, or all questions about a text that it holds (SQuAD, LoCoMo).
+    """Yields the questions of the row: one question, or all questions about a text in it (SQuAD, LoCoMo).
 
     `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
     or can be read in two ways, and LeftOut for one that has no answer by design of its data set.
@@ -394,7 +394,7 @@ def _has_objectives(row: dict[str, Any]) -> bool:
 
 
 def _asked_in(prompt: str, num_objectives: int) -> str:
-    """Returns what follows "Question:" in a MEM1 prompt, up to the end of the line.
+    """Returns the text after "Question:" in a MEM1 prompt, up to the end of the line.
 
     It holds as many questions as objectives, joined by "; ". Raises BadRow when no line does.
     """

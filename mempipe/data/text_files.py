@@ -60,7 +60,7 @@ def check_reader(file: Path) -> None:
 
 
 def html_text(page: str) -> str:
-    """Returns what a browser would show of a page, without its navigation."""
+    """Returns the visible text of a page, without its navigation."""
     parser = _Page()
     parser.feed(page)
     parser.close()

@@ -101,7 +101,7 @@ def read_trajectories(path: str | Path) -> list[Group]:
 
 
 def read_made_of(path: str | Path) -> dict[str, Any] | None:
-    """Returns what `write_trajectories` was told the file was made of; None for a file that does not say it.
+    """Returns the record `made_of` that `write_trajectories` stored in the file; None for a file without one.
 
     Raises ConfigError for a file that cannot be read.
     """

@@ -34,7 +34,7 @@ def question_clusters(sets: Mapping[str, Sequence[ResultRow]]) -> dict[str, list
 
 
 def _parts(row: ResultRow) -> list[_Asked]:
-    """Returns what the row asks: one question, or those that `joined_texts` made one."""
+    """Returns the questions of the row: one, or those that `joined_texts` joined."""
     number = len(row.em_by_objective)
     texts, golds = row.question.split("?; "), row.golden_answers[0].split("; ")
     if number == 1 or not len(texts) == len(golds) == number:

@@ -91,7 +91,7 @@ class MemoryQuality:
         return {name: above / below for name, (above, below) in ratios.items() if below}
 
     def ratios(self, *, memory_budget: int | None = None) -> dict[str, tuple[int, int]]:
-        """Returns what each rate is a ratio of: (above the line, below it)."""
+        """Returns the counts of each rate: (numerator, denominator)."""
         return {
             "found_rate": (self.searches_found, self.searches_in_need),
             "kept_rate": (self.facts_kept, self.facts_retrieved),

@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
 
 
 def definitions() -> dict[str, str]:
-    """Returns what each metric says, for reports and for the files that hold its values."""
+    """Returns the definition of each metric, for reports and for the files that hold its values."""
     return {name: " ".join((inspect.getdoc(metric) or "").split()) for name, metric in METRICS.items()}
 
 

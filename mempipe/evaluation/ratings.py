@@ -50,7 +50,7 @@ class RatedTurn:
         return sum(said) / len(said) if said else None
 
     def majority(self, name: str) -> bool | None:
-        """Returns what most people said; None where as many said yes as no, or it was not rated."""
+        """Returns the majority of the ratings; None for a tie, and without ratings."""
         score = self.score(name)
         return None if score is None or score == 0.5 else score > 0.5
 
@@ -104,7 +104,7 @@ def alpha_interval(rated: Sequence[tuple[Hashable, Sequence[bool]]]) -> tuple[fl
 
 
 def automatic_rating(counts: MemoryQuality) -> dict[str, bool]:
-    """Returns what the counts of one turn say to RATINGS; a question without a case is absent.
+    """Returns the answers to RATINGS that follow from the counts of one turn; a question without a case is absent.
 
     The facts are kept when the memory knows each needed fact that was found or known before. The rest is omitted when
     none of its words is irrelevant (`irrelevant_rate` 0).

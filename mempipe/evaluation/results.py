@@ -63,7 +63,7 @@ class ResultRow:
     total_tokens: list[int]  # of all contexts, read and sampled
     snapshots: list[str]  # of the indexes that answered its searches
     prompt_hash: str
-    judge: float | None = None  # None: nobody judged, or no verdict could be read
+    judge: float | None = None  # None: not judged, or no verdict could be read
     judge_unparsed: int = 0  # attempts without a verdict
     full_history_tokens_by_turn: list[list[int]] = field(default_factory=list)
     """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
@@ -87,7 +87,8 @@ assert METRICS.keys() <= set(_COLUMNS), "every metric has its column"
 
 
 def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequence[float] = ()) -> ResultRow:
-    """Returns the row of a question that nobody has judged. Without attempts every score is 0 and `failed` says why.
+    """Returns the row of a question, without a judge's verdict. Without attempts every score is 0 and `failed` says
+    why.
 
     `growing` is whether the agent carries its whole history in one context, so that every message it samples is a turn.
     """

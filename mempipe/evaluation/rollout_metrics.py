@@ -77,7 +77,7 @@ def rollout_metrics(
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns what the turns of an attempt earned together, by name, as a mean over the attempts."""
+    """Returns the turn rewards of an attempt, summed over its turns, by name, as a mean over the attempts."""
     sums: dict[str, list[float]] = defaultdict(list)
     for measure in (m for trajectory in trajectories for context in trajectory.contexts for m in context.turn_rewards):
         sums[f"turn_reward/{measure.name}"].append(measure.value)

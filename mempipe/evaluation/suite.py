@@ -188,7 +188,7 @@ def run_config(run: EvaluatedRun, **changes: Any) -> RunConfig:
     budget.pop("memory_choices", None)  # only training draws a limit
     if path := run.endpoint.tokenizer if run.endpoint is not None else _weights(run.checkpoint):
         model |= {"path": path, "source": ""}
-    # Weights that nobody trains are whole: the engine needs no room for an adapter.
+    # Weights that are not trained are whole: the engine needs no room for an adapter.
     values |= {"budget": budget, "model": {**model, "lora_rank": 0, "lora_merge": False}}
     config = parse_section({**values, **changes}, RunConfig)
     if not config.model.path:
@@ -218,7 +218,7 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
 
 def trained_on(run: EvaluatedRun) -> dict[str, int] | None:
     """Returns the sets that the run's own training asked questions of, with their numbers; None where the weights are
-    not those of a run that says so. What a model was pretrained on nobody says."""
+    not those of a run that says so. The data of a model's pretraining is unknown."""
     source = run.checkpoint or run.config
     if run.endpoint is not None or not _is_run(source):
         return None

@@ -165,7 +165,7 @@ def published_tables() -> list[dict[str, Any]]:
 
 
 def published_claims(kind: str) -> list[str]:
-    """Returns what papers report of sets of this family outside of their tables, each with its source."""
+    """Returns the values that papers report for sets of this family outside of their tables, each with its source."""
     return [
         f"{each['title']}: {claim}" for each in _published() if each.get("family") == kind for claim in each["claims"]
     ]
@@ -233,8 +233,8 @@ def _by_training(benchmarks: Mapping[str, Benchmark], trained_on: Collection[str
 
 
 def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
-    """Returns what papers report in this metric on sets of this table. Averages are theirs, over all their columns; all
-    of them trained on IN_DISTRIBUTION."""
+    """Returns the values that papers report in this metric on sets of this table. Averages are the papers' own, over
+    all their columns; all papers trained on IN_DISTRIBUTION."""
     groups = {
         AVERAGE: labels,
         _DISTRIBUTION[0]: [label for label in labels if label in IN_DISTRIBUTION],

@@ -56,7 +56,8 @@ class Demonstration(ABC):
 
     @abstractmethod
     def reply(self, prompt: str) -> str:
-        """Returns the next message after the decoded prompt of a context, without what the harness writes before it."""
+        """Returns the next message after the decoded prompt of a context, without the text that the harness writes
+        before it."""
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -237,7 +238,7 @@ class ReadingDemonstration(Demonstration):
         return "\n".join([*noted, *new][-_MAX_LINES:]) or KNOWS_NOTHING
 
     def _lines(self, section: str) -> list[str]:
-        """Returns what to note of a section, in its order."""
+        """Returns the lines to note from a section, in its order."""
         mask, lines = self.agent["mask"], []
         for subject, text in _passages(section):
             places = [written(text, target)[:1] for target in self.question.recall_targets]

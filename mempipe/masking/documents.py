@@ -153,7 +153,7 @@ def entities_of(passages: Sequence[Passage], finder: Finder) -> pl.DataFrame:
 
 
 def common_entities(entities: pl.LazyFrame, num_passages: int, config: MemtrainConfig) -> CommonEntities:
-    """Returns what the rows of `entities_of` about `num_passages` say of the corpus."""
+    """Returns the statistics of the corpus from the rows of `entities_of` about `num_passages`."""
     common = common_answers(entities, num_passages, config.max_passage_share).collect(engine="streaming")
     guessable = guessable_answers(entities).collect(engine="streaming")
     return CommonEntities(frozenset(common["key"]), frozenset(guessable.iter_rows()))

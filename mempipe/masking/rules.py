@@ -35,7 +35,7 @@ def around(text: str, start: int, answer: str) -> str:
 
 
 def answer_key() -> pl.Expr:
-    """Returns what makes two answers one: the column `answer` in lower case."""
+    """Returns the key of equal answers: the column `answer` in lower case."""
     return pl.col("answer").str.to_lowercase().alias("key")
 
 

@@ -1,4 +1,4 @@
-"""Finds what the numbers of a training warn of: a sentence each, for its report and its last lines."""
+"""Finds warnings in the metrics of a training: a sentence each, for its report and its last lines."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def budget_lines(study: BudgetStudy) -> list[str]:
 
 
 def verdicts(study: BudgetStudy) -> list[str]:
-    """Says for each part and agent the smallest budget that is enough, and what it is worth against agents without a
-    budget."""
+    """Returns, for each part and agent, a line about the smallest budget that is enough and its comparison with agents
+    without a budget."""
     parts = _in_order(study)
     return [
         *(verdict(study, part, curve) for part in parts for curve in part.curves),

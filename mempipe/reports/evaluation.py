@@ -101,7 +101,7 @@ def write_evaluation_report(
 ) -> list[Path]:
     """Writes the report into the evaluation's folder, each file atomically, and returns their paths.
 
-    `configs` are the runs' configs by name; `settings` what their result folders say of each "RUN/LABEL".
+    `configs` are the runs' configs by name; `settings` those of their result folders by "RUN/LABEL".
     """
     tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
     plot = context_by_turn(cells)
@@ -139,9 +139,7 @@ def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def _means(cell: Cell) -> dict[str, float]:
-    """Returns the metrics over all questions, failed ones included, and what the answers cost over those that were
-    attempted.
-    """
+    """Returns the metrics over all questions, failed ones included, and the costs over the attempted ones."""
     attempts = sum(len(row.answers) for row in cell.rows)
     means = {name: fmean(row.score(name) for row in cell.rows) for name in METRICS}
     if judged := cell.scores(JUDGE):
@@ -159,7 +157,7 @@ def _means(cell: Cell) -> dict[str, float]:
 
 
 def _costs(cell: Cell) -> dict[str, list[float]]:
-    """Returns what every attempted question cost, a mean over its attempts; context tokens also over its turns."""
+    """Returns the cost of every attempted question, a mean over its attempts; context tokens also over its turns."""
     rows = [row for row in cell.rows if row.answers]
     return {
         "turns": [fmean(map(len, row.context_tokens_by_turn)) for row in rows],
@@ -295,7 +293,7 @@ def sources(table: ScoreTable) -> str:
 
 
 def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
-    """Returns how many questions there are and what one cost, with intervals."""
+    """Returns the number of questions and the cost of one, with intervals."""
     lines = [["run", "set", "questions", "failed", "answered", *_COSTS.values()]]
     for cell in cells:
         costs, answered = _costs(cell), _means(cell).get("answered")
@@ -379,7 +377,7 @@ def _fact_lines(facts: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Returns head and lines as a table; what they hold stays text."""
+    """Returns head and lines as a table; their content is escaped."""
     head, *body = lines
     rows = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows)

@@ -66,7 +66,7 @@ class Example:
 def examples(
     before: Sequence[Group], after: Sequence[Group], *, thought: Callable[[str], str] = str.strip
 ) -> list[Example]:
-    """Returns what the page shows of the questions that `choose_examples` chooses.
+    """Returns the examples of the page for the questions that `choose_examples` chooses.
 
     `thought` finds the thought in the text of an action (`AgentSpec.thought`).
     """

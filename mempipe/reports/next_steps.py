@@ -42,7 +42,7 @@ def next_steps(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, str
 
 
 def _curves(folder: Path, tracking: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the commands that show what the run's writers have."""
+    """Yields the commands that show the data of the run's metrics writers."""
     run, writers = shlex.quote(str(folder)), tracking.get("writers", ["mlflow"])
     if "mlflow" in writers:
         uri = tracking.get("uri") or f"sqlite:///{folder.parent / 'mlflow.db'}"
@@ -55,8 +55,8 @@ def _curves(folder: Path, tracking: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def program(name: str = "mempipe") -> str:
-    """Returns what has to be typed here to call a program of this environment: its name where the shell finds it, else
-    its path."""
+    """Returns the word that calls a program of this environment in a shell: its name if the shell finds it, else its
+    path."""
     own, found = Path(sys.prefix) / "bin" / name, shutil.which(name)
     if not own.exists() or (found is not None and Path(found).parent.resolve() == own.parent.resolve()):
         return name

@@ -1,4 +1,4 @@
-"""Fills the page templates. Every text is escaped, so that what a model, a passage or a setting holds stays text."""
+"""Fills the page templates. Every text is escaped, so that the texts of models, passages and settings stay text."""
 
 from __future__ import annotations
 

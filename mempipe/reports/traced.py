@@ -1,4 +1,4 @@
-"""Recorded trajectories with what a reader has to know of them: where they are from, how large their memory may be."""
+"""Recorded trajectories with the context that a reader needs: their origin, and the limit of their memory."""
 
 from __future__ import annotations
 

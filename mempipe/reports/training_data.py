@@ -36,7 +36,7 @@ _NOT_PARTS = ("step",)  # the whole step, not a part of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Holds what a report is made from. Anything may be empty; the report skips what it cannot know then."""
+    """The data of a report. Every field may be empty; the report then skips the parts that need it."""
 
     settings: Mapping[str, Any]
     """The run's config as nested plain values."""
@@ -94,7 +94,7 @@ class ReportData:
 
 
 def read_report_data(folder: str | Path) -> ReportData:
-    """Reads what the run of this folder saved. Only config.yaml must be there."""
+    """Reads the files that the run of this folder saved. Only config.yaml must exist."""
     folder = Path(folder)
     metrics_file = folder / "metrics.jsonl"
     state = read_state(folder) if (folder / "state.json").exists() else {}

@@ -386,7 +386,7 @@ def _small_charts(data: ReportData) -> list[Figure]:
 
 
 def _commands(data: ReportData) -> list[tuple[str, str]]:
-    """Returns commands and what they are for."""
+    """Returns commands, each with its purpose."""
     folder = data.folder or f"{data.settings.get('output', 'runs')}/{data.name}"
     return next_steps(Path(folder), {**data.settings, "num_steps": data.num_steps})
 

@@ -44,7 +44,7 @@ def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
 
 
 def viewer_data(traced: Sequence[Traced]) -> dict[str, Any]:
-    """Returns what the script shows: the trajectories, and every passage once."""
+    """Returns the data of the page's script: the trajectories, and every passage once."""
     passages: dict[tuple[str, str, str], int] = {}
 
     def number(passage: Passage) -> int:
@@ -106,7 +106,7 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
 
 
 def _chunk(context: Context, question: Question, number) -> tuple[int, bool] | None:
-    """Returns the chunk as a passage without a title, and whether it holds what the question needs."""
+    """Returns the chunk as a passage without a title, and whether it holds a needed fact."""
     if not context.chunk:
         return None
     passage = Passage(id="", title="", text=cut(context.chunk, _MAX_CHUNK_CHARS))

@@ -475,7 +475,7 @@ def build_index(
     """
     encoder = encoder or HashingEncoder()
     config = IndexConfig(corpus=[], output=str(folder), encoder=encoder.spec(), **settings)
-    IndexBuild(config, []).discard()  # what a kill left: its passages are unknown
+    IndexBuild(config, []).discard()  # the rest of a killed build: its passages are unknown
     build = IndexBuild(config, [])
     try:
         known, remaining = _Partitions(), iter(passages)

@@ -42,7 +42,7 @@ class Encoder(Protocol):
     dimension: int
 
     def spec(self) -> dict[str, Any]:
-        """Returns what an index's manifest keeps; `make_encoder` makes the same encoder of it."""
+        """Returns the description in an index's manifest, from which `make_encoder` makes the same encoder."""
         ...
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors: ...
@@ -324,7 +324,7 @@ def make_encoder(spec: Mapping[str, Any], path: str = "") -> Encoder:
     made = ENCODERS[kind]
     found_only = {"dimension", "fingerprint"} - inspect.signature(
         made
-    ).parameters.keys()  # what a model has, not what one sets
+    ).parameters.keys()  # properties of a model, not settings
     settings = {name: value for name, value in spec.items() if name not in {"kind", *found_only}}
     encoder: Encoder = made(**settings | ({"path": path} if path else {}))
     expected = {name: spec[name] for name in found_only & spec.keys()}

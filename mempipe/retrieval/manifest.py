@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0, num_gpus: int = 0) -> None:
-    """Raises ConfigError unless the files of an index are what its manifest says, and can be searched so.
+    """Raises ConfigError unless the files of an index match its manifest, and can be searched with these settings.
 
     `num_gpus` are those of every actor that holds vectors. It reads the manifest only, and all files once after they
     changed (`open_manifest`).

@@ -40,7 +40,8 @@ class RemoteRetriever:
     """A client of the service at `url`. One `search` at a time; `check` and `cached` may be called while it runs."""
 
     def __init__(self, url: str, config: RetrievalConfig) -> None:
-        """Asks the service what it is, and repeats that for `config.timeout_s` while it cannot be reached.
+        """Asks the service for its description, and repeats the request for `config.timeout_s` while it cannot be
+        reached.
 
         Raises ServiceFault when nothing at `url` can be searched, ConfigError when the service's limits are below the
         run's.
@@ -92,7 +93,7 @@ class RemoteRetriever:
         """Returns the answers in the order of `queries`; equal queries are searched once. Raises as `check` does.
 
         Raises ServiceTimeout when the service did not answer in time, ServiceFault when it refused, when its answer
-        cannot be read, and when `close` was called meanwhile.
+        cannot be read, and when `close` was called during the search.
         """
         self._under_way = self._portal.start_task_soon(self._search, queries)
         try:

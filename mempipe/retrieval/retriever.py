@@ -195,7 +195,7 @@ def _fused(rankings: Sequence[Scored], count: int) -> Scored:
 
 
 class Searcher(Protocol):
-    """Describes what a batching front needs: an index (`Retriever`) or a service
+    """The interface that `BatchingRetriever` needs: an index (`Retriever`) or a service
     (`mempipe.retrieval.remote.RemoteRetriever`)."""
 
     snapshot: str
@@ -245,7 +245,7 @@ class BatchingRetriever:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _flush(self) -> None:
-        """Makes batch after batch until nobody waits; while one is searched, the next one gathers."""
+        """Searches one batch after another until no query waits; the next batch is gathered during a search."""
         # After a batch of one nobody else is likely to come. A later caller waits for the running search
         # and joins the next batch.
         await asyncio.sleep(self._wait_s if self._last_batch > 1 else 0)
@@ -263,7 +263,7 @@ class BatchingRetriever:
         failure: Exception | None = None
         try:
             results = await asyncio.get_running_loop().run_in_executor(self._thread, self._retriever.search, queries)
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except Exception as error:  # of any kind: every waiting search must fail with it
             failure = error
         for i, (_, future) in enumerate(batch):
             if future.done():

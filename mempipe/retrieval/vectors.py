@@ -57,7 +57,7 @@ def _set_num_threads(count: int) -> None:
 
 
 class VectorIndex(Protocol):
-    """Describes what a retriever needs of vectors, whether they are in this process or elsewhere."""
+    """The interface of vectors to a retriever, in this process or elsewhere."""
 
     num_vectors: int
     dimension: int

@@ -163,8 +163,8 @@ def recall_reward(answer_score: float, recall_scores: Sequence[float], *, weight
 
 
 def information_gain(with_memory: Sequence[float], without_memory: Sequence[float]) -> float:
-    """Returns what a memory tells about the golden answer, in nats: log p(gold | question, memory) - log p(gold |
-    question).
+    """Returns the information of a memory about the golden answer, in nats: log p(gold | question, memory) - log p(gold
+    | question).
 
     Both sequences have one log-probability for every token of the answer.
     """
@@ -172,8 +172,8 @@ def information_gain(with_memory: Sequence[float], without_memory: Sequence[floa
 
 
 def overlong_penalty(num_tokens: int, config: RewardConfig) -> float:
-    """Returns what a trajectory loses whose longest context has `num_tokens` sampled ones (DAPO, arXiv 2503.14476, Eq.
-    13).
+    """Returns the penalty of a trajectory whose longest context has `num_tokens` sampled tokens (DAPO, arXiv
+    2503.14476, Eq. 13).
 
     Nothing up to overlong_tokens - overlong_buffer, then linearly more up to overlong_penalty at overlong_tokens.
     """
@@ -184,8 +184,8 @@ def overlong_penalty(num_tokens: int, config: RewardConfig) -> float:
 
 
 def memory_cost(memory_tokens: Sequence[int], config: RewardConfig) -> float:
-    """Returns what an attempt loses for its memories, given their lengths in tokens: `memory_token_cost` times the mean
-    length. Nothing where it left none.
+    """Returns the cost of an attempt's memories, given their lengths in tokens: `memory_token_cost` times the mean
+    length; 0 without a memory.
     """
     return config.memory_token_cost * sum(memory_tokens) / len(memory_tokens) if memory_tokens else 0.0
 
@@ -207,7 +207,7 @@ def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, co
 def _sum(
     measure: Callable[[str, Sequence[str]], float], answers: Sequence[str | None], golds: Sequence[Sequence[str]]
 ) -> float:
-    """Returns what the answers score together; one that is missing scores 0, whatever its gold normalises to."""
+    """Returns the summed score of the answers; a missing answer scores 0, whatever its gold normalises to."""
     return sum(measure(answer, gold) for answer, gold in zip(answers, golds, strict=True) if answer is not None)
 
 

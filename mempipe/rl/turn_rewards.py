@@ -1,4 +1,4 @@
-"""Rewards of single turns: what a turn earns by itself, whatever the attempt is worth in the end.
+"""Rewards of single turns, independent of the reward of the attempt.
 
 A function of turns takes (trajectory, question) and returns a number for every context of the attempt, in order, or
 None where a turn has none. The weights of `reward.per_turn` multiply them; `mempipe.rl.advantages` compares each turn
@@ -63,7 +63,7 @@ BUILT_IN: Mapping[str, TurnReward] = {
 
 
 def weighted(values: Mapping[str, TurnValues], weights: Mapping[str, float]) -> list[list[Measure]]:
-    """Returns what each turn earned, by name: every value times the weight of its name; nothing for a None."""
+    """Returns the rewards of each turn by name: every value times the weight of its name; none for a None."""
     named = [[(name, value) for value in of_name] for name, of_name in values.items()]
     return [
         [Measure(name=name, value=weights[name] * value) for name, value in turn if value is not None]
