@@ -15,6 +15,12 @@ from mempipe.settings import ConfigError
 
 def add_commands(commands: Any) -> None:
     """Adds the commands that check, train and export."""
+    _add_jobs(commands)
+    _add_checks(commands)
+    _add_models(commands)
+
+
+def _add_jobs(commands: Any) -> None:
     train = add_command(commands, "train", run_job, "train an agent: CONFIG [key=value ...]", continues=True)
     train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
     train.add_argument(
@@ -40,6 +46,8 @@ def add_commands(commands: Any) -> None:
     chain.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. stages.memtrain.settings.num_steps=10")
     chain.set_defaults(kind="chain")
 
+
+def _add_checks(commands: Any) -> None:
     doctor = add_command(commands, "doctor", _doctor, "check a config of any kind without starting anything")
     doctor.add_argument("config", help="a run, an evaluation, an index, a retrieval service or an agent service")
     doctor.add_argument("overrides", nargs="*", default=[], help="key=value with dotted keys")
@@ -47,7 +55,6 @@ def add_commands(commands: Any) -> None:
     doctor.add_argument(
         "--devices", type=int, help="GPUs to plan for (default: those of the config's cluster, or of this machine)"
     )
-
     doctor.add_argument(
         "--gpu",
         choices=sorted(GPUS),
@@ -67,6 +74,8 @@ def add_commands(commands: Any) -> None:
     )
     config.add_argument("--short", action="store_true", help="of a run only what almost every run sets")
 
+
+def _add_models(commands: Any) -> None:
     export = add_command(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
     export.add_argument("folder", metavar="DIR", help="folder of the exported model; it must not exist")
