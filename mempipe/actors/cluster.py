@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
 from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
@@ -42,6 +42,10 @@ SILENT_CHECKS = 3
 UNWIND_S = 10.0
 """Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
 SHUTDOWN_S = 5.0
+STREAM_THREADS = "StreamingExecutor-"
+"""How Ray Data names the thread of a stream; the thread is the stream's executor."""
+STREAM_END_S = 10.0
+"""Seconds in which such a thread finishes its present call of Ray."""
 NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
 """Message of the one retry of a local `ray.init`. Ray kills a node whose agents have not started within 15 s; the limit
 is hard-coded, and importing the agents takes longer on a busy machine."""
@@ -213,11 +217,22 @@ def _answers(address: str) -> bool:
 def _disconnect(*, lost: bool) -> None:
     """Disconnects from the cluster. Does not wait for Ray to disconnect from a lost one."""
     if not lost:
+        _end_streams()
         ray.shutdown()
         return
     thread = threading.Thread(target=ray.shutdown, daemon=True)
     thread.start()
     thread.join(SHUTDOWN_S)
+
+
+def _end_streams() -> None:
+    """Ends the threads of Ray Data that an exception left at work. After `ray.shutdown` their next call would end the
+    process with code 1 and without a message."""
+    streams: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith(STREAM_THREADS)]
+    for stream in streams:
+        with suppress(RayError):
+            stream.shutdown(force=True)
+        stream.join(STREAM_END_S)
 
 
 def _start_node(options: Mapping[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 import socket
 import subprocess
+import threading
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from mempipe.actors import cluster
 from mempipe.actors.cluster import connected
@@ -86,3 +89,32 @@ def test_a_node_that_does_not_come_up(monkeypatch):
     error = TypeError("init() got an unexpected keyword argument")  # a mistake of ours keeps its name and its trace
     with pytest.raises(TypeError):
         connected("", name="x").__enter__()
+
+
+class Stream(threading.Thread):
+    """Stands for the thread of a stream of Ray Data, which makes one call of Ray after another until its end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="StreamingExecutor-7", daemon=True)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.01):
+            pass
+        time.sleep(0.2)  # the last call
+
+    def shutdown(self, *, force: bool) -> None:
+        self._over.set()
+
+
+def test_no_stream_is_at_work_when_ray_shuts_down(monkeypatch):
+    stream, at_work = Stream(), []
+    monkeypatch.setattr(ray, "shutdown", lambda: at_work.append(stream.is_alive()))
+    stream.start()
+    cluster._disconnect(lost=False)
+    assert at_work == [False]
+
+
+def test_ray_data_names_its_threads_as_they_are_looked_for():
+    source = inspect.getsource(StreamingExecutor.__init__)
+    assert f'f"{cluster.STREAM_THREADS}{{' in source and issubclass(StreamingExecutor, threading.Thread)
