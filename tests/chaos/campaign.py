@@ -164,8 +164,12 @@ class Campaign:
     @contextmanager
     def _met(self, place: Place, later_s: float = 0.0, then: Place | None = None) -> Iterator[Passed]:
         """Holds a process at the place for the block; with `later_s` the process goes on, and the block begins so much
-        later."""
+        later. Says what the command wrote last if the place was reached late, which other work on the machine allows.
+        """
+        since = time.monotonic()
         with self.watched.held(place, seconds=REACH_S * self.factor, then=then) as found:
+            if (took := time.monotonic() - since) > REACH_S:
+                self.journal.say(f"{place} was reached after {took:.0f} s: {self.watched.last_words()}")
             if not later_s:
                 yield found
         if later_s:
