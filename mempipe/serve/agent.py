@@ -120,8 +120,8 @@ def _resources(num_gpus: int) -> dict[str, Any]:
 class LocalService:
     """The service on a local Serve: it deploys the two applications, and new weights next to the old ones."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, config: AgentServiceConfig) -> None:
+        self.config = config
         self._engines = ""
         self._agents: tuple[ServedRun, str] | None = None
         """Configs of the agents that were deployed last, and the hash of their index."""
@@ -132,8 +132,7 @@ class LocalService:
         Engines of new weights start next to the old ones, which end when no request uses them. Agents and retrievers
         are replaced if weights, settings of the run or the index are others than before. Raises ConfigError.
         """
-        config = parse_section(self._settings, AgentServiceConfig)
-        served = resolve(config)
+        config, served = self.config, resolve(self.config)
         version = config.endpoint.model if config.endpoint else weights_version(served.main.model.path)
         engines, before = "generator-" + "".join(c if c.isalnum() else "-" for c in version), self._engines
         agents = served, _snapshot(served)
@@ -183,15 +182,14 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
         bodies.VARIABLE: str(config.max_body_bytes),
         strangers.VARIABLE: keys,
     }
-    service = LocalService(settings)
+    service = LocalService(config)
     with local_serve(NAME, host=host, port=port) as url:
         service.deploy()
         yield url, service
 
 
-def welcome_lines(url: str, settings: dict[str, Any]) -> list[str]:
+def welcome_lines(url: str, config: AgentServiceConfig) -> list[str]:
     """Returns the lines that name the address, the searched part of the corpus, and a question with its answer."""
-    config = parse_section(settings, AgentServiceConfig)
     searched, source = searched_by(resolve(config), config), config.run or config.checkpoint
     lines = [f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1"]
     if searched.partition:
@@ -219,7 +217,7 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
-        print("\n".join(welcome_lines(url, settings)), flush=True)
+        print("\n".join(welcome_lines(url, service.config)), flush=True)
         while not stop.is_set():
             wake.wait()
             wake.clear()
