@@ -55,14 +55,27 @@ from mempipe.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One run on one set, checked."""
+class QuestionSet:
+    """A set whose file was read."""
 
     benchmark: Benchmark
     file: str
+    file_sha256: str
     num_questions: int
     depths: dict[str, list[float]]
+    """Depths of the needed documents in the context of each question (RULER-HQA), by its id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run on one set, checked."""
+
+    asked: QuestionSet
     results: ResultFolder
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return self.asked.benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,57 +111,57 @@ def main(suite: EvaluationSuite) -> list[Path]:
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:
     """Reads question files, weights and prompts, and returns the planned runs. Raises ConfigError."""
-    files = {benchmark.label: find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks}
-    sets = {}
-    for benchmark in suite.benchmarks:
-        file = files[benchmark.label]
-        num_questions = sum(1 for _ in read_benchmark(benchmark, file))
-        if not num_questions:
-            raise ConfigError(
-                f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that "
-                "are joined"
-            )
-        first = understood(file, columns=benchmark.columns)
-        say(f"{benchmark.label}: {num_questions:,} questions; the first: {first}")
-        sets[benchmark.label] = (
-            benchmark,
-            file,
-            num_questions,
-            files_sha256(file),
-            read_depths(file) if benchmark.num_docs else {},
-        )
+    files = [find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
+    sets = [_read_set(benchmark, file) for benchmark, file in zip(suite.benchmarks, files, strict=True)]
     for reader in filter(None, (suite.judge, suite.recall)):
         asyncio.run(_check_endpoint(Endpoint(reader)))
-    planned = []
-    for run in suite.runs:
-        config = resolve_run(suite, run)
-        try:
-            prompts = _check_run(run, config)
-        except ConfigError as error:
-            raise ConfigError(f"runs: {run.name}: {error}") from error
-        weights = f"{run.endpoint.model} at {run.endpoint.url}" if run.endpoint is not None else config.model.path
-        jobs = []
-        for label, (benchmark, file, num_questions, sha256, depths) in sets.items():
-            settings = {
-                "run": config.model_dump(mode="json"),
-                "control": run.control,
-                "weights": weights,
-                "model_sha256": model_sha256(config.model.path) if run.endpoint is None else "",
-                "prompt_hash": prompts,
-                "index_sha256": index_sha256(config.retrieval.index),
-                "benchmark": benchmark.model_dump(mode="json"),
-                "file_sha256": sha256,
-                "sampling": suite.sampling.model_dump(mode="json"),
-                "num_samples": suite.num_samples,
-                "judge": suite.judge.model if suite.judge is not None else None,
-                "recall": suite.recall.model if suite.recall is not None else None,
-            }
-            results = ResultFolder(suite.folder / run.name / label, json.loads(json.dumps(settings)))
-            jobs.append(
-                Job(benchmark=benchmark, file=file, num_questions=num_questions, depths=depths, results=results)
-            )
-        planned.append(PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs))
-    return planned
+    return [_plan_run(suite, run, sets) for run in suite.runs]
+
+
+def _read_set(benchmark: Benchmark, file: str) -> QuestionSet:
+    """Reads the file of a set, and prints how its first question was understood."""
+    num_questions = sum(1 for _ in read_benchmark(benchmark, file))
+    if not num_questions:
+        raise ConfigError(
+            f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that "
+            "are joined"
+        )
+    first = understood(file, columns=benchmark.columns)
+    say(f"{benchmark.label}: {num_questions:,} questions; the first: {first}")
+    return QuestionSet(
+        benchmark=benchmark,
+        file=file,
+        file_sha256=files_sha256(file),
+        num_questions=num_questions,
+        depths=read_depths(file) if benchmark.num_docs else {},
+    )
+
+
+def _plan_run(suite: EvaluationSuite, run: EvaluatedRun, sets: Sequence[QuestionSet]) -> PlannedRun:
+    """Checks the run, and opens its result folders under the settings and inputs that its results depend on."""
+    config = resolve_run(suite, run)
+    try:
+        prompts = _check_run(run, config)
+    except ConfigError as error:
+        raise ConfigError(f"runs: {run.name}: {error}") from error
+    settings = {
+        "run": config.model_dump(mode="json"),
+        "control": run.control,
+        "weights": f"{run.endpoint.model} at {run.endpoint.url}" if run.endpoint is not None else config.model.path,
+        "model_sha256": model_sha256(config.model.path) if run.endpoint is None else "",
+        "prompt_hash": prompts,
+        "index_sha256": index_sha256(config.retrieval.index),
+        "sampling": suite.sampling.model_dump(mode="json"),
+        "num_samples": suite.num_samples,
+        "judge": suite.judge.model if suite.judge is not None else None,
+        "recall": suite.recall.model if suite.recall is not None else None,
+    }
+    jobs = []
+    for asked in sets:
+        of_set = {"benchmark": asked.benchmark.model_dump(mode="json"), "file_sha256": asked.file_sha256}
+        folder = suite.folder / run.name / asked.benchmark.label
+        jobs.append(Job(asked=asked, results=ResultFolder(folder, json.loads(json.dumps(settings | of_set)))))
+    return PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs)
 
 
 def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, namespace: str) -> None:
@@ -182,7 +195,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
                 group,
                 growing=planned.config.agent_spec.grows,
                 prompt_hash=planned.prompt_hash,
-                depths=job.depths.get(group.question.id, ()),
+                depths=job.asked.depths.get(group.question.id, ()),
             )
             for group in waiting
         ]
@@ -194,8 +207,8 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
         job.results.append(waiting, rows)
         waiting.clear()
 
-    groups = stream_groups(spec, BenchmarkRows(job.benchmark, job.file, frozenset(done)))
-    with closing(groups), Progress(title, total=job.num_questions, done=len(done)) as progress:
+    groups = stream_groups(spec, BenchmarkRows(job.benchmark, job.asked.file, frozenset(done)))
+    with closing(groups), Progress(title, total=job.asked.num_questions, done=len(done)) as progress:
         asked, em, failed = 0, 0.0, 0
         try:
             for group in groups:

@@ -558,13 +558,15 @@ def test_memory_quality_by_turn_stands_in_the_report_with_intervals_and_cases(tm
 
 
 def test_an_agent_with_a_memory_has_its_quality_by_turn_and_one_with_its_history_has_none(tmp_path):
-    from pipelines.evaluate import Job, PlannedRun, cell_of
+    from pipelines.evaluate import Job, PlannedRun, QuestionSet, cell_of
 
     results = ResultFolder(tmp_path, {})
     results.open()
     groups = [two_turns("a", number, right=True, lost=number == 0) for number in range(4)]
     results.append(groups, rows_of(*groups))
-    job = Job(benchmark=Benchmark(name="mine", file="x"), file="x", num_questions=4, depths={}, results=results)
+    benchmark = Benchmark(name="mine", file="x")
+    asked = QuestionSet(benchmark=benchmark, file="x", file_sha256="", num_questions=4, depths={})
+    job = Job(asked=asked, results=results)
     for agent, turns in (("memsearcher", ["1", "2"]), ("react", [])):
         config = RunConfig.model_validate({"agent": {"name": agent}})
         run = EvaluatedRun(name="a", checkpoint="m")
