@@ -9,11 +9,13 @@ import threading
 from pathlib import Path
 
 from mempipe.checks.findings import Finding, fatal, ok
-from mempipe.engines.architectures import is_named_as_mixture, mixture_refusal, refusal
+from mempipe.engines.architectures import adapter_refusal, is_named_as_mixture, mixture_refusal, refusal
+from mempipe.engines.config import ModelConfig
 from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
 
 HUB_TIMEOUT_S = 8.0
+_NO_LAYERS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def model_folder(path: str) -> Path | None:
@@ -79,6 +81,32 @@ def check_architecture(path: str, *, context_tokens: int = 0) -> list[Finding]:
             f"{window}"
         )
     return [fatal(refused)] if refused else []
+
+
+def check_adapter(model: ModelConfig) -> list[Finding]:
+    """Checks that a model on this machine has the layers that are to get a LoRA adapter."""
+    folder = model_folder(model.path) if model.lora_rank else None
+    if folder is None:
+        return []
+    try:
+        kind = str(json.loads((folder / "config.json").read_text()).get("model_type"))
+        layers = [name for file in sorted(folder.glob("*.safetensors")) for name in _linear_layers(file)]
+    except (OSError, ValueError, AttributeError):  # `check_model` says it, or the load
+        return []
+    refused = adapter_refusal(kind, model.lora_targets, layers=layers, merged=model.lora_merge) if layers else ""
+    return [fatal(refused)] if refused else []
+
+
+def _linear_layers(file: Path) -> list[str]:
+    """Returns the names of the layers with a matrix in a safetensors file, but of embedding and head; reads its header
+    only: the length in 8 bytes, and JSON."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return [
+        name.removesuffix(".weight")
+        for name, value in header.items()
+        if name.endswith(".weight") and len(value["shape"]) == 2 and not name.endswith(_NO_LAYERS)
+    ]
 
 
 def check_encoder(path: str, *, setting: str) -> list[Finding]:

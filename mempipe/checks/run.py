@@ -8,7 +8,7 @@ from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok, refused
 from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
-from mempipe.checks.models import check_architecture, check_hub, check_model
+from mempipe.checks.models import check_adapter, check_architecture, check_hub, check_model
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
@@ -192,7 +192,8 @@ def _model(config: RunConfig) -> list[Finding]:
     model = config.model
     if not model.source:
         found = check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)
-        return [*found, *check_architecture(model.path, context_tokens=config.budget.context_tokens)]
+        found += check_architecture(model.path, context_tokens=config.budget.context_tokens)
+        return [*found, *check_adapter(model)]
     if model.path:
         return [fatal(f"model.path is {model.path!r} and model.source is {model.source!r}; set one of them")]
     return [attempt(lambda: find_gguf(model.source), f"model.source: {model.source}, to be imported")]

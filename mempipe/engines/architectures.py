@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -20,6 +20,8 @@ _LAYERS = ("layer_types", "layers_block_type", "block_types")
 _STATES = ("mamba_d_state", "state_size", "ssm_state_size", "lru_width", "conv_L_cache", "linear_conv_kernel_dim")
 _STATEFUL = {"rwkv", "xlstm"}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_UNSERVED = {"glm4": ("gate_up_proj",)}
+"""Fused layers by model_type whose adapter vLLM 0.32 refuses, since it expects one of each part."""
 _ADVICE = "take a dense model with attention in every layer, e.g. Qwen/Qwen3-4B-Instruct-2507"
 
 
@@ -57,6 +59,23 @@ def refusal(path: str, values: Mapping[str, Any]) -> str:
 def mixture_refusal(path: str, *, known: str = "") -> str:
     """Returns the sentence that refuses a mixture; `known` is what its config says."""
     return f"model.path {path!r} is a mixture of experts{known}, which mempipe does not train; {_ADVICE}"
+
+
+def adapter_refusal(kind: str, targets: Sequence[str], *, layers: Sequence[str], merged: bool) -> str:
+    """Returns the sentence that refuses a LoRA adapter of the layers `targets` (`model.lora_targets`); "" for one that
+    fits. `layers` are the full names of the model's linear layers, and `merged` is `model.lora_merge`."""
+    if missing := [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        return (
+            f"model.lora_targets names {', '.join(missing)}, which {kind} does not have; its linear layers are "
+            f"{', '.join(known)}"
+        )
+    if not merged and (unserved := [target for target in targets if target in _UNSERVED.get(kind, ())]):
+        return (
+            f"model.lora_targets names {', '.join(unserved)}, and vLLM serves no adapter of that for {kind}; leave it "
+            "out, or set model.lora_merge to true"
+        )
+    return ""
 
 
 def logit_factor(values: Mapping[str, Any]) -> float:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mempipe.engines.architectures import logit_factor, refusal
+from mempipe.engines.architectures import adapter_refusal, logit_factor, refusal
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.token_scores import token_scores
@@ -315,13 +315,10 @@ def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
         target_modules=list(config.lora_targets),
         lora_dropout=0.0,
     )
-    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear)]
-    if missing := [t for t in config.lora_targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
-        known = dict.fromkeys(name.rpartition(".")[2] for name in linear if name != "lm_head")
-        raise ConfigError(
-            f"model.lora_targets names {', '.join(missing)}, which {lm.config.model_type} does not have; its linear "
-            f"layers are {', '.join(known)}"
-        )
+    layers = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    kind, targets = lm.config.model_type, config.lora_targets
+    if refused := adapter_refusal(kind, targets, layers=layers, merged=config.lora_merge):
+        raise ConfigError(refused)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank must start from the same adapter
         inject_adapter_in_model(lora, lm, adapter_name=ADAPTER)

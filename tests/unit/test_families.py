@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from benchmarks.families import FAMILIES, Row, measure, save_family, table
-from mempipe.checks.models import check_architecture
+from mempipe.checks.models import check_adapter, check_architecture
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import load_policy
@@ -65,6 +65,30 @@ def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
     assert check_architecture(str(tmp_path), context_tokens=4096) == []
     (finding,) = check_architecture(str(tmp_path), context_tokens=8192)
     assert finding.fatal and "lower budget.context_tokens to 4096" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "said"),
+    [
+        ("phi3", ["q_proj", "o_proj"], "names q_proj, which phi3 does not have; its linear layers are down_proj"),
+        (
+            "glm4",
+            ["o_proj", "gate_up_proj"],
+            "names gate_up_proj, and vLLM serves no adapter of that for glm4; leave it",
+        ),
+        ("qwen2", ["layers.0.self_attn.q_proj", "embed_tokens"], "names embed_tokens, which qwen2 does not have"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_doctor_and_learner(name, targets, said, tmp_path):
+    save_family(FAMILIES[name], tmp_path)
+    model = ModelConfig(path=str(tmp_path), dtype="float32", lora_rank=2, lora_targets=targets)
+    (finding,) = check_adapter(model)
+    assert finding.fatal and said in finding.text
+    with pytest.raises(ConfigError, match=said):
+        load_policy(model)
+    fitting = model.model_copy(update={"lora_targets": list(FAMILIES[name].lora_targets)})
+    assert check_adapter(fitting) == []
+    assert check_adapter(fitting.model_copy(update={"lora_rank": 0, "lora_targets": ["x"]})) == []
 
 
 def test_a_row_is_expected_only_when_every_column_is_right():

@@ -226,7 +226,7 @@ def test_a_wrong_model_is_refused_with_its_setting(tmp_path, qwen2):
         policy_of(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"model\.path .*gemma2.*attn_logit_softcapping"):
         policy_of(save_model(tmp_path, "gemma2"))
-    with pytest.raises(ConfigError, match=r"model\.lora_targets names nonsense, .* layers are q_proj, k_proj"):
+    with pytest.raises(ConfigError, match=r"model\.lora_targets names nonsense, .* layers are down_proj, gate_proj"):
         policy_of(qwen2, lora_rank=2, lora_targets=["q_proj", "nonsense"])
     broken = tmp_path / "broken"
     broken.mkdir()
