@@ -15,6 +15,7 @@ from tools.processes import ROOT, Marked, run
 # `make test` has the same model on an engine and a learner (tests/engines/test_smollm2.py).
 pytestmark = pytest.mark.jobs
 SMALL = [
+    "data.corpus=python-reference",
     "cloze.test_share=0.3",
     "warm_start.num_clean_trajectories=3",
     "warm_start.num_noisy_trajectories=1",
