@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, browsing
 from trace_builders import group, write_run
 
 from mempipe.cli import main
@@ -21,6 +20,7 @@ from mempipe.data.trajectories import write_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality
 from mempipe.evaluation.ratings import RATINGS, RatedTurn, alpha_interval, automatic_rating, read_ratings
 from mempipe.reports.ratings import rating_lines
+from tools.browser import CHROMIUM, browsing
 
 HOSTILE = """</script><script>document.title="taken"</script><img src=x onerror="document.title='taken'"> \u202e"""
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import CHROMIUM, Page, browsing
 from service_builders import QUESTIONS, Service, build_service, running
 
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.serve.answers.api import CorpusReply, ExampleReply
+from tools.browser import CHROMIUM, Page, browsing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 QUESTION = max(QUESTIONS, key=lambda question: question.num_hops)

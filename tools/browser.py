@@ -80,9 +80,12 @@ class Page:
         node = self.send("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
+    def screenshot(self, path: Path, *, height: int | None = None) -> None:
+        """Writes the page as a PNG: its first `height` pixels, or all of it."""
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "scale": 1, "width": size["width"]}
+        clip["height"] = min(size["height"], height or size["height"])
+        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def _note(self, message: dict[str, Any]) -> None:
