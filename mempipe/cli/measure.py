@@ -14,22 +14,22 @@ from mempipe.settings import ConfigError
 def add_commands(commands: Any) -> None:
     """Adds the commands that measure trained agents."""
     evaluate = add_command(
-        commands, "evaluate", run_job, "measure agents on question sets: RUN [QUESTIONS] or CONFIG", continues=True
+        commands, "evaluate", run_job, "measure agents on question sets: FOLDER [QUESTIONS] or CONFIG", continues=True
     )
     evaluate.set_defaults(kind="evaluation")
     evaluate.add_argument(
         "config",
-        metavar="RUN_OR_CONFIG",
-        help="the folder of a trained run (the trained agent, the one before training, and without memory and search), "
-        "or a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml",
+        metavar="FOLDER_OR_CONFIG",
+        help="the folder of a trained run (the trained agent, the one before training, and without memory and search) "
+        "or of a model, or a YAML file, e.g. jobs/configs/evaluate_search_qa.yaml",
     )
     evaluate.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="QUESTIONS",
-        help="for a run a question file (default: its held-out questions); and key=value, e.g. num_samples=4, or "
-        "retrieval.index=FOLDER to search other documents than the run's",
+        help="for a folder a question file (default: the run's held-out questions); and key=value, e.g. num_samples=4, "
+        "or retrieval.index=FOLDER to search other documents than the run's",
     )
 
     compare = add_command(commands, "compare", _compare, "compare two evaluated runs, question by question")
@@ -41,13 +41,13 @@ def add_commands(commands: Any) -> None:
         commands,
         "sweep",
         run_job,
-        "measure agents under several memory budgets, and find how much is enough: RUN [QUESTIONS] or CONFIG",
+        "measure agents under several memory budgets, and find how much is enough: FOLDER [QUESTIONS] or CONFIG",
         continues=True,
     )
     sweep.set_defaults(kind="sweep")
     sweep.add_argument(
         "config",
-        metavar="RUN_OR_CONFIG",
+        metavar="FOLDER_OR_CONFIG",
         help="the folder of a trained run (its memory, a half of it, a quarter, ...), or a YAML file, e.g. "
         "jobs/configs/tiny_sweep.yaml",
     )

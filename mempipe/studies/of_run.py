@@ -1,8 +1,10 @@
-"""The evaluation and the sweep of a run that is named by its folder: `mempipe evaluate RUN`, `mempipe sweep RUN`.
+"""The evaluation and the sweep of a run or a model that is named by its folder: `mempipe evaluate FOLDER`,
+`mempipe sweep FOLDER`.
 
 The evaluation asks whether training helped, and whether memory and search are what it helped: the trained agent, the
 one that training started from, and the trained one without memory and without search. The sweep asks how small the
-memory of the trained agent may be.
+memory of the trained agent may be. Of an exported agent or a model, which nobody trained here, the rows are the agent
+itself, and without memory and search.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.data.config import UNSEEN_HOPS, UNSEEN_RELATIONS
 from mempipe.data.input_files import is_remote
-from mempipe.evaluation.suite import NOT_EVALUATED, EvaluatedRun, EvaluationSuite, load_suite, merged, run_config
+from mempipe.evaluation.suite import (
+    AGENT_FILE,
+    NOT_EVALUATED,
+    EvaluatedRun,
+    EvaluationSuite,
+    load_suite,
+    merged,
+    run_config,
+)
 from mempipe.loader import load_values, parse_overrides, parse_section, section_values
 from mempipe.settings import ConfigError, Section
 from mempipe.studies.sweep import SweepConfig, load_sweep
@@ -27,30 +37,30 @@ BUDGET_SHARES = (16, 8, 4, 2, 1)
 
 
 def evaluation_of(source: str, words: Sequence[str] = ()) -> EvaluationSuite:
-    """Returns the evaluation that a YAML file describes, or that of a run's folder. `words` are the rest of the command
+    """Returns the evaluation that a YAML file describes, or that of a folder. `words` are the rest of the command
     line: overrides, and for a folder a question file; there a setting of the run, such as `retrieval.index`, holds for
     every row. Raises ConfigError."""
     if not Path(source).is_dir():
         return load_suite(source, words)
     questions, overrides = _questions_and_overrides(words)
-    config = _config(source)
-    rows, overrides = _with_settings(_rows(source, config), overrides, EvaluationSuite)
-    return parse_section(_suite(source, config, questions, rows, overrides), EvaluationSuite)
+    agent, overrides = _agent(source, overrides, EvaluationSuite)
+    config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
+    return parse_section(_suite(source, config, questions, _rows(source, agent, config), overrides), EvaluationSuite)
 
 
 def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
-    """Returns the sweep over memory budgets that a YAML file describes, or that of a run's folder. `words` as in
+    """Returns the sweep over memory budgets that a YAML file describes, or that of a folder. `words` as in
     `evaluation_of`. Raises ConfigError."""
     if not Path(source).is_dir():
         return load_sweep(source, words)
     questions, overrides = _questions_and_overrides(words)
-    config = _config(source)
+    agent, overrides = _agent(source, overrides, SweepConfig)
+    config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
     if not isinstance(config.budget, MemoryBudget):
         raise ConfigError(
             f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
         )
-    rows, overrides = _with_settings([{"name": "trained", "config": source}], overrides, SweepConfig)
-    values = _suite(source, config, questions, rows, {})
+    values = _suite(source, config, questions, [agent], {})
     tokens = config.budget.memory_tokens
     values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
     return parse_section(merged(values, overrides), SweepConfig)
@@ -63,39 +73,41 @@ def _questions_and_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]
     return next(iter(files), ""), parse_overrides([word for word in words if word not in files])
 
 
-def _with_settings(
-    rows: list[dict[str, Any]], overrides: dict[str, Any], study: type[Section]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the rows with those overrides that are settings of a run, such as `retrieval.index`, and the overrides
-    of the study itself, which are all others. Raises ConfigError for a setting that only a training reads."""
+def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the row of the agent in the folder, with those overrides that are settings of a run, such as
+    `retrieval.index`, and the overrides of the study itself, which are all others. Raises ConfigError for a folder
+    that holds no agent, and for a setting that only a training reads."""
     for key in NOT_EVALUATED:
         if key in overrides and key not in study.model_fields:
             raise ConfigError(f"{key} is read by a training only; name a question file to ask other questions")
-    of_runs = {
+    settings = {
         key: each for key, each in overrides.items() if key in RunConfig.model_fields.keys() - study.model_fields
     }
-    others = {key: each for key, each in overrides.items() if key not in of_runs}
-    return [{**row, "settings": of_runs} for row in rows] if of_runs else rows, others
+    others = {key: each for key, each in overrides.items() if key not in settings}
+    if (Path(folder) / "config.yaml").is_file():
+        return {"name": "trained", "config": folder, "settings": settings}, others
+    if any((Path(folder) / name).is_file() for name in (AGENT_FILE, "config.json")):
+        return {"name": Path(folder).resolve().name, "checkpoint": folder, "settings": settings}, others
+    raise ConfigError(
+        f"{folder} holds no run (config.yaml) and no model (config.json); give the folder of a run or model, or a YAML "
+        "file"
+    )
 
 
-def _config(folder: str) -> RunConfig:
-    if not (Path(folder) / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is a folder without a config.yaml; give the folder of a run, or a YAML file")
-    return run_config(EvaluatedRun(name="trained", config=folder), name="trained", ordered=False)
-
-
-def _rows(folder: str, config: RunConfig) -> list[dict[str, Any]]:
-    """Returns the rows of the table that the run has files and settings for."""
-    rows: list[dict[str, Any]] = [{"name": "trained", "config": folder}]
+def _rows(folder: str, agent: dict[str, Any], config: RunConfig) -> list[dict[str, Any]]:
+    """Returns the rows of the table that the run or model has files and settings for."""
+    rows = [agent]
     start = Path(folder) / "warm_start"
     if start.is_dir():
-        rows.append({"name": "warm start", "config": folder, "checkpoint": str(start)})
-    elif untrained := section_values(load_values(Path(folder) / "config.yaml"), "model").get("path"):
-        rows.append({"name": "untrained", "config": folder, "checkpoint": untrained})
+        rows.append({**agent, "name": "warm start", "checkpoint": str(start)})
+    elif "config" in agent and (
+        untrained := section_values(load_values(Path(folder) / "config.yaml"), "model").get("path")
+    ):
+        rows.append({**agent, "name": "untrained", "checkpoint": untrained})
     if isinstance(config.budget, MemoryBudget):
-        rows.append({"name": "no memory", "config": folder, "control": "no_memory"})
+        rows.append({**agent, "name": "no memory", "control": "no_memory"})
     if config.agent_spec.searches:
-        rows.append({"name": "no search", "config": folder, "control": "no_search"})
+        rows.append({**agent, "name": "no search", "control": "no_search"})
     return rows
 
 
@@ -105,7 +117,7 @@ def _suite(
     file = questions or config.data.validation
     if not file:
         raise ConfigError(
-            f"{folder} has no held-out questions (data.validation is empty); name a question file after the run"
+            f"{folder} has no held-out questions (data.validation is empty); name a question file after the folder"
         )
     if not (Path(file).exists() or is_remote(file)):
         raise ConfigError(f"the question file {file} does not exist")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -126,6 +127,39 @@ def test_without_a_warm_start_the_model_as_it_came_is_the_start(tmp_path):
         evaluation_of(str(run))
 
 
+def make_model(folder: Path, *, agent: dict[str, Any] | None = None) -> Path:
+    """What is read of a model's folder; `agent` are the settings of an exported one."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if agent is not None:
+        (folder / "mempipe.yaml").write_text(yaml.safe_dump(agent))
+    return folder
+
+
+def test_a_model_is_measured_on_own_questions_with_the_settings_that_are_named(tmp_path):
+    model, questions = make_model(tmp_path / "smollm2"), str(tmp_path / "mine.parquet")
+    write_questions(Path(questions), QUESTIONS[:3])
+    words = [questions, "retrieval.index=my-index", "agent.prompts=compact"]
+    suite = evaluation_of(str(model), words)
+    assert [each.name for each in suite.runs] == ["smollm2", "no memory", "no search"]
+    configs = [resolve_run(suite, each) for each in suite.runs]
+    assert {config.model.path for config in configs} == {str(model)}
+    assert {(config.retrieval.index, config.agent.prompts) for config in configs} == {("my-index", "compact")}
+    react = evaluation_of(str(model), [*words[:2], "agent.name=react"])
+    assert [each.name for each in react.runs] == ["smollm2", "no search"], "it has no memory"
+    assert [each.checkpoint for each in sweep_of(str(model), words).runs] == [str(model)]
+
+
+def test_an_exported_agent_is_measured_with_its_own_settings(tmp_path):
+    agent = {"agent": {"prompts": "tiny"}, "budget": {"memory_tokens": 48}}
+    exported, questions = make_model(tmp_path / "exported", agent=agent), str(tmp_path / "mine.parquet")
+    write_questions(Path(questions), QUESTIONS[:3])
+    suite = evaluation_of(str(exported), [questions, "retrieval.index=my-index"])
+    config = resolve_run(suite, suite.runs[0])
+    assert (config.agent.prompts, config.budget.memory_limit) == ("tiny", 48)
+    assert max(sweep_of(str(exported), [questions]).budgets) == 48
+
+
 def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
     sweep = sweep_of(str(run))
     assert (sweep.budgets, [each.name for each in sweep.runs], sweep.name) == ([4, 8, 16, 32, 64], ["trained"], "quick")
@@ -152,7 +186,8 @@ def test_a_question_file_whose_name_is_only_an_ending_has_a_set_with_a_name(run,
         (["RUN", "nowhere.jsonl"], "the question file nowhere.jsonl does not exist"),
         (["RUN", "a.jsonl", "b.jsonl"], "'b.jsonl' is neither key=value nor the question file"),
         (["RUN", "sampling.temprature=1"], "did you mean sampling.temperature"),
-        (["RUN/index"], "is a folder without a config.yaml"),
+        (["RUN/index"], "index holds no run (config.yaml) and no model (config.json); give the folder of a run or"),
+        (["MODEL"], "has no held-out questions (data.validation is empty); name a question file after the folder"),
         (["UNFINISHED"], "is an unfinished run (3 steps are done"),
         (["nowhere"], "cannot read config nowhere"),
     ],
@@ -160,7 +195,9 @@ def test_a_question_file_whose_name_is_only_an_ending_has_a_set_with_a_name(run,
 def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, capsys, command, words, reason):
     unfinished = make_run(tmp_path / "unfinished", finished=False)
     (unfinished / "huggingface").rmdir()
-    words = [word.replace("RUN", str(run)).replace("UNFINISHED", str(unfinished)) for word in words]
+    model = make_model(tmp_path / "model")
+    names = {"RUN": run, "UNFINISHED": unfinished, "MODEL": model}
+    words = [re.sub("[A-Z]{3,}", lambda found: str(names[found.group()]), word) for word in words]
     assert main([command, *words]) == 2
     said = capsys.readouterr().err
     assert reason in said and "Traceback" not in said
