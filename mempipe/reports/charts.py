@@ -296,7 +296,7 @@ def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[floa
 
 
 def _wrapped(text: str, room: float) -> list[str]:
-    return textwrap.wrap(text, max(4, math.ceil(room / _CHAR_WIDTH)))
+    return textwrap.wrap(text, max(4, math.floor(room / _CHAR_WIDTH)))
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Shape:
