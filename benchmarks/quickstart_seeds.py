@@ -100,8 +100,8 @@ def report(folder: Path) -> dict[str, float]:
 def table_lines(reports: Mapping[int, Mapping[str, float]]) -> list[str]:
     """Returns the table of a page, a row for each seed."""
     lines = [
-        "| seed | before GRPO | after 30 steps | 1 / 2 / 3 hops | facts it found and wrote down | context tokens per "
-        "turn (full history) |",
+        "| seed | before reinforcement learning | after 30 steps | 1 / 2 / 3 hops | facts it found and wrote down | "
+        "prompt tokens per turn (with the full history) |",
         "|---|---|---|---|---|---|",
     ]
     for seed, found in sorted(reports.items()):

@@ -25,22 +25,25 @@ from tools.processes import Marked, Running, free_ports
 
 HEIGHTS = {1280: 1500, 390: 1800}
 """The most pixels of a page that a picture shows, by the width of the window."""
+_WINDOW_HEIGHT = 600  # lower than every page, which would be filled up with background
 SCHEMES = ("light", "dark")
+_ASK = """[...document.querySelectorAll('#example_list button')]
+    .sort((one, other) => other.textContent.length - one.textContent.length)[0].click()"""
 _ANSWERED = "!document.getElementById('save').hidden"
 
 
 def take_pictures(page: Page, urls: dict[str, str], folder: Path, *, whole: bool = False) -> list[Path]:
     """Writes a picture of each address in every width and scheme. `urls` has the addresses by the pictures' names; that
-    of `ask` is a service, which is asked its first example. Raises ConfigError for a page that is wider than its
-    window."""
+    of `ask` is a service, which is asked the longest of its examples. Raises ConfigError for a page that is wider than
+    its window."""
     pictures = []
     for name, url in urls.items():
         for width, height in HEIGHTS.items():
-            page.resize(width, height)
+            page.resize(width, _WINDOW_HEIGHT)
             page.open(url)
             if name == "ask":
                 page.until("document.querySelector('#example_list button')")
-                page.value("document.querySelector('#example_list button').click()")
+                page.value(_ASK)
                 page.until(_ANSWERED)
             drawn = page.value("document.documentElement.scrollWidth")
             if drawn > width:
