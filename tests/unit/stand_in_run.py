@@ -25,6 +25,7 @@ from mempipe.data.qa import write_questions
 from mempipe.engines.checkpoint import MANIFEST, STATE, Position, TrainingState
 from mempipe.engines.config import ModelConfig
 from mempipe.storage.files import sha256, whole_folder
+from mempipe.training import validation
 from mempipe.types import Context, EndReason, Group, Question, Trajectory
 from pipelines import train
 from pipelines.warm_start import warm_start_folder
@@ -182,7 +183,8 @@ def stand_in_run(folder: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike) 
     monkeypatch.setattr(train, "recorded_demonstrations", demonstrated)
     monkeypatch.setattr(train, "warm_start", warm_started)
     monkeypatch.setattr(train, "write_report", report)
-    monkeypatch.setattr(train, "stream_groups", stream)
+    for module in (train, validation):
+        monkeypatch.setattr(module, "stream_groups", stream)
     monkeypatch.setattr(train, "hash_inputs", lambda _: {})
     monkeypatch.setattr(train, "load_tokenizer", lambda _: None)
     monkeypatch.setattr(train, "first_prompt", lambda config, question, *, tokenizer: [1, 2])

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2Config
 
 from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
@@ -310,7 +311,8 @@ def test_logits_are_those_that_the_learner_makes_at_once(entropy_gradient):
     assert LOGITS == learner_model.MAX_LOGITS
     rows, vocab = 200, 400
     head = torch.nn.Linear(8, vocab, bias=False)
-    policy = learner_model.PolicyModel(SimpleNamespace(get_output_embeddings=lambda: head))  # pyrefly: ignore
+    lm: Any = SimpleNamespace(config=Qwen2Config(), get_output_embeddings=lambda: head)
+    policy = learner_model.PolicyModel(lm)
     policy.entropy_gradient = entropy_gradient
     states, targets = torch.randn(3 * rows, 8, requires_grad=True), torch.randint(vocab, (3 * rows,))
     with LargeTensors(4 * rows * vocab) as counted:
