@@ -142,6 +142,7 @@ def upgraded(
             for upgrade in upgrades:
                 time.sleep(REST_S)
                 settings |= upgrade
+                local.config = parse_section(settings, AgentServiceConfig)
                 local.deploy()
             time.sleep(REST_S)
         finally:

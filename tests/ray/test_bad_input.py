@@ -18,6 +18,7 @@ from mempipe.actors.lost import LaunchError
 from mempipe.cli import EXIT_CONFIG, EXIT_RUN, main
 from mempipe.config import RunConfig
 from mempipe.storage.checksums import CHECKSUMS
+from mempipe.storage.files import LOCK_FILE
 
 
 @pytest.fixture
@@ -173,6 +174,7 @@ def test_a_run_that_is_there_already(train, refused, capsys, tmp_path, world):
 def test_a_run_that_another_process_is_at_work_in(train, capsys, tmp_path):
     folder = begun_run(train, capsys, tmp_path)
     before = contents(folder)
+    (folder / LOCK_FILE).unlink()  # this process, which has begun the run, would hold it until its end
     with locked_elsewhere(folder):
         assert train("--resume") == EXIT_CONFIG
     assert f"error: another process is at work in {folder}" in capsys.readouterr().err

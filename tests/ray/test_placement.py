@@ -60,6 +60,9 @@ class Stub:
     async def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
+    async def listen(self) -> tuple[str, int]:
+        return await self.address()
+
     async def start(self, settings: LearnerSettings, *args: Any) -> None:
         self._events.append(("start", settings.objective, settings.model.path))
 
