@@ -42,7 +42,7 @@ test-jobs: setup  ## run the long tests: real text, sweeps, kills under load, ev
 test-gpu: setup  ## run the GPU tests, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu
 
-chaos: setup  ## kill every part of real runs, about half an hour; HOURS=1 [SEED=7] [ONLY=23]: faults at random
+chaos: setup  ## kill every part of real runs, two tests at a time; HOURS=1 [SEED=7] [ONLY=23]: faults at random
 ifdef HOURS
 	PYTHONPATH=.:tests:tests/chaos $(BIN)/python tests/chaos/hour.py --hours $(HOURS) \
 		$(if $(filter command line environment,$(origin SEED)),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
