@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +53,8 @@ PROGRESS = (
 )
 """Beacons that say the work itself has got on, as opposed to a start being made again."""
 LOOK_EVERY_S = 0.02
+LATE_S = 150.0
+"""After so many seconds of one wait the stacks of all processes are kept: they say what the command waits for."""
 
 
 class Missed(AssertionError):
@@ -167,7 +170,11 @@ class Watched:
         Raises Missed when the command fails before, and after `seconds`; Over when the command ends well before.
         """
         patience = Patience(seconds, own=self.marked.processes)
+        late = time.monotonic() + LATE_S
         while not (value := condition()):
+            if time.monotonic() > late:
+                late += LATE_S
+                print(f"waiting for {what}; stacks of all processes: {self.keep_stacks()}", flush=True)
             if not self.lives:
                 if value := condition():  # it was passed in the last moment
                     return value
@@ -187,6 +194,17 @@ class Watched:
     def last_words(self) -> str:
         """Returns the last lines of the command's output."""
         return " / ".join(self.text.strip().splitlines()[-3:])
+
+    def keep_stacks(self) -> Path:
+        """Writes the stack of every Python thread of the command's processes to a new file, which is kept."""
+        number, path = tempfile.mkstemp(prefix="mempipe-chaos-stacks-", suffix=".txt")
+        with os.fdopen(number, "w") as file:
+            print(f"{self.whereabouts()}\n{self.text}", file=file)
+            for process in self.marked.processes():
+                print(f"\n==== {process.pid} {command_line(process)[:200]}", file=file, flush=True)
+                spy = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid"]
+                subprocess.run([*spy, str(process.pid)], stdout=file, stderr=subprocess.DEVNULL, check=False)
+        return Path(path)
 
     def wait_a_while(self, seconds: float) -> None:
         """Waits for so many seconds, or until the command has ended."""
