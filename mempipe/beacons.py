@@ -36,14 +36,22 @@ def _folder() -> Path | None:
 
 
 def _stop_by(folder: Path, name: str, details: dict[str, Any]) -> None:
-    line = json.dumps({"pid": os.getpid(), "name": name, "details": details, "time": time.time()}) + "\n"
+    _record(folder, name, details, held=False)
+    hold = folder / f"hold-{name}"
+    if _holds(hold, details):
+        _record(folder, name, details, held=True)
+        while _holds(hold, details):
+            time.sleep(LOOK_EVERY_S)
+
+
+def _record(folder: Path, name: str, details: dict[str, Any], *, held: bool) -> None:
+    entry = {"pid": os.getpid(), "name": name, "details": details, "time": time.time(), "held": held}
+    line = json.dumps(entry) + "\n"
     descriptor = os.open(folder / RECORD, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, line.encode())  # one call: lines of several processes do not mix
     finally:
         os.close(descriptor)
-    while _holds(folder / f"hold-{name}", details):
-        time.sleep(LOOK_EVERY_S)
 
 
 def _holds(file: Path, details: dict[str, Any]) -> bool:

@@ -53,7 +53,7 @@ PROGRESS = (
 )
 """Beacons that say the work itself has got on, as opposed to a start being made again."""
 LOOK_EVERY_S = 0.02
-LATE_S = 150.0
+LATE_S = 60.0
 """After so many seconds of one wait the stacks of all processes are kept: they say what the command waits for."""
 
 
@@ -93,14 +93,17 @@ class Passed:
     name: str
     details: dict[str, Any]
     time: float
+    held: bool
+    """It waits there until it is let go."""
 
     @property
     def place(self) -> str:
         """Returns where it was, for a person."""
         return str(Place(self.name, self.details))
 
-    def fits(self, at: Place) -> bool:
-        return self.name == at.name and all(self.details.get(key) == value for key, value in at.details.items())
+    def is_held_at(self, at: Place) -> bool:
+        fits = all(self.details.get(key) == value for key, value in at.details.items())
+        return self.held and self.name == at.name and fits
 
 
 @dataclass
@@ -223,7 +226,7 @@ class Watched:
         since, self._next = self._since, None
         try:
             yield self.until(
-                lambda: next((each for each in self.passed()[since:] if each.fits(at)), None),
+                lambda: next((each for each in self.passed()[since:] if each.is_held_at(at)), None),
                 seconds=seconds,
                 what=f"beacon {at}",
             )
@@ -236,7 +239,7 @@ class Watched:
 
     def is_held_at(self, at: Place | None) -> bool:
         """Tells whether a process has reached a place for which `held` was told to hold it next."""
-        return at is not None and at == self._next and any(each.fits(at) for each in self.passed()[self._since :])
+        return at is not None and at == self._next and any(each.is_held_at(at) for each in self.passed()[self._since :])
 
     def release(self, name: str = "*") -> None:
         """Lets processes go on that are held at the beacon, or at any."""

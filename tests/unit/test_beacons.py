@@ -44,8 +44,10 @@ def test_a_process_waits_where_it_is_held_and_goes_on_when_it_is_let_go(folder):
     reached("collect", step=2)  # not this one
     held = threading.Thread(target=reached, args=("collect",), kwargs={"step": 3})
     held.start()
-    held.join(0.05)
-    assert held.is_alive()
+    while '"held": true' not in (folder / RECORD).read_text():
+        assert held.is_alive()
+    lines = [json.loads(line) for line in (folder / RECORD).read_text().splitlines()]
+    assert [(line["details"]["step"], line["held"]) for line in lines] == [(2, False), (3, False), (3, True)]
     hold.unlink()
     held.join(5)
     assert not held.is_alive()
