@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from ray.exceptions import RayError
 
 from mempipe.actors.handles import Handle
+from mempipe.faults import InfrastructureFault
 
 Request: TypeAlias = tuple[int, tuple[Any, ...]]
 """(request id, arguments of the server's function). The id is unique per caller."""
@@ -99,8 +100,11 @@ class BatchedServer:
     async def exchange(self, name: str, requests: Sequence[Request]) -> list[Answer]:
         """Accepts requests of caller `name` and returns its answers in the order in which they became ready.
 
-        Waits until there is one, unless another exchange of this caller waits already or there is nothing to wait for.
+        Waits until there is one, unless another exchange of this caller waits already. Raises InfrastructureFault when
+        an unknown caller asks for answers alone: its requests went to a process that Ray has replaced by this one.
         """
+        if not requests and name not in self._callers:
+            raise InfrastructureFault("the actor was started again and does not have the requests of before")
         caller = self._callers.setdefault(name, _Caller())
         for number, arguments in requests:
             task = asyncio.create_task(self._function(*arguments))

@@ -5,9 +5,10 @@ an object whose `exchange.remote` is the desk's coroutine stands where the actor
 import asyncio
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from mempipe.actors.batched_calls import BatchedClient, BatchedServer
+from mempipe.faults import InfrastructureFault
 
 
 class Wire:
@@ -26,6 +27,8 @@ class Wire:
         await asyncio.wait({exchange, death}, return_when=asyncio.FIRST_COMPLETED)
         if self.is_dead.is_set():
             raise RayActorError
+        if isinstance(error := exchange.exception(), Exception):
+            raise RayTaskError("exchange", str(error), error).as_instanceof_cause()
         return exchange.result()
 
 
@@ -131,6 +134,31 @@ def test_a_dead_actor_fails_every_request_and_one_that_is_back_answers_again():
         wire.is_dead.clear()
         wire.desk = BatchedServer(slow_double)  # a new process
         assert await line.ask(4) == 8
+        await settled(wire, line)
+
+    asyncio.run(main())
+
+
+def test_requests_that_died_between_two_exchanges_fail_instead_of_waiting_for_ever():
+    async def opened(number, gate):
+        await gate.wait()
+        return 2 * number
+
+    async def main():
+        first, second = asyncio.Event(), asyncio.Event()
+        wire = Wire(opened)
+        line = BatchedClient(wire)
+        answered = asyncio.ensure_future(line.ask(1, first))
+        lost = asyncio.ensure_future(line.ask(2, second))
+        while not wire.desk.num_under_way:
+            await asyncio.sleep(0)
+        wire.desk = BatchedServer(opened)  # the next exchange reaches a new process
+        first.set()
+        assert await answered == 2
+        with pytest.raises(InfrastructureFault, match="does not have the requests"):
+            await lost
+        second.set()
+        assert await line.ask(3, second) == 6
         await settled(wire, line)
 
     asyncio.run(main())
