@@ -34,21 +34,23 @@ from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
+from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.evaluation.quality_by_turn import quality_by_turn
 from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
 from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
-from mempipe.evaluation.table import Cell, percent_text, score_tables
+from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, index_sha256, model_sha256
-from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
+from mempipe.reports.evaluation import write_evaluation_report
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 from mempipe.storage.files import lock
 from mempipe.streams.groups import stream_groups
+from mempipe.studies.suite_scores import SuiteScores, score_suite
 from mempipe.tracking.tracker import Tracker, last_run_id
 from mempipe.training.repair import Supervisor
 from mempipe.types import Group
@@ -228,10 +230,11 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines:
 def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     """Writes the report of all existing results: on disk, in MLflow and on the terminal."""
     cells = [cell_of(suite, each, job) for each in planned for job in each.jobs]
+    scores = score_suite(cells, bootstrap=suite.bootstrap, seed=suite.seed)
     paths = write_evaluation_report(
         suite.folder,
         suite,
-        cells,
+        scores,
         configs={each.run.name: each.config for each in planned},
         settings={
             f"{each.run.name}/{job.benchmark.label}": job.results.settings for each in planned for job in each.jobs
@@ -244,11 +247,11 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
         run_config=suite.model_dump(mode="json"),
         resume_run_id=last_run_id(suite.folder),
     )
-    tracker.log_metrics(flat_metrics(cells), step=0)
+    tracker.log_metrics(scores.flat_metrics(), step=0)
     for path in paths:
         tracker.log_artifact(path.absolute())
     tracker.finish()
-    _print(suite, cells, paths)
+    _print(scores, paths)
     return paths
 
 
@@ -313,16 +316,15 @@ async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence
         await reader.close()
 
 
-def _print(suite: EvaluationSuite, cells: Sequence[Cell], paths: Sequence[Path]) -> None:
+def _print(scores: SuiteScores, paths: Sequence[Path]) -> None:
     console = Console()
-    tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
-    for table in tables:
+    for table in scores.tables:
         shown = Table("", *table.columns, title=table.heading, title_justify="left")
         for row in table.rows:
             if not row.published:
                 shown.add_row(row.name, *(percent_text(value) for value in row.values))
         console.print(shown)
-    if failed := sum(cell.num_failed for cell in cells):
+    if failed := sum(cell.num_failed for cell in scores.cells):
         console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
-    published = ", with published numbers" * any(row.published for table in tables for row in table.rows)
+    published = ", with published numbers" * any(row.published for table in scores.tables for row in table.rows)
     console.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)

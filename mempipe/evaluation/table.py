@@ -14,14 +14,11 @@ from typing import Any
 import yaml
 
 from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
-from mempipe.evaluation.clusters import question_clusters
+from mempipe.evaluation.cells import JUDGE, Cell, clustered_scores, runs_of
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.quality_by_turn import TurnQuality
-from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_gap, wilson_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
-JUDGE = "judge"
 OTHER = "other sets"
 AVERAGE = "average"
 """The column of the unweighted mean over the sets."""
@@ -30,37 +27,6 @@ _DISTRIBUTION = ("in distribution", "out of distribution", "gap")
 _MAX_NAMED = 3  # sets that a title names
 METRICS_OF = {RULER: ("sub_em_two_way", "em", "f1"), "": ("em", "f1", "acc")}
 """The metrics that get a table, by family; the others are in report.json. Rows that a judge saw get one more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run on one set."""
-
-    run: str
-    benchmark: Benchmark
-    rows: Sequence[ResultRow]
-    memory: Mapping[str, float] = field(default_factory=dict)
-    """Rates of `memory_quality` over its trajectories; empty for an agent without a memory."""
-    memory_by_turn: Sequence[TurnQuality] = ()
-    """The same by turn."""
-    trained_on: Mapping[str, int] | None = None
-    """The sets that the run's model was trained on, with their numbers of questions; None where that is not known."""
-
-    @property
-    def num_failed(self) -> int:
-        return sum(bool(row.failed) for row in self.rows)
-
-    @property
-    def judged(self) -> bool:
-        return any(row.judge is not None for row in self.rows)
-
-    def scores(self, metric: str) -> dict[str, float]:
-        """Returns each question's score by its id; failed ones have 0, those without a verdict of the judge are
-        skipped."""
-        if metric != JUDGE:
-            return {row.question_id: row.score(metric) for row in self.rows}
-        verdicts = {row.question_id: 0.0 if row.failed else row.judge for row in self.rows}
-        return {question: verdict for question, verdict in verdicts.items() if verdict is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,29 +84,6 @@ def family(benchmark: Benchmark) -> tuple[str, int]:
     return (RULER if benchmark.num_docs else OTHER), benchmark.objectives
 
 
-def evidence_lines(
-    cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int, num_bins: int
-) -> list[list[str]]:
-    """Returns the metric by the position of the needed documents: a line per run and length, which holds its name and a
-    text per equal part of the context.
-
-    A question counts once for each of its needed documents, which are drawn together.
-    """
-    lines = []
-    for cell in cells:
-        bins: list[list[tuple[str, float]]] = [[] for _ in range(num_bins)]
-        for row in cell.rows:
-            for depth in row.evidence_depths:
-                bins[min(int(depth * num_bins), num_bins - 1)].append((row.question_id, row.score(metric)))
-        if any(bins):
-            texts = [
-                f"{percent_text(score_interval(part, bootstrap=bootstrap, seed=seed))}, n = {len(part)}"
-                for part in bins
-            ]
-            lines.append([f"{cell.run}, {cell.benchmark.label}", *texts])
-    return lines
-
-
 NO_INTERVAL = "(one question: no interval)"
 
 
@@ -183,7 +126,7 @@ def _table(
     labels = list(benchmarks)
     columns = _DISTRIBUTION if any(_by_training(benchmarks, cell.trained_on or {})[0] for cell in cells) else ()
     rows = []
-    for run in dict.fromkeys(cell.run for cell in cells):
+    for run in runs_of(cells):
         scores = clustered_scores([cell for cell in cells if cell.run == run], metric=metric)
         values = [score_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
         interval = partial(_average, scores, bootstrap=bootstrap, seed=seed)
@@ -273,20 +216,6 @@ def ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
         return SEARCH_QA.index(benchmark.name) if benchmark.name in SEARCH_QA else len(SEARCH_QA), benchmark.num_docs
 
     return dict(sorted(benchmarks.items(), key=lambda item: place(item[1])))
-
-
-def clustered_scores(cells: Sequence[Cell], *, metric: str) -> dict[str, Scores]:
-    """Returns for each set of one run the cluster and the score of every question that has one."""
-    clusters = question_clusters({cell.benchmark.label: cell.rows for cell in cells})
-    scores: dict[str, Scores] = {}
-    for cell in cells:
-        label, own = cell.benchmark.label, cell.scores(metric)
-        scores[label] = [
-            (cluster, own[row.question_id])
-            for cluster, row in zip(clusters[label], cell.rows, strict=True)
-            if row.question_id in own
-        ]
-    return scores
 
 
 def score_interval(scores: Scores | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:

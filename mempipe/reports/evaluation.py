@@ -9,46 +9,33 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from mempipe.config import RunConfig
-from mempipe.evaluation.metrics import METRICS, definitions
+from mempipe.evaluation.cells import Cell, runs_of
+from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.quality_by_turn import TurnQuality
-from mempipe.evaluation.statistics import Interval, bootstrap_average, bootstrap_interval
+from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.suite import EvaluationSuite
-from mempipe.evaluation.table import (
-    JUDGE,
-    NO_INTERVAL,
-    Cell,
-    Row,
-    ScoreTable,
-    evidence_lines,
-    percent_text,
-    score_tables,
-)
+from mempipe.evaluation.table import NO_INTERVAL, Row, ScoreTable, percent_text
 from mempipe.reports.charts import Figure, percent, with_legend
 from mempipe.reports.evaluation_examples import side_by_side
 from mempipe.reports.evaluation_figures import (
     cause_lines,
     causes_by_run,
     context_by_turn,
-    runs_of,
     scores_by_hops,
     scores_by_set,
 )
 from mempipe.reports.pages import Tile, render
 from mempipe.storage.files import write_text
-from mempipe.studies.compare import compare_rows
+from mempipe.studies.suite_scores import NUM_POSITIONS, PositionScores, SuiteScores
 from mempipe.tracking.mlflow_writer import without_credentials
 
 PLOT_FILE = "context_tokens_by_turn.svg"
-NUM_EVIDENCE_BINS = 5
-_DIFFERENCE_TITLE = "Differences in em on the same questions, percent points"
-_DIFFERENCE_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
+_GAIN_TITLE = "Differences in em on the same questions, percent points"
+_GAIN_HEAD = ["runs", "set", "questions", "difference", "McNemar"]
 _PAIRED = (
     "Intervals are paired bootstraps over questions; a question that is asked several times is drawn as one. McNemar's "
     "test is exact, and needs every question once."
@@ -61,7 +48,7 @@ _TURN_NOTE = (
     "Intervals are bootstraps over questions; the cases of each share are in brackets. Attempts that end early have no "
     "later turns, so two lines may differ in their questions. docs/memory.md has the formulas."
 )
-_EVIDENCE_TITLE = "em by the position of the needed documents in the context"
+_POSITION_TITLE = "em by the position of the needed documents in the context"
 _MAX_REASONS = 3
 _COSTS = {
     "turns": "turns",
@@ -94,7 +81,7 @@ class TableSection:
 def write_evaluation_report(
     folder: Path,
     suite: EvaluationSuite,
-    cells: Sequence[Cell],
+    scores: SuiteScores,
     *,
     configs: Mapping[str, RunConfig],
     settings: Mapping[str, Mapping[str, Any]],
@@ -103,12 +90,12 @@ def write_evaluation_report(
 
     `configs` are the runs' configs by name; `settings` those of their result folders by "RUN/LABEL".
     """
-    tables = score_tables(cells, bootstrap=suite.bootstrap, seed=suite.seed)
+    cells = scores.cells
     plot = context_by_turn(cells)
     causes = cause_lines(cells, {run: config.budget.memory_limit for run, config in configs.items()})
-    facts = {run: _facts(run, cells, configs[run], settings) for run in dict.fromkeys(cell.run for cell in cells)}
-    sections = _sections(suite, cells, tables, causes=causes, facts=facts)
-    figures = [*_score_figures(cells, tables, suite), plot]
+    facts = {run: _facts(run, cells, configs[run], settings) for run in runs_of(cells)}
+    sections = _sections(scores, causes=causes, facts=facts)
+    figures = [*_figures(scores), plot]
     texts = {
         "report.md": _markdown(suite, sections, has_plot=plot is not None),
         "report.html": render(
@@ -116,56 +103,19 @@ def write_evaluation_report(
             name=suite.name,
             facts=[*_head(suite), "a question that failed counts with 0"],
             findings=[],
-            tiles=_tiles(tables),
+            tiles=_tiles(scores.tables),
             examples=side_by_side(folder, cells, configs),
             sections=sections,
             figures=[figure for figure in figures if figure is not None],
             metrics=definitions(),
         ),
-        "report.json": json.dumps(_json(suite, cells, tables, facts), indent=1) + "\n",
+        "report.json": json.dumps(_json(suite, scores, facts), indent=1) + "\n",
     }
     if plot is not None:
         texts[PLOT_FILE] = render("chart.svg", chart=with_legend(plot))
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
-
-
-def flat_metrics(cells: Sequence[Cell]) -> dict[str, float]:
-    """Returns every mean of every cell by the name that MLflow shows: "RUN/LABEL/METRIC"."""
-    return {
-        f"{cell.run}/{cell.benchmark.label}/{name}": value for cell in cells for name, value in _means(cell).items()
-    }
-
-
-def _means(cell: Cell) -> dict[str, float]:
-    """Returns the metrics over all questions, failed ones included, and the costs over the attempted ones."""
-    attempts = sum(len(row.answers) for row in cell.rows)
-    means = {name: fmean(row.score(name) for row in cell.rows) for name in METRICS}
-    if judged := cell.scores(JUDGE):
-        means |= {
-            JUDGE: fmean(judged.values()),
-            "judge_unparsed": float(sum(row.judge_unparsed for row in cell.rows)),
-        }
-    means |= {"num_questions": float(len(cell.rows)), "num_failed": float(cell.num_failed)}
-    if attempts:
-        means |= {
-            "answered": sum(answer is not None for row in cell.rows for answer in row.answers) / attempts,
-            **{name: fmean(values) for name, values in _costs(cell).items()},
-        }
-    return means | {f"memory/{name}": rate for name, rate in cell.memory.items()}
-
-
-def _costs(cell: Cell) -> dict[str, list[float]]:
-    """Returns the cost of every attempted question, a mean over its attempts; context tokens also over its turns."""
-    rows = [row for row in cell.rows if row.answers]
-    return {
-        "turns": [fmean(map(len, row.context_tokens_by_turn)) for row in rows],
-        "context_tokens_by_turn": [fmean([*chain.from_iterable(row.context_tokens_by_turn)] or [0]) for row in rows],
-        "sampled_tokens": [fmean(row.sampled_tokens) for row in rows],
-        "total_tokens": [fmean(row.total_tokens) for row in rows],
-        "seconds": [row.seconds for row in rows],
-    }
 
 
 def _facts(
@@ -225,34 +175,32 @@ def _turn_lines(cells: Sequence[Cell]) -> list[list[str]]:
     return [head, *lines] if names else []
 
 
-def _evidence(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
-    return evidence_lines(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed, num_bins=NUM_EVIDENCE_BINS)
+def _position_lines(scores: Sequence[PositionScores]) -> list[list[str]]:
+    """Returns head and lines of the scores by position, a line per run and set."""
+    step = 100 // NUM_POSITIONS
+    head = ["run and length", *(f"{step * i}–{step * (i + 1)} %" for i in range(NUM_POSITIONS))]
+    return [head] + [
+        [
+            f"{each.run}, {each.label}",
+            *(f"{percent_text(score)}, n = {n}" for score, n in zip(each.scores, each.counts, strict=True)),
+        ]
+        for each in scores
+    ]
 
 
-def _evidence_head() -> list[str]:
-    step = 100 // NUM_EVIDENCE_BINS
-    return ["run and length", *(f"{step * i}–{step * (i + 1)} %" for i in range(NUM_EVIDENCE_BINS))]
-
-
-def _score_figures(cells: Sequence[Cell], tables: Sequence[ScoreTable], suite: EvaluationSuite) -> list[Figure | None]:
-    first_of_family = {table.title: table for table in reversed(tables)}
-    by_hops = scores_by_hops(cells, metric="em", bootstrap=suite.bootstrap, seed=suite.seed)
+def _figures(scores: SuiteScores) -> list[Figure | None]:
+    first_of_family = {table.title: table for table in reversed(scores.tables)}
     by_set = [scores_by_set(first_of_family[title]) for title in reversed(first_of_family)]
-    return [*by_set, by_hops, causes_by_run(cells)]
+    return [*by_set, scores_by_hops(scores.by_hops), causes_by_run(scores.cells)]
 
 
-def _differences(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+def _gain_lines(scores: SuiteScores) -> list[list[str]]:
     """Returns a line per set, or all sets, and later run: its EM minus that of the first run, on the same questions."""
-    drawn = suite.bootstrap
-    interval = partial(
-        bootstrap_average, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence
-    )
-    rows = {run: {c.benchmark.label: c.rows for c in cells if c.run == run} for run in runs_of(cells)}
-    first, *others = rows
+    first = scores.cells[0].run
     return [
         [f"{run} - {first}", each.label, str(each.num_shared), percent_text(each.difference), each.verdict]
-        for run in others
-        for each in compare_rows(rows[first], rows[run], metric="em", interval=interval)
+        for run, gains in scores.gains.items()
+        for each in gains
     ]
 
 
@@ -292,36 +240,28 @@ def sources(table: ScoreTable) -> str:
     return " ".join(texts)
 
 
-def _counts(cells: Sequence[Cell], suite: EvaluationSuite) -> list[list[str]]:
+def _counts(scores: SuiteScores) -> list[list[str]]:
     """Returns the number of questions and the cost of one, with intervals."""
     lines = [["run", "set", "questions", "failed", "answered", *_COSTS.values()]]
-    for cell in cells:
-        costs, answered = _costs(cell), _means(cell).get("answered")
+    for cell, means, costs in zip(scores.cells, scores.means, scores.costs, strict=True):
+        answered = means.get("answered")
         counts = [str(len(cell.rows)), str(cell.num_failed), "–" if answered is None else f"{answered:.2f}"]
-        lines.append([cell.run, cell.benchmark.label, *counts, *(_cost_text(costs[name], suite) for name in _COSTS)])
+        lines.append([cell.run, cell.benchmark.label, *counts, *(_cost_text(costs.get(name)) for name in _COSTS)])
     return lines
 
 
-def _cost_text(values: Sequence[float], suite: EvaluationSuite) -> str:
-    if not values:
+def _cost_text(interval: Interval | None) -> str:
+    if interval is None:
         return "–"
-    drawn = suite.bootstrap
-    interval = bootstrap_interval(
-        values, seed=suite.seed, num_resamples=drawn.num_resamples, confidence=drawn.confidence
-    )
     ends = f"({interval.low:.2f}–{interval.high:.2f})" if interval.is_bounded else NO_INTERVAL
     return f"{interval.value:.2f} {ends}"
 
 
 def _sections(
-    suite: EvaluationSuite,
-    cells: Sequence[Cell],
-    tables: Sequence[ScoreTable],
-    *,
-    causes: list[list[str]],
-    facts: Mapping[str, Mapping[str, Any]],
+    scores: SuiteScores, *, causes: list[list[str]], facts: Mapping[str, Mapping[str, Any]]
 ) -> list[TableSection]:
     """Returns the report's tables in their order; those without a line are skipped."""
+    cells = scores.cells
     sections = [
         TableSection(
             title=table.heading,
@@ -329,19 +269,19 @@ def _sections(
             published=[_line_name(row) for row in table.rows if row.published],
             note=sources(table),
         )
-        for table in tables
+        for table in scores.tables
     ]
-    if differences := _differences(cells, suite):
-        sections.append(TableSection(title=_DIFFERENCE_TITLE, lines=[_DIFFERENCE_HEAD, *differences], note=_PAIRED))
+    if gains := _gain_lines(scores):
+        sections.append(TableSection(title=_GAIN_TITLE, lines=[_GAIN_HEAD, *gains], note=_PAIRED))
     if causes:
         sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE, long=True))
     if memory := _memory_lines(cells):
         sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE, long=True))
     if by_turn := _turn_lines(cells):
         sections.append(TableSection(title=_TURN_TITLE, lines=by_turn, note=_TURN_NOTE))
-    if evidence := _evidence(cells, suite):
-        sections.append(TableSection(title=_EVIDENCE_TITLE, lines=[_evidence_head(), *evidence]))
-    sections.append(TableSection(title="Questions and tokens", lines=_counts(cells, suite), long=True))
+    if scores.by_position:
+        sections.append(TableSection(title=_POSITION_TITLE, lines=_position_lines(scores.by_position)))
+    sections.append(TableSection(title="Questions and tokens", lines=_counts(scores), long=True))
     sections.append(TableSection(title="Runs", lines=_fact_lines(facts), long=True))
     return sections
 
@@ -400,9 +340,7 @@ def _turn(quality: TurnQuality) -> dict[str, Any]:
     return {"turns": quality.turns, "num_memories": quality.num_memories, "rates": rates}
 
 
-def _json(
-    suite: EvaluationSuite, cells: Sequence[Cell], tables: Sequence[ScoreTable], facts: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _json(suite: EvaluationSuite, scores: SuiteScores, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "name": suite.name,
         "settings": without_credentials(suite.model_dump(mode="json")),
@@ -411,10 +349,10 @@ def _json(
             {
                 "run": cell.run,
                 "set": cell.benchmark.label,
-                **_means(cell),
+                **means,
                 "memory_by_turn": [_turn(each) for each in cell.memory_by_turn],
             }
-            for cell in cells
+            for cell, means in zip(scores.cells, scores.means, strict=True)
         ],
         "tables": [
             {
@@ -431,7 +369,7 @@ def _json(
                     for row in table.rows
                 ],
             }
-            for table in tables
+            for table in scores.tables
         ],
         "runs": facts,
     }

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mempipe.config import RunConfig
+from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.results import ResultRow, read_groups
-from mempipe.evaluation.table import Cell
-from mempipe.reports.evaluation_figures import runs_of, style_of
+from mempipe.reports.evaluation_figures import style_of
 from mempipe.reports.examples import Example, facts_of, side
 from mempipe.types import Group
 

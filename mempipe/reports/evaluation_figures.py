@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from mempipe.evaluation.causes import Cause
-from mempipe.evaluation.clusters import question_clusters
+from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.statistics import Interval
-from mempipe.evaluation.suite import Bootstrap
-from mempipe.evaluation.table import Cell, ScoreTable, score_interval
+from mempipe.evaluation.table import ScoreTable
 from mempipe.reports.charts import Bar, BarGroup, Figure, Key, Series, bar_chart, line_chart
+from mempipe.studies.suite_scores import METRIC, HopScores
 
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
-
-
-def runs_of(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.run for cell in cells))
 
 
 def scores_by_set(table: ScoreTable) -> Figure:
@@ -36,28 +32,22 @@ def scores_by_set(table: ScoreTable) -> Figure:
     )
 
 
-def scores_by_hops(cells: Sequence[Cell], *, metric: str, bootstrap: Bootstrap, seed: int) -> Figure | None:
-    """Draws a metric by the hops of the questions, over all sets; None where hops are unknown or all the same."""
-    by_hops: dict[int, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs_of(cells):
-        sets = {cell.benchmark.label: cell.rows for cell in cells if cell.run == run}
-        for label, clusters in question_clusters(sets).items():
-            for cluster, row in zip(clusters, sets[label], strict=True):
-                if row.num_hops:
-                    by_hops[row.num_hops][run].append((cluster, row.score(metric)))
-    if len(by_hops) < 2:
+def scores_by_hops(scores: Sequence[HopScores]) -> Figure | None:
+    """Draws the scores by the hops of the questions, over all sets; None without any."""
+    if not scores:
         return None
-    runs = runs_of(cells)
-    groups = []
-    for hops, scores in sorted(by_hops.items()):
-        intervals = [score_interval(scores.get(run), bootstrap=bootstrap, seed=seed) for run in runs]
-        bars = [_bar(interval, number) for number, interval in enumerate(intervals)]
-        note = f"{max(map(len, scores.values()))} questions"
-        groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
+    groups = [
+        BarGroup(
+            label="1 hop" if each.hops == 1 else f"{each.hops} hops",
+            note=f"{each.num_questions} questions",
+            bars=[_bar(interval, number) for number, interval in enumerate(each.by_run.values())],
+        )
+        for each in scores
+    ]
     return Figure(
-        title=f"{metric} by hops",
-        chart=bar_chart(groups, title=f"{metric} by hops", y_max=1.0),
-        keys=[Key(style=style_of(number), label=run) for number, run in enumerate(runs)],
+        title=f"{METRIC} by hops",
+        chart=bar_chart(groups, title=f"{METRIC} by hops", y_max=1.0),
+        keys=[Key(style=style_of(number), label=run) for number, run in enumerate(scores[0].by_run)],
         caption="Questions of all sets; whiskers are intervals over questions.",
     )
 

@@ -17,6 +17,7 @@ from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, read_questions, write_questions
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
+from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.quality_by_turn import TurnQuality
@@ -32,12 +33,13 @@ from mempipe.evaluation.suite import (
     resolve_run,
     trained_on,
 )
-from mempipe.evaluation.table import Cell, evidence_lines, percent_text, published_tables, score_tables
+from mempipe.evaluation.table import percent_text, published_tables, score_tables
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import files_sha256
 from mempipe.reports import evaluation as evaluation_report
-from mempipe.reports.evaluation import flat_metrics, write_evaluation_report
+from mempipe.reports.evaluation import write_evaluation_report
 from mempipe.settings import ConfigError
+from mempipe.studies.suite_scores import SuiteScores, score_suite
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -475,17 +477,13 @@ def test_an_interval_that_rests_on_one_question_is_not_stated(tmp_path):
     assert not any(word in text for text in files.values() for word in ("inf)", ">inf", "-inf", "Infinity", "nan"))
 
 
-def test_accuracy_by_depth_counts_a_question_for_each_of_its_documents():
+def test_accuracy_by_depth_counts_a_question_for_each_of_its_documents(tmp_path):
     rows = [*rows_of(group(0, "Nile"), depths=(0.0, 0.9)), *rows_of(group(1, "Rhine"), depths=(0.05, 1.0))]
-    lines = evidence_lines(
-        [Cell(run="a", benchmark=Benchmark(name="ruler_hqa", num_docs=50), rows=rows)],
-        metric="em",
-        bootstrap=BOOTSTRAP,
-        seed=1,
-        num_bins=5,
-    )
-    assert lines[0][0] == "a, ruler_hqa_50" and lines[0][1].startswith("50.00") and lines[0][1].endswith("n = 2")
-    assert lines[0][2] == "–, n = 0" and lines[0][5].startswith("50.00")
+    files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="ruler_hqa", num_docs=50), rows=rows))
+    (line,) = re.findall(r"^\| (a, ruler_hqa_50 .*) \|$", files["report.md"], flags=re.MULTILINE)
+    name, first, second, *_, last = line.split(" | ")
+    assert name == "a, ruler_hqa_50" and first.startswith("50.00") and first.endswith("n = 2")
+    assert second == "–, n = 0" and last.startswith("50.00")
 
 
 # Reports
@@ -498,7 +496,7 @@ def written(tmp_path: Path, *cells: Cell) -> dict[str, str]:
     paths = write_evaluation_report(
         folder,
         suite(tmp_path, name="suite"),
-        cells,
+        score_suite(cells, bootstrap=suite(tmp_path).bootstrap, seed=1),
         configs={name: RunConfig(agent={"compat": {"question_mark": True}}) for name in names},
         settings={f"{each.run}/{each.benchmark.label}": {"weights": "some/model"} for each in cells},
     )
@@ -658,9 +656,12 @@ def test_results_of_an_older_version_can_be_read(tmp_path):
 def test_the_terminal_promises_published_numbers_only_where_there_are_some(tmp_path, capsys):
     from pipelines.evaluate import _print
 
-    _print(suite(tmp_path), [cell("a", "mine", [1, 0])], [tmp_path / "report.html"])
+    def scores(*cells: Cell) -> SuiteScores:
+        return score_suite(cells, bootstrap=BOOTSTRAP, seed=1)
+
+    _print(scores(cell("a", "mine", [1, 0])), [tmp_path / "report.html"])
     assert "published" not in capsys.readouterr().out
-    _print(suite(tmp_path), [cell("a", "nq", [1], objectives=2)], [tmp_path / "report.html"])
+    _print(scores(cell("a", "nq", [1], objectives=2)), [tmp_path / "report.html"])
     assert "Report, with published numbers: " in capsys.readouterr().out
 
 
@@ -683,7 +684,7 @@ def test_texts_of_runs_cannot_become_markup(tmp_path):
 
 
 def test_flat_metrics_are_named_by_run_and_set():
-    metrics = flat_metrics([cell("a", "nq", [1, 0], objectives=1)])
+    metrics = score_suite([cell("a", "nq", [1, 0], objectives=1)], bootstrap=BOOTSTRAP, seed=1).flat_metrics()
     assert metrics["a/nq/em"] == 0.5 and metrics["a/nq/turns"] == 1.0 and metrics["a/nq/num_failed"] == 0.0
     assert evaluation_report.PLOT_FILE.endswith(".svg")
 

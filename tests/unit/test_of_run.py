@@ -18,9 +18,10 @@ from examples.own_reward.reward import right_with_few_searches
 from mempipe.cli import main
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions
+from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.results import result_row
 from mempipe.evaluation.suite import Bootstrap, resolve_run
-from mempipe.evaluation.table import Cell, score_tables
+from mempipe.evaluation.table import score_tables
 from mempipe.loader import load_config, parse_config
 from mempipe.reports import next_steps as steps
 from mempipe.runs import Run
