@@ -36,6 +36,7 @@ from mempipe.engines.config import OptimizerConfig, SamplingConfig
 from mempipe.engines.learner import Learner
 from mempipe.engines.proof import StaleWeights, canary_gap
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.loader import load_config
 from mempipe.reports.trace import trajectory_lines
 from mempipe.rollout import make_renderer
@@ -45,7 +46,7 @@ from mempipe.streams.groups import stream_groups
 from mempipe.tracking.tracker import last_run_id, read_metrics, tracking_uri
 from mempipe.training.tracker_front import TrackerFront
 from mempipe.training.training_rows import TrainingRows
-from mempipe.types import Context, Group
+from mempipe.types import Context, Group, Question
 from pipelines import train
 from pipelines.train import learn
 from tools.processes import Marked, Running, run
@@ -66,6 +67,8 @@ SHORT = [
 CHECKPOINTS = ["checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}"]
 FEW = 12
 """Questions of those, for what is slow."""
+NUM_ATTEMPTS = 8
+"""At each of them, where attempts are sampled."""
 START = Position()
 
 
@@ -259,16 +262,6 @@ def test_each_command_starts_its_roles_once_for_all_that_it_does(job):
         assert stdout.count("starting engines, retrievers and learner") == stdout.count("all roles are up") == 1
 
 
-@pytest.mark.learning
-def test_the_reward_rises(job):
-    report = json.loads((job.folder / "report.json").read_text())
-    rewards = [row["reward"] for row in read_metrics(job.folder / "metrics.jsonl") if "reward" in row]
-    assert report["em_start"] < 0.30
-    assert report["em_difference_low"] > 0.05, report  # of the interval of the paired difference
-    assert report["kept_rate_end"] > report["kept_rate_start"] + 0.1
-    assert fmean(rewards[2:]) > fmean(rewards[:2])
-
-
 def test_report_has_flat_numbers(job):
     report = json.loads((job.folder / "report.json").read_text())
     assert all(isinstance(value, int | float | str | None) for value in report.values())
@@ -412,16 +405,20 @@ class ConfinedLearner(LearnerActor):
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step.
+    """Roles of a strictly on-policy run from the job's warm-started model, and what they sample before any step, by
+    question.
 
-    Their engine was started with the job's export, and was asked for scores before it was given other weights.
+    Their engine was started with the job's export, and was asked for scores and attempts before it was given other
+    weights.
     """
 
     roles: Roles
     run: Run
     tracker: TrackerFront
     scores_of_export: list[list[float]]
-    greedy: dict[str, Group]  # by question, sampled as training does, but at temperature 0
+    before: dict[str, Group]  # all validation questions under the warm-started model, sampled as training does
+    after: dict[str, Group]  # and under the job's export
+    greedy: dict[str, Group]  # a few, as training does, but at temperature 0
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +435,7 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=10.0, schedule="constant", warmup_steps=0).model_dump(),
         tracking={"enabled": False},
     )
-    validation = read_questions(config.data.validation)[:FEW]
+    validation = read_questions(config.data.validation)
     exported = _with(config, model={"path": str(job.folder / "huggingface")})
     with (
         _actors_of_this_test(),
@@ -448,21 +445,25 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
         roles.wait()
         (engine,) = roles.generators.values()
         scores_of_export = ray.get([engine.score.remote(ids) for ids in _sequences(job)])
+        after = _played(roles, validation, group_size=NUM_ATTEMPTS)
         roles.load_policy(config.model)
         roles.canary = [load_tokenizer(config.model.path).encode_text(question.text) for question in validation[:2]]
         roles.sync(0)
-        spec = roles.driver_spec(sampling=SamplingConfig(temperature=0.0), group_size=2)
-        greedy = {
-            group.question.id: group
-            for group in stream_groups(spec, [(f"0/{question.id}", question) for question in validation])
-        }
         yield Started(
             roles=roles,
             run=Run(config),
             tracker=TrackerFront(config),
             scores_of_export=scores_of_export,
-            greedy=greedy,
+            before=_played(roles, validation, group_size=NUM_ATTEMPTS),
+            after=after,
+            greedy=_played(roles, validation[:FEW], group_size=2, temperature=0.0),
         )
+
+
+def _played(roles: Roles, questions: list[Question], *, group_size: int, temperature: float = 1.0) -> dict[str, Group]:
+    spec = roles.driver_spec(sampling=SamplingConfig(temperature=temperature), group_size=group_size)
+    groups = stream_groups(spec, [(f"0/{question.id}", question) for question in questions])
+    return {group.question.id: group for group in groups}
 
 
 @contextmanager
@@ -471,6 +472,30 @@ def _actors_of_this_test() -> Iterator[None]:
         patch.setattr(launching, "GeneratorActor", DeafGenerator)
         patch.setattr(launching, "LearnerActor", ConfinedLearner)
         yield
+
+
+@pytest.mark.learning
+def test_the_reward_rises(job, started):
+    """Six steps are few, so the policies before and after them attempt the same held-out questions several times.
+
+    In nine such runs, of five seeds, exact match of greedy answers rose from 1 of 96 questions to 12 up to 48. It
+    jumps: the likeliest memory is the useless one until a useful one has half of the probability. But a run that
+    learnt nothing (lr 1e-12) gave the greedy answers of before, so any rise tells. The means of sampled attempts move
+    steadily: in six runs exact match rose by 0.11 to 0.20 and the share of facts that were kept by 0.15 to 0.30, with
+    standard errors of 0.016 and 0.022. So the bars are almost five of them below the least rise. Attempts of one policy
+    differ by 0.01 and 0.02.
+    """
+    report = json.loads((job.folder / "report.json").read_text())
+    assert report["em_start"] < 0.30
+    assert report["em_end"] > report["em_start"], report
+    before, after = ([*played.values()] for played in (started.before, started.after))
+    assert len(before) == len(after) == NUM_QUESTIONS
+    assert _share_right(after) > _share_right(before) + 0.03
+    assert memory_quality(after)["kept_rate"] > memory_quality(before)["kept_rate"] + 0.05
+
+
+def _share_right(groups: list[Group]) -> float:
+    return fmean(trajectory.em for group in groups for trajectory in group.trajectories)
 
 
 def test_promise_9_training_and_evaluation_give_the_same_token_ids(job, started):
