@@ -142,8 +142,7 @@ def upgraded(
             for upgrade in upgrades:
                 time.sleep(REST_S)
                 settings |= upgrade
-                local.config = parse_section(settings, AgentServiceConfig)
-                local.deploy()
+                local.deploy(resolve(parse_section(settings, AgentServiceConfig)))
             time.sleep(REST_S)
         finally:
             over.set()

@@ -143,7 +143,7 @@ class Agent:
         """The name of the run, or of the model."""
         self.config: RunConfig = served.main
         """All settings of the agent, its engine and its retriever."""
-        self.partition = searched_by(served, service).partition
+        self.partition = searched_by(served).partition
         """The part of the corpus that is searched where a question names none; "" is all of it."""
         self._numbers = itertools.count(1)
         with ExitStack() as stack:

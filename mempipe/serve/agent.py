@@ -36,7 +36,14 @@ from mempipe.serve.mcp.stdio import KEY_VARIABLE
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
 from mempipe.serve.replicas.retriever_replica import RetrieverReplica
-from mempipe.serve.served_run import ServedRun, check_agent_service, resolve, searched_by, weights_version
+from mempipe.serve.served_run import (
+    ServedRun,
+    check_agent_service,
+    named_by,
+    resolve,
+    searched_by,
+    weights_version,
+)
 from mempipe.settings import ConfigError
 
 NAME = "agent"
@@ -49,8 +56,7 @@ def app(args: dict[str, Any]) -> Application:
     `args` are settings of AgentServiceConfig. The agents ask the engines of the application `generator`, or of the one
     that the user_config of the deployment `agent` names. Raises ConfigError.
     """
-    config = parse_section(args, AgentServiceConfig)
-    return _agents(config, resolve(config), ENGINES)
+    return _agents(resolve(parse_section(args, AgentServiceConfig)), ENGINES)
 
 
 def generator(args: dict[str, Any]) -> Application:
@@ -61,11 +67,11 @@ def generator(args: dict[str, Any]) -> Application:
     config = parse_section(args, AgentServiceConfig)
     if config.endpoint is not None:
         raise ConfigError(f"endpoint is {config.endpoint.url!r}, which samples; there are no engines to start")
-    return _engines(config, resolve(config))
+    return _engines(resolve(config))
 
 
-def _agents(config: AgentServiceConfig, served: ServedRun, engines: str) -> Application:
-    retrieval = served.main.retrieval
+def _agents(served: ServedRun, engines: str) -> Application:
+    config, retrieval = served.config, served.main.retrieval
     retriever = None
     if served.searches:
         retriever = (
@@ -91,10 +97,10 @@ def _agents(config: AgentServiceConfig, served: ServedRun, engines: str) -> Appl
     return agent.bind(config, retriever)
 
 
-def _engines(config: AgentServiceConfig, served: ServedRun) -> Application:
+def _engines(served: ServedRun) -> Application:
     main = served.main
     on_gpus = main.generation.tensor_parallel if ray.cluster_resources().get("GPU") else 0
-    engine = _deployment(GeneratorReplica, "generator", config.generator_replicas).options(
+    engine = _deployment(GeneratorReplica, "generator", served.config.generator_replicas).options(
         max_ongoing_requests=main.generation.max_num_seqs,
         graceful_shutdown_timeout_s=main.generation.timeout_s,
         ray_actor_options=_resources(on_gpus),
@@ -120,29 +126,34 @@ def _resources(num_gpus: int) -> dict[str, Any]:
 class LocalService:
     """The service on a local Serve: it deploys the two applications, and new weights next to the old ones."""
 
-    def __init__(self, config: AgentServiceConfig) -> None:
-        self.config = config
+    def __init__(self, served: ServedRun) -> None:
+        self.served = served
+        """The service that was deployed last; before that, the one to deploy first."""
         self._engines = ""
         self._agents: tuple[ServedRun, str] | None = None
         """Configs of the agents that were deployed last, and the hash of their index."""
 
-    def deploy(self) -> str:
-        """Deploys the service as its files are now, and returns the version of the weights.
+    def reload(self) -> str:
+        """Deploys the same service as its files are now, as `deploy` does. Raises ConfigError."""
+        return self.deploy(resolve(self.served.config))
+
+    def deploy(self, served: ServedRun) -> str:
+        """Deploys a resolved service, and returns the version of its weights.
 
         Engines of new weights start next to the old ones, which end when no request uses them. Agents and retrievers
-        are replaced if weights, settings of the run or the index are others than before. Raises ConfigError.
+        are replaced if weights, settings or the index are others than before.
         """
-        config, served = self.config, resolve(self.config)
+        config = served.config
         version = config.endpoint.model if config.endpoint else weights_version(served.main.model.path)
         engines, before = "generator-" + "".join(c if c.isalnum() else "-" for c in version), self._engines
         agents = served, _snapshot(served)
         if (engines, agents) == (before, self._agents):
             return version
-        if config.endpoint is None and engines != before:
-            serve.run(_engines(config, served), name=engines, route_prefix=None)
-        serve.run(_agents(config, served, engines), name=NAME, route_prefix="/")
-        self._engines, self._agents = engines, agents
-        if before and config.endpoint is None and engines != before:
+        if served.own_engine and engines != before:
+            serve.run(_engines(served), name=engines, route_prefix=None)
+        serve.run(_agents(served, engines), name=NAME, route_prefix="/")
+        self.served, self._engines, self._agents = served, engines, agents
+        if before and served.own_engine and engines != before:
             _wait_until_drained(config.timeout_s + 60)
             serve.delete(before)
         return version
@@ -172,7 +183,8 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
     other machines reach without API keys, and a RAY_ADDRESS.
     """
     config = parse_section(settings, AgentServiceConfig)
-    refuse(check_agent_service(config))
+    served = named_by(config)
+    refuse(check_agent_service(served))
     refuse(check_address(host=host, port=port, has_keys=bool(load_keys(config.keys))))
     # Serve's controller and proxy are started with this environment.
     keys = os.path.abspath(config.keys) if config.keys else ""
@@ -182,15 +194,16 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
         bodies.VARIABLE: str(config.max_body_bytes),
         strangers.VARIABLE: keys,
     }
-    service = LocalService(config)
+    service = LocalService(served)
     with local_serve(NAME, host=host, port=port) as url:
-        service.deploy()
+        service.deploy(served)
         yield url, service
 
 
-def welcome_lines(url: str, config: AgentServiceConfig) -> list[str]:
+def welcome_lines(url: str, served: ServedRun) -> list[str]:
     """Returns the lines that name the address, the searched part of the corpus, and a question with its answer."""
-    searched, source = searched_by(resolve(config), config), config.run or config.checkpoint
+    searched, config = searched_by(served), served.config
+    source = config.run or config.checkpoint
     lines = [f"serving {source} at {url} until Ctrl-C: a page to try it, and an OpenAI-compatible API at {url}/v1"]
     if searched.partition:
         lines.append(
@@ -217,13 +230,13 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
-        print("\n".join(welcome_lines(url, service.config)), flush=True)
+        print("\n".join(welcome_lines(url, service.served)), flush=True)
         while not stop.is_set():
             wake.wait()
             wake.clear()
             if not stop.is_set():
                 try:
-                    print(f"serving weights {service.deploy()}", flush=True)
+                    print(f"serving weights {service.reload()}", flush=True)
                 except (ConfigError, RuntimeError) as error:
                     print(f"the weights stay as they are: {' '.join(str(error).split())}", flush=True)
         print("ending; requests in flight are finished first", flush=True)

@@ -16,7 +16,7 @@ from mempipe.kinds import AGENT_APP, ENGINE_APP
 from mempipe.loader import load_values, parse_overrides, parse_section
 from mempipe.serve.config import ENGINES, AgentServiceConfig
 from mempipe.serve.http.keys import load_keys
-from mempipe.serve.served_run import check_agent_service
+from mempipe.serve.served_run import check_agent_service, named_by
 from mempipe.settings import ConfigError
 
 
@@ -47,10 +47,11 @@ def check_deployment(deployment: Deployment, *, devices: Devices | None = None) 
     if len(agents) != 1:
         raise ConfigError(f"{path} has {len(agents)} applications with import_path {AGENT_APP}; expected one")
     service = _settings(agents[0], changes)
-    findings = check_agent_service(service, devices=devices)
+    findings = check_agent_service(named_by(service), devices=devices)
     for other in engines.values():  # most often those of the agents
         if other != service:
-            findings += [each for each in check_agent_service(other, devices=devices) if each not in findings]
+            found = check_agent_service(named_by(other), devices=devices)
+            findings += [each for each in found if each not in findings]
     findings.append(_check_engines(agents[0], list(engines), service))
     if any(finding.fatal for finding in findings):
         return findings

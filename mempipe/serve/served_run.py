@@ -25,8 +25,9 @@ from mempipe.tracking.tracker import tracking_uri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRun:
-    """A resolved service. `agents` are by the name that requests call them by, the service's own first."""
+    """A service as its settings name it. `agents` are by the name that requests call them by, its own one first."""
 
+    config: AgentServiceConfig
     name: str
     agents: dict[str, RunConfig]
     sampling: SamplingConfig
@@ -41,32 +42,49 @@ class ServedRun:
     def searches(self) -> bool:
         return any(config.agent_spec.searches for config in self.agents.values())
 
+    @property
+    def own_engine(self) -> bool:
+        """Returns whether the service has engines; else an endpoint samples."""
+        return self.config.endpoint is None
+
+
+def named_by(config: AgentServiceConfig) -> ServedRun:
+    """Returns what `config` names. Only the settings of its runs are read; raises ConfigError where they are wrong."""
+    main = _run(config)
+    return ServedRun(
+        config=config,
+        name=config.name or _name(config),
+        agents={main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()},
+        sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
+        state=Path(config.state or _state(config)).absolute(),
+    )
+
 
 def resolve(config: AgentServiceConfig) -> ServedRun:
-    """Returns what `config` describes. Reads what the service will read; raises ConfigError."""
-    served = _described(config)
-    refuse(check_agents(served.agents, own_engine=config.endpoint is None))
+    """Returns what `config` names, checked: reads what the service will read. Raises ConfigError."""
+    served = named_by(config)
+    refuse(check_agents(served.agents, own_engine=served.own_engine))
     return served
 
 
-def searched_by(served: ServedRun, config: AgentServiceConfig) -> CorpusReply:
+def searched_by(served: ServedRun) -> CorpusReply:
     """Returns what the service searches, and questions that it can answer. Raises ConfigError."""
-    return describe_corpus(served.main, searches=served.searches, partition=config.partition)
+    return describe_corpus(served.main, searches=served.searches, partition=served.config.partition)
 
 
-def check_agent_service(config: AgentServiceConfig, *, devices: Devices | None = None) -> list[Finding]:
+def check_agent_service(served: ServedRun, *, devices: Devices | None = None) -> list[Finding]:
     """Returns all findings about what a service needs: agents, weights, index, keys, its folder, GPUs and memory.
 
-    `devices` as in `mempipe.checks.run.check_run`. Raises ConfigError when the settings themselves are wrong.
+    `devices` as in `mempipe.checks.run.check_run`.
     """
-    served, own_engine = _described(config), config.endpoint is None
+    config = served.config
     findings = [
-        *check_agents(served.agents, own_engine=own_engine),
-        attempt(lambda: searched_by(served, config), "partition, and example questions of data.validation"),
+        *check_agents(served.agents, own_engine=served.own_engine),
+        attempt(lambda: searched_by(served), "partition, and example questions of data.validation"),
         check_writable(served.state, setting="state"),
         attempt(lambda: load_keys(config.keys), f"keys: {config.keys or 'none but those of MEMPIPE_API_KEYS'}"),
     ]
-    if own_engine:
+    if served.own_engine:
         findings += place_roles(_at_the_least(config, served.main), devices, training=False)
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(served.main)]
 
@@ -84,16 +102,6 @@ def weights_version(path: str) -> str:
         (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))
     ]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()[:12]
-
-
-def _described(config: AgentServiceConfig) -> ServedRun:
-    main = _run(config)
-    return ServedRun(
-        name=config.name or _name(config),
-        agents={main.agent.name: main} | {name: _further(source, main) for name, source in config.agents.items()},
-        sampling=config.sampling or SamplingConfig(temperature=main.evaluation.temperature),
-        state=Path(config.state or _state(config)).absolute(),
-    )
 
 
 def _at_the_least(config: AgentServiceConfig, main: RunConfig) -> RunConfig:

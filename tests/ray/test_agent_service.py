@@ -399,11 +399,11 @@ def test_new_weights_take_over_without_a_failed_request(running):
         return answer.status_code, version, version == new or is_right(running, question, answer.json())
 
     with clients(running, 4, check) as seen:
-        assert running.local.deploy() == new
+        assert running.local.reload() == new
         time.sleep(1)
     assert set(seen) == {(200, old, True), (200, new, True)}
     assert running.ask("who ?").json()["model_version"] == new
-    assert running.local.deploy() == new  # nothing to do
+    assert running.local.reload() == new  # nothing to do
 
 
 def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running, world, tmp_path):

@@ -57,7 +57,7 @@ def run(tmp_path_factory) -> Path:
 
 def searched(**settings) -> CorpusReply:
     config = parse_section(settings, AgentServiceConfig)
-    return searched_by(resolve(config), config)
+    return searched_by(resolve(config))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_an_agent_that_reads_is_offered_texts(tmp_path):
 
 
 def test_the_first_words_of_the_service_hold_a_question_and_its_answer(run):
-    lines = welcome_lines("http://127.0.0.1:8000", AgentServiceConfig(run=str(run)))
+    lines = welcome_lines("http://127.0.0.1:8000", resolve(AgentServiceConfig(run=str(run))))
     words = shlex.split(lines[-1])
     assert lines[-1].count("'") == 4  # the header and the body, each between two
     asked = json.loads(words[words.index("-d") + 1])
@@ -144,7 +144,8 @@ def test_the_first_words_of_the_service_hold_a_question_and_its_answer(run):
 
 def test_with_keys_the_line_to_try_sends_one(run, tmp_path):
     (tmp_path / "keys").write_text(new_key("ann")[1].line())
-    line = welcome_lines("http://127.0.0.1:8000", AgentServiceConfig(run=str(run), keys=str(tmp_path / "keys")))[-1]
+    served = resolve(AgentServiceConfig(run=str(run), keys=str(tmp_path / "keys")))
+    line = welcome_lines("http://127.0.0.1:8000", served)[-1]
     assert "authorization: Bearer $MEMPIPE_API_KEY" in shlex.split(line)
 
 

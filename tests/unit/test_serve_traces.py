@@ -10,6 +10,7 @@ from service_builders import QUESTIONS, build_service, config_of, running
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas import traces
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.served_run import ServedRun
@@ -29,7 +30,8 @@ def tokenizer(tmp_path_factory) -> HFTokenizer:
 def served(folder, uri: str) -> ServedRun:
     config = config_of("memsearcher").model_copy(update={"tracking": TrackingConfig(uri=uri)})
     sampling = SamplingConfig(temperature=0.0)
-    return ServedRun(name="tiny", agents={"memsearcher": config}, sampling=sampling, state=folder)
+    service = AgentServiceConfig()
+    return ServedRun(config=service, name="tiny", agents={"memsearcher": config}, sampling=sampling, state=folder)
 
 
 @pytest.mark.slow  # an MLflow store

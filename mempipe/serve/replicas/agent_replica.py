@@ -46,7 +46,7 @@ class AgentReplica:
         self._engine: ServedEngine | EndpointEngine | None = None
         if config.trace_share:
             self._traces = SampledTraces(served, share=config.trace_share, decode=self._tokenizer.decode)
-        self._searched = searched_by(served, config)
+        self._searched = searched_by(served)
         self._answering = Answering(
             served.name,
             served.agents,
