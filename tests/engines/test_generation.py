@@ -5,10 +5,13 @@ gone.
 from __future__ import annotations
 
 import asyncio
+from asyncio import Task
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, model_scores, prompts
+from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, held, model_scores, prompts
 from transformers import Qwen2ForCausalLM
 
 from mempipe.agents.rendering import AnswerProbe
@@ -76,7 +79,11 @@ async def test_the_engine_counts_its_steps_its_queue_and_its_cache(generator, se
     load = generator.take_load()
     assert 6 <= load.running <= load.steps <= 10 and load.most_waiting == 0 and 0 < load.most_cache_use < 1
     assert load.prompt_tokens == 128 and 0 < load.cached_tokens < 64
-    await asyncio.gather(*(complete(generator, prompt) for prompt in prompts(100)))
+    with held(generator, after=0):  # all requests are there before the first step, more than the engine has room for
+        tasks = [asyncio.create_task(complete(generator, prompt)) for prompt in prompts(100)]
+        while await generator._engine.num_under_way() < 100:
+            await asyncio.sleep(0.001)
+    await asyncio.gather(*tasks)
     load = generator.take_load()
     assert load.running / load.steps > 2 and load.most_waiting > 0
     assert generator.take_load().steps == 0
@@ -203,23 +210,24 @@ def in_flight(generator, monkeypatch) -> None:
     monkeypatch.setattr(generator, "_config", generator._config.model_copy(update={"updates_in_flight": True}))
 
 
-async def under_way(generator: Generator, count: int) -> list[tuple[list[int], asyncio.Task[Completion]]]:
-    """Starts completions, and returns while the engine samples them."""
-    tasks = [(prompt, asyncio.create_task(complete(generator, prompt, 200))) for prompt in prompts(count)]
-    await asyncio.sleep(0.2)
-    assert not any(task.done() for _, task in tasks)
-    return tasks
+@asynccontextmanager
+async def under_way(generator: Generator, count: int) -> AsyncIterator[list[tuple[list[int], Task[Completion]]]]:
+    """Starts completions of 200 ids; the engine has sampled some of them, and samples no more until the block ends."""
+    with held(generator, after=20) as steps_are_taken:
+        tasks = [(prompt, asyncio.create_task(complete(generator, prompt, 200))) for prompt in prompts(count)]
+        await steps_are_taken()
+        yield tasks
 
 
 async def test_new_weights_in_flight_sample_the_rest_from_a_cache_computed_anew(generator, serve, in_flight):
     """Log-probs are those of the version that a token carries, given everything before it: no cache of old weights."""
     models = {await serve(build_model(seed=0)): build_model(seed=0)}
-    tasks = await under_way(generator, 20)
-    models[await serve(build_model(seed=1))] = build_model(seed=1)
+    async with under_way(generator, 20) as tasks:
+        models[await serve(build_model(seed=1))] = build_model(seed=1)
     completions = [(prompt, await task) for prompt, task in tasks]
     before, after = models
     crossed = [(prompt, c) for prompt, c in completions if set(c.policy_versions) == {before, after}]
-    assert crossed and all(c.policy_version == after and len(c.policy_versions) == 200 for _, c in crossed)
+    assert len(crossed) == 20 and all(c.policy_version == after and len(c.policy_versions) == 200 for _, c in crossed)
     for prompt, completion in crossed[:6]:
         scores = {v: model_scores(model, prompt + completion.token_ids)[-200:] for v, model in models.items()}
         expected = [scores[version][i] for i, version in enumerate(completion.policy_versions)]
@@ -228,9 +236,9 @@ async def test_new_weights_in_flight_sample_the_rest_from_a_cache_computed_anew(
 
 
 async def test_completions_that_stood_still_fail_with_a_transfer_that_fails(generator, serve, in_flight):
-    tasks = await under_way(generator, 4)
-    with pytest.raises(WeightTransferFailed):
-        await generator.load_weights(WeightHandle(version=99), 99)
+    async with under_way(generator, 4) as tasks:
+        with pytest.raises(WeightTransferFailed):
+            await generator.load_weights(WeightHandle(version=99), 99)
     for _, task in tasks:
         with pytest.raises(WeightTransferFailed, match="no whole set of weights: loading version 99 failed"):
             await task

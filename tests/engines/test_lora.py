@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from tiny_qwen2 import CANARY, MAX_MODEL_LEN, VOCAB_SIZE, prompts
+from tiny_qwen2 import CANARY, MAX_MODEL_LEN, VOCAB_SIZE, held, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mempipe.engines.config import GenerationConfig, LearnerConfig, ModelConfig, OptimizerConfig, SamplingConfig
@@ -135,10 +135,13 @@ async def test_canaries_are_scored_beside_completions(tmp_path):
             adapted.generator.generate(ids, max_tokens=200, sampling=SamplingConfig(), stop_token_ids=[])
             for ids in prompts(4)
         ]
-        tasks = [asyncio.create_task(call) for call in calls]
-        await asyncio.sleep(0.1)
-        assert not any(task.done() for task in tasks)
-        check_canary(await adapted.scores(), adapted.learner.score(CANARY), tolerance=1e-4)
+        with held(adapted.generator, after=20) as steps_are_taken:
+            tasks = [asyncio.create_task(call) for call in calls]
+            await steps_are_taken()
+            scores = asyncio.create_task(adapted.scores())
+            while await adapted.generator._engine.num_under_way() < len(tasks) + len(CANARY):
+                await asyncio.sleep(0.001)
+        check_canary(await scores, adapted.learner.score(CANARY), tolerance=1e-4)
         await asyncio.gather(*tasks)
 
 
@@ -160,13 +163,14 @@ async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapt
     calls = [
         generator.generate(ids, max_tokens=200, sampling=SamplingConfig(), stop_token_ids=[]) for ids in prompts(12)
     ]
-    tasks = [asyncio.create_task(call) for call in calls]
-    await asyncio.sleep(0.2)
-    adapted.learner.step([update(4)])
-    after = await adapted.sync()
+    with held(generator, after=20) as steps_are_taken:
+        tasks = [asyncio.create_task(call) for call in calls]
+        await steps_are_taken()
+        adapted.learner.step([update(4)])
+        after = await adapted.sync()
     completions = await asyncio.gather(*tasks)
     crossed = [i for i, completion in enumerate(completions) if set(completion.policy_versions) == {before, after}]
-    assert crossed
+    assert len(crossed) == 12
     for i in crossed[:4]:
         (scores,) = adapted.learner.score([prompts(12)[i] + completions[i].token_ids])
         new = [place - 200 for place, version in enumerate(completions[i].policy_versions) if version == after]

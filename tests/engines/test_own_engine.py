@@ -68,15 +68,28 @@ async def started(model_path, temporary, monkeypatch) -> AsyncIterator[Started]:
 
 
 async def sample_much(started: Started) -> None:
+    """Starts completions, and stops the engine's processes as soon as it samples them."""
+    started.generator.take_load()
     started.pending = [asyncio.create_task(complete(started.generator, prompt, 200)) for prompt in prompts(30)]
-    await asyncio.sleep(0.2)
+    while not started.generator._load.steps:
+        await asyncio.sleep(0.001)
+    for process in started.processes:
+        process.suspend()  # from here on it takes calls and answers none
     assert not any(task.done() for task in started.pending)
+
+
+def go_on(started: Started) -> None:
+    for process in started.processes:
+        process.resume()
 
 
 async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shut_down(started, temporary):
     generator, (before, after) = started.generator, (build_model(seed=0), build_model(seed=1))
     await sample_much(started)
-    await generator.load_weights(pack_weights(after.state_dict()), 1)
+    update = asyncio.create_task(generator.load_weights(pack_weights(after.state_dict()), 1))
+    await asyncio.sleep(0.1)  # the request to pause is on its way
+    go_on(started)
+    await update
     completions = await asyncio.gather(*started.pending)
     crossed = [i for i, completion in enumerate(completions) if set(completion.policy_versions) == {0, 1}]
     assert crossed
@@ -94,6 +107,7 @@ async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shu
     with pytest.raises(asyncio.CancelledError):
         await started.pending[0]
     assert await generator._engine.num_under_way() == 29
+    go_on(started)
     await generator.shutdown()
     results = await asyncio.wait_for(asyncio.gather(*started.pending[1:], return_exceptions=True), GONE_WITHIN_S)
     assert [type(result) for result in results] == [EngineDead] * 29
@@ -105,8 +119,6 @@ async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shu
 async def test_its_death_reaches_every_call_at_once(started):
     generator = started.generator
     await sample_much(started)
-    for process in started.processes:
-        process.suspend()  # from here on it takes calls and answers none
     control = asyncio.create_task(generator.connect({}))
     transfer = asyncio.create_task(generator.load_weights(WeightHandle(version=1), 1))
     await asyncio.sleep(0.1)

@@ -7,13 +7,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
 import torch.distributed as dist
-from tiny_qwen2 import engine_processes, left_in, make_generator, prompts
+from tiny_qwen2 import engine_processes, held, left_in, make_generator, prompts
 
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import EngineDead, EngineFault, Generator
@@ -28,22 +29,24 @@ async def complete(generator: Generator, prompt: list[int], max_tokens: int = 6)
     return await generator.generate(prompt, max_tokens=max_tokens, sampling=SamplingConfig(), stop_token_ids=[])
 
 
-async def many_under_way(generator: Generator) -> list[asyncio.Task[Completion]]:
-    tasks = [asyncio.create_task(complete(generator, prompt, 200)) for prompt in prompts(30)]
-    await asyncio.sleep(0.2)
-    assert not any(task.done() for task in tasks)
-    return tasks
+@asynccontextmanager
+async def many_under_way(generator: Generator) -> AsyncIterator[list[asyncio.Task[Completion]]]:
+    """Starts 30 completions of 200 ids; the engine has sampled some, and samples no more until the block ends."""
+    with held(generator, after=20) as steps_are_taken:
+        tasks = [asyncio.create_task(complete(generator, prompt, 200)) for prompt in prompts(30)]
+        await steps_are_taken()
+        yield tasks
 
 
 async def test_a_step_that_fails_is_the_death_of_the_engine_for_every_call(model_path, monkeypatch):
     generator = make_generator(model_path)
     await generator.start()
-    tasks = await many_under_way(generator)
 
     def fail() -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(generator._engine._vllm, "step", fail)
+    async with many_under_way(generator) as tasks:
+        monkeypatch.setattr(generator._engine._vllm, "step", fail)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=SOON_S)
     assert [type(result) for result in results] == [EngineDead] * 30
     assert "RuntimeError: the device is lost" in str(results[0])
@@ -68,8 +71,8 @@ async def test_a_shutdown_ends_completions_and_frees_thread_and_memory(model_pat
     await generator.start()
     assert isinstance(generator._engine, SharedEngine) and engine_processes(psutil.Process()) == children
     model = weakref.ref(generator._engine._vllm.model_executor.driver_worker.worker.get_model())
-    tasks = await many_under_way(generator)
-    await generator.shutdown()
+    async with many_under_way(generator) as tasks:
+        await generator.shutdown()
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=SOON_S)
     assert [type(result) for result in results] == [EngineDead] * 30
     assert model() is None and not dist.is_initialized()
@@ -93,11 +96,11 @@ async def generator(model_path: Path) -> AsyncIterator[Generator]:
 
 
 async def test_a_cancelled_completion_is_dropped_by_the_engine(generator):
-    tasks = await many_under_way(generator)
-    for task in tasks[:20]:
-        task.cancel()
-    await asyncio.wait(tasks[:20])
-    assert await generator._engine.num_under_way() == 10
+    async with many_under_way(generator) as tasks:
+        for task in tasks[:20]:
+            task.cancel()
+        await asyncio.wait(tasks[:20])
+        assert await generator._engine.num_under_way() == 10
     assert all(len(completion.token_ids) == 200 for completion in await asyncio.gather(*tasks[20:]))
 
 

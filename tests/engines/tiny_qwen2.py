@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mempipe.engines.config import GenerationConfig, ModelConfig
 from mempipe.engines.generator import Generator
+from mempipe.engines.vllm_shared import SharedEngine
 from tools.processes import command_line
 
 VOCAB_SIZE = 300
@@ -80,6 +86,37 @@ def make_generator(model_path: Path, *, dtype: str = "float32", **settings: obje
     # On a GPU two engines of these tests live side by side.
     config = GenerationConfig(**{"max_num_seqs": 64, "timeout_s": 300.0, "gpu_memory_utilization": 0.3, **settings})
     return Generator(ModelConfig(path=str(model_path), dtype=dtype), config, max_model_len=MAX_MODEL_LEN, seed=1)
+
+
+@contextmanager
+def held(generator: Generator, *, after: int) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Lets an engine of this process take `after` steps, and no further one until the block ends.
+
+    Meanwhile it takes requests and does what is asked of it between two steps. Yields a function that waits until the
+    steps are taken.
+    """
+    engine, taken, let_go = generator._engine, 0, threading.Event()
+    assert isinstance(engine, SharedEngine)
+    does_what_is_asked = engine._does_what_is_asked
+
+    def holds() -> bool:
+        nonlocal taken
+        while (goes_on := does_what_is_asked()) and taken >= after and not let_go.is_set():
+            time.sleep(0.001)
+        taken += goes_on
+        return goes_on
+
+    async def all_taken() -> None:
+        while taken < after:
+            generator.check_alive()
+            await asyncio.sleep(0.001)
+
+    engine._does_what_is_asked = holds
+    try:
+        yield all_taken
+    finally:
+        let_go.set()
+        del engine._does_what_is_asked
 
 
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
