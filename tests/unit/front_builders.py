@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,9 +49,16 @@ def head(path: str = "/v1/answer", length: int = 100, **headers: str) -> bytes:
 
 def status_of(connection: socket.socket) -> int | None:
     """Status of what the server answers; None when it closes the connection instead."""
-    connection.settimeout(10)
+    connection.settimeout(60)
     try:
         answer = connection.recv(4096)
     except ConnectionResetError:
         return None
     return int(answer.split()[1]) if answer else None
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -39,6 +39,12 @@ async def slow_double(number, seconds=0.0):
     return 2 * number
 
 
+async def opened(number, gate):
+    """Doubles a number when the gate is open."""
+    await gate.wait()
+    return 2 * number
+
+
 async def settled(wire, line):
     """All exchanges have ended, and neither end remembers anything."""
     while line._exchanges:
@@ -67,13 +73,16 @@ def test_requests_of_one_turn_of_the_loop_travel_in_one_exchange():
 
 def test_a_short_request_does_not_wait_for_a_long_one_of_the_same_exchange():
     async def main():
-        wire = Wire(slow_double)
+        wire = Wire(opened)
         line = BatchedClient(wire)
-        long = asyncio.ensure_future(line.ask(1, 0.3))
-        assert await line.ask(2) == 4
+        closed, open_ = asyncio.Event(), asyncio.Event()
+        open_.set()
+        long = asyncio.ensure_future(line.ask(1, closed))
+        assert await line.ask(2, open_) == 4
         assert not long.done()
-        assert await line.ask(3) == 6  # a later exchange does not wait for it either
+        assert await line.ask(3, open_) == 6  # a later exchange does not wait for it either
         assert not long.done()
+        closed.set()
         assert await long == 2
         await settled(wire, line)
 
@@ -140,10 +149,6 @@ def test_a_dead_actor_fails_every_request_and_one_that_is_back_answers_again():
 
 
 def test_requests_that_died_between_two_exchanges_fail_instead_of_waiting_for_ever():
-    async def opened(number, gate):
-        await gate.wait()
-        return 2 * number
-
     async def main():
         first, second = asyncio.Event(), asyncio.Event()
         wire = Wire(opened)

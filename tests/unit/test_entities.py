@@ -105,7 +105,7 @@ def test_the_rules_take_time_in_proportion_to_the_text(text):
     text = re.sub(r"\{i\}", lambda _: str(next(numbers)), text)
     started = time.process_time()
     RuleFinder().find([text])
-    assert time.process_time() - started < 4  # measured: under 1 s; a quadratic one needs minutes
+    assert time.process_time() - started < 20  # measured: under 1 s; a quadratic one needs minutes
 
 
 def test_entities_do_not_overlap_and_come_in_order():

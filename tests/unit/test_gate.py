@@ -53,7 +53,7 @@ def client_of(app: Any, **limits: Any) -> httpx.AsyncClient:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -123,7 +123,7 @@ class Connection:
         self.sent.append(message)
 
     async def ended(self) -> None:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(60):
             await self.request
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from email.utils import formatdate
+from functools import partial
 
 import pytest
 from faulty_server import Answer, drips, faulty, hangs, resets, says
@@ -144,14 +145,20 @@ async def test_a_cancelled_call_asks_no_more(answer):
         assert len(asked) == num_asked
 
 
-async def test_a_place_is_free_while_another_call_pauses():
-    busy = says({}, status=503, headers={"Retry-After": "1"})
-    async with served([busy, says({"a": 1})]) as (client, asked):
+async def test_a_place_is_free_while_another_call_pauses(monkeypatch):
+    pauses, is_over = asyncio.Event(), asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.set()
+        await is_over.wait()
+
+    async with served([says({}, status=503), says({"a": 1})]) as (client, asked):
+        monkeypatch.setattr(http_client, "AsyncRetrying", partial(http_client.AsyncRetrying, sleep=pause))
         first = asyncio.create_task(client.request("GET", "first"))
-        while not asked:
-            await asyncio.sleep(0.01)
+        await pauses.wait()
         await client.request("GET", "second")
         assert not first.done()
+        is_over.set()
         await first
         assert [each["head"].split()[1] for each in asked] == ["/v1/first", "/v1/second", "/v1/first"]
 

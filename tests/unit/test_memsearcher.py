@@ -174,7 +174,7 @@ async def test_the_calls_of_one_action_are_searched_at_the_same_time():
     both = asyncio.Barrier(2)
 
     async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
-        await asyncio.wait_for(both.wait(), timeout=5)
+        await asyncio.wait_for(both.wait(), timeout=60)
         return SearchResult(passages=[Passage(id=query, title=query, text=f"about {query}")], snapshot="s")
 
     calls = "".join(

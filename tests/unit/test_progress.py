@@ -15,7 +15,7 @@ from pipelines.train import phases
 from pipelines.warm_start import _said_of_faults
 
 
-def until(condition, *, seconds: float = 20.0) -> None:
+def until(condition, *, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

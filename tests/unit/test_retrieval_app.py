@@ -83,9 +83,10 @@ class Blocked:
     def __init__(self, failure: Exception | None = None) -> None:
         self.released = threading.Event()
         self.failure = failure
+        self.num_asked = 0
 
     def check(self, query: Query) -> None:
-        pass
+        self.num_asked += 1
 
     def cached(self, query: Query) -> None:
         return None
@@ -93,7 +94,7 @@ class Blocked:
     def search(self, queries: Sequence[Query]) -> list[SearchResult]:
         if self.failure is not None:
             raise self.failure
-        assert self.released.wait(10)
+        assert self.released.wait(60)
         return [SearchResult(passages=[Passage(id="0", title="t", text=query.text)], snapshot="s") for query in queries]
 
 
@@ -222,7 +223,8 @@ async def test_requests_beyond_the_limit_are_turned_away_at_once_and_those_under
     retriever = Blocked()
     async with client_of(retriever) as client:
         under_way = [asyncio.create_task(client.post("/search", json={"query": text})) for text in "ab"]
-        await asyncio.sleep(0.1)
+        while retriever.num_asked < 2:
+            await asyncio.sleep(0.001)
         refused = await client.post("/search", json={"query": "c"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "2 requests are in flight" in refused.json()["detail"]

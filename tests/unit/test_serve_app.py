@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from front_builders import until
 from service_builders import BY_TEXT, CONFIGS, QUESTIONS, Service, build_service, config_of, running, search
 
 from mempipe.agents.registry import agent_spec
@@ -78,15 +79,6 @@ def ask(service: Service, question: str = TWO_HOPS.text, **body: Any) -> dict[st
     answer = post(service, question=question, **body)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def until(condition) -> float:
-    """Seconds until the condition holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() < started + 10
-        time.sleep(0.005)
-    return time.monotonic() - started
 
 
 def test_an_answer_comes_with_its_trace(service):
@@ -199,7 +191,7 @@ def test_a_fault_is_503_with_retry_after(service):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_place_within_a_second(service, stream):
+def test_a_client_that_hangs_up_frees_its_place_while_its_work_would_go_on(service, stream):
     service.engine.go_on.clear()
     with httpx.Client(base_url=service.url) as client:
         request = client.build_request("POST", "/v1/answer", json={"question": TWO_HOPS.text, "stream": stream})
@@ -212,7 +204,8 @@ def test_a_client_that_hangs_up_frees_its_place_within_a_second(service, stream)
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.send(client.build_request("POST", "/v1/answer", json={"question": TWO_HOPS.text}, timeout=0.3))
-    assert until(lambda: service.engine.under_way == 0) < 1.0
+    until(lambda: service.engine.under_way == 0)
+    assert not service.engine.go_on.is_set()
 
 
 def test_several_objectives_are_asked_as_evaluations_ask_them(service):
@@ -494,7 +487,7 @@ def test_beyond_the_limit_load_is_shed_and_what_got_in_is_answered(tokenizer, tm
                 service.engine.go_on.set()
                 return await asyncio.gather(*tasks)
 
-        answers = asyncio.run(asyncio.wait_for(flood(), 20))
+        answers = asyncio.run(asyncio.wait_for(flood(), 60))
     assert sorted(answer.status_code for answer in answers) == [200] * 4 + [503] * 12
     assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 503)
     assert service.engine.most_under_way == 4
@@ -777,7 +770,7 @@ def test_openai_cancelled_stream_stops_the_work(guarded):
     next(iter(stream))
     until(lambda: guarded.engine.under_way == 1)
     stream.close()
-    assert until(lambda: guarded.engine.under_way == 0) < 1.0
+    until(lambda: guarded.engine.under_way == 0)
     guarded.engine.go_on.set()
 
 

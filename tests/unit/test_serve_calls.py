@@ -111,7 +111,8 @@ async def test_an_error_of_the_request_passes_at_once():
 async def test_a_cancelled_call_is_cancelled_at_its_replica():
     method = Method(hangs)
     task = asyncio.create_task(call(method, role="generator", timeout_s=60))
-    await asyncio.sleep(0.05)
+    while not method.responses:
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front_builders import ASKED, echo, head, served, status_of
+from front_builders import ASKED, echo, head, served, status_of, until
 
 from mempipe.serve.http import bodies, connections
 from mempipe.serve.http.gate import Gate
@@ -29,7 +29,9 @@ def post(address: tuple[str, int], body: bytes = b"hello", path: str = "/v1/answ
     return httpx.post(f"http://{address[0]}:{address[1]}{path}", content=body, timeout=10)
 
 
-def test_a_whole_body_is_passed_on(address):
+def test_a_whole_body_is_passed_on(address, monkeypatch):
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(bodies, "TIMEOUT_S", 60.0)
     assert post(address).text == "hello"
     assert post(address, b"x" * 2**20).status_code == 200
 
@@ -69,16 +71,23 @@ def test_a_body_that_is_too_large_is_413_before_it_is_read(address):
 def test_slow_bodies_of_one_address_are_limited_and_others_are_answered(address, monkeypatch):
     monkeypatch.setattr(bodies, "TIMEOUT_S", 20.0)
     monkeypatch.setattr(bodies, "MAX_PER_ADDRESS", 3)
+    reading = []
+
+    async def read_body(*arguments: Any, **settings: Any) -> bytes:
+        reading.append(arguments)
+        return await read(*arguments, **settings)
+
+    read = bodies.read_body
+    monkeypatch.setattr(bodies, "read_body", read_body)
     with ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
         for connection in slow[:3]:
             connection.sendall(head() + b"x")
-        time.sleep(0.3)
+        until(lambda: len(reading) == 3)
         slow[3].sendall(head() + b"x")
         assert status_of(slow[3]) == 429
         assert post(address, b"", "/healthz").status_code == 200
-    time.sleep(0.3)
-    assert post(address).status_code == 200  # those that hung up count no more
+    until(lambda: post(address).status_code == 200)  # those that hung up count no more
 
 
 def test_five_hundred_slow_sockets_leave_the_others_alone(address, monkeypatch):
@@ -98,7 +107,7 @@ def test_a_header_that_does_not_come_closes_the_connection(address, sent):
         connection.sendall(sent)
         started = time.monotonic()
         assert status_of(connection) is None
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
     assert ASKED == []
 
 
@@ -126,9 +135,9 @@ def test_an_address_has_so_many_connections(address, monkeypatch):
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(address))
-        time.sleep(0.3)
+        until(lambda: connections.GuardedProtocol.per_address.total() >= 3)
         assert status_of(stack.enter_context(socket.create_connection(address))) is None
-    time.sleep(0.3)
+    until(lambda: connections.GuardedProtocol.per_address.total() == 0)
     assert post(address).status_code == 200
     assert connections.GuardedProtocol.per_address.total() <= 1
 

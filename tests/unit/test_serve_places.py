@@ -107,10 +107,10 @@ async def test_the_gate_lets_those_wait_that_ask_for_it():
 
     gate: Any = Gate(app, max_body_bytes=10, max_in_flight=1, max_waiting=10, max_wait_s=5.0)
     first = Client(gate, "ann")
-    await asyncio.sleep(0.01)
+    await settle()
     refused, waiting = Client(gate, "bob"), Client(gate, "bob", "respond-async, wait=100")
     gone, late = Client(gate, "carl", "wait=3"), Client(gate, "dora", "WAIT=0")
-    await asyncio.sleep(0.01)
+    await settle()
     gone.hang_up()
     await gone.task
     assert (refused.status, late.status, waiting.status) == (503, 503, 0)

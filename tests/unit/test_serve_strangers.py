@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from front_builders import ASKED, echo, head, served, status_of
+from front_builders import ASKED, echo, head, served, status_of, until
 from starlette.responses import PlainTextResponse
 
 from mempipe.serve.http import connections, probes, strangers
@@ -96,13 +96,13 @@ def test_what_comes_besides_a_request_is_limited(address, first, then):
 
 
 def is_cut_off(address: tuple[str, int], first: bytes, then: bytes) -> bool:
-    """Whether a connection that sends `then` over and over is closed within two seconds, without taking memory."""
+    """Whether a connection that sends `then` over and over is closed soon, without taking memory."""
     before, started = psutil.Process().memory_info().rss, time.monotonic()
     with socket.create_connection(address) as connection:
-        connection.settimeout(5)
+        connection.settimeout(60)
         try:
             connection.sendall(first)
-            while time.monotonic() < started + 2:
+            while time.monotonic() < started + 30:
                 connection.sendall(then)
             return False
         except ConnectionError:
@@ -169,13 +169,6 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
         connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         until(lambda: connections.GuardedProtocol.per_address.total() == 1)
         until(lambda: connections.GuardedProtocol.per_address.total() == 0)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 async def asked_together(number: int, path: str, *, addresses: int = 1) -> list[int]:

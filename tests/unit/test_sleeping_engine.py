@@ -63,7 +63,7 @@ async def test_the_cache_comes_back_by_a_call_of_its_own_and_completions_wait_fo
     assert not waiting.done()
     await generator.wake()
     await generator.wake()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
     assert (engine.told[-1], engine.told.count("wake kv_cache"), engine.told.count("sleep 2")) == (
         "wake kv_cache",
         1,

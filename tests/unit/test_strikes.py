@@ -138,7 +138,7 @@ def test_faults_at_random_end_with_the_work_done_and_none_missed(monkeypatch, tm
         hour.Plan(number=i, job="training", is_first=not i, way=way, role="driver", place="collect", seconds=0.1)
         for i, way in enumerate(ways)
     ]
-    hour.block(faults, journal, tmp_path, until=time.time() + 60)
+    hour.block(faults, journal, tmp_path, until=time.time() + 600)
     assert journal.misses == []
     assert "driver frozen" in journal.table() and "0 missed" in journal.table()
     assert journal.faults[-1].what == "what it leaves behind"

@@ -177,7 +177,7 @@ class Browser:
     def send(self, method: str, **parameters):
         number = next(self._ids)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
-        while (reply := json.loads(self._connection.recv(timeout=20))).get("id") != number:
+        while (reply := json.loads(self._connection.recv(timeout=60))).get("id") != number:
             pass
         assert "error" not in reply, reply
         return reply["result"]
