@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
@@ -20,7 +20,10 @@ from tools.guard import leave_nothing_behind
 if TYPE_CHECKING:
     from mempipe.config import RunConfig
 
-settings.register_profile("mempipe", deadline=None)  # no example fails by the clock: the machine may be busy
+# No example fails by the clock, since the machine may be busy, and a test draws the same examples each time:
+# `--hypothesis-profile=anew` draws others.
+settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("mempipe", parent=settings.get_profile("anew"), derandomize=True)
 settings.load_profile("mempipe")
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
 
