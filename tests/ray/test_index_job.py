@@ -20,6 +20,7 @@ from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.beacons import VARIABLE
 from mempipe.data.corpus import corpus_files
 from mempipe.retrieval.build import IndexBuild, encode_segment
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
@@ -27,7 +28,7 @@ from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.retriever import Query, Retriever
 from tools.processes import Marked, Running, run
 
-NUM_PASSAGES = 20_000
+NUM_PASSAGES = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def settings_of(folder: Path, output: str) -> dict[str, Any]:
         "encoder": {"kind": "hashing", "dimension": 256},
         "lexical": True,
         "segment_passages": 500,
-        "faiss": {"shard_passages": 7_000},
+        "faiss": {"shard_passages": 3_500},
     }
 
 
@@ -72,8 +73,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_bytes(folder):
-    marked = Marked()
+def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_bytes(folder, tmp_path):
+    beacons = tmp_path / "beacons"
+    beacons.mkdir()
+    (beacons / "hold-index.encode").write_text(json.dumps({"segment": 5}))  # which stays undone
+    marked = Marked({VARIABLE: str(beacons)})
     encoded = folder / ".killed.building" / "unfinished" / "encoded"
     try:
         build = Running(command_of(folder, "killed"), marked=marked, cwd=folder)
@@ -82,7 +86,8 @@ def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_
         assert marked.survivors(named="Segment") == []  # Ray's own agents are not ours to judge
         marked.end()
         done = len(list(encoded.glob("*.f32")))
-        assert 3 <= done < NUM_PASSAGES / 500, "the kill came too late to test anything"
+        assert 3 <= done < NUM_PASSAGES / 500
+        (beacons / "hold-index.encode").unlink()
         again = run(command_of(folder, "killed"), marked=marked, cwd=folder)
     finally:
         marked.end()
@@ -93,17 +98,15 @@ def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_
 
 
 def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
-    with (folder / "bad.jsonl").open("w") as file:
-        file.write((folder / "a.jsonl").read_text() + '{"id": "x"}\n')
+    lines = (folder / "a.jsonl").read_text().splitlines()[:1000]
+    (folder / "bad.jsonl").write_text("\n".join([*lines, '{"id": "x"}', ""]))
     command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
     done = run(command, marked=Marked(), cwd=folder)
     assert done.returncode == 2
     reason = (
         "text is missing; a passage needs `contents`, or `title` and `text` (or content, passage, body, paragraph_text)"
     )
-    assert done.stderr.strip().splitlines() == [
-        f"error: {folder / 'bad.jsonl'}, line {NUM_PASSAGES // 2 + 1}: {reason}"
-    ]
+    assert done.stderr.strip().splitlines() == [f"error: {folder / 'bad.jsonl'}, line 1001: {reason}"]
 
 
 def test_shards_on_actors_answer_as_the_whole_index_does(folder):
@@ -119,7 +122,7 @@ def test_shards_on_actors_answer_as_the_whole_index_does(folder):
             for i in range(3)
         ]
         sizes = ray.get([shard.shape.remote() for shard in shards])
-        assert [count for count, _ in sizes] == [7_000, 7_000, 6_000]
+        assert [count for count, _ in sizes] == [3_500, 3_500, 3_000]
         options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
         replicas = [start_actor(RetrieverActor, options, config, shards) for _ in range(2)]
 

@@ -128,7 +128,7 @@ def make_learner(folder: Path, **changes: Any) -> Learner:
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder), "dtype": "float32"},
         "optimizer": {"lr": 1e-3},
-        "learner": {"timeout_s": 60},
+        "learner": {"timeout_s": 300},
         "algorithm": {},
     }
     arguments: dict[str, Any] = {"temperature": 1.0, "num_updates": 10}
