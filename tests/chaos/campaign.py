@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from aftermath import check_nothing_left, check_words, sentence
 from journal import Fault, Journal
-from machine import speed_factor
+from machine import Patience, speed_factor
 from watched import LOOK_EVERY_S, Absent, Missed, Over, Passed, Place, Watched
 
 RECOVERY_S = 60.0
@@ -196,13 +196,13 @@ class Campaign:
                 psutil.Process(place.pid).send_signal(number)
                 return [place.pid]
             raise Missed(f"the process at {place.place} ended by itself")
-        deadline = time.monotonic() + APPEARS_S * self.factor
+        patience = Patience(APPEARS_S * self.factor, own=self.watched.marked.processes)
         while not (struck := self.watched.strike(role, number)):
             if self.watched.has_ended_well:
                 raise Over(f"{role} was struck")
             if role == "idle worker":  # Ray keeps some in reserve, or none
                 raise Absent(f"{role} was struck")
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise Missed(f"no process of the role {role} was there")
             time.sleep(LOOK_EVERY_S)
         return struck
