@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -46,9 +45,8 @@ class Adapted:
 
 
 @asynccontextmanager
-async def adapted_model(
-    path: Path, *, lora_merge: bool = False, engine_process: Literal["own", "shared"] = "shared"
-) -> AsyncIterator[Adapted]:
+async def adapted_model(path: Path, *, lora_merge: bool = False) -> AsyncIterator[Adapted]:
+    """One at a time: the engine shares the process."""
     model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK, lora_merge=lora_merge)
     settings = LearnerSettings(
         model=model,
@@ -59,7 +57,7 @@ async def adapted_model(
         num_updates=100,
         objective="sft",
     )
-    generation = GenerationConfig(max_num_seqs=16, timeout_s=60.0, engine_process=engine_process)
+    generation = GenerationConfig(max_num_seqs=16, timeout_s=60.0, engine_process="shared")
     generator = Generator(model, generation, max_model_len=MAX_MODEL_LEN, seed=1)
     await generator.start()
     try:
@@ -145,15 +143,15 @@ async def test_canaries_are_scored_beside_completions(tmp_path):
         await asyncio.gather(*tasks)
 
 
-async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
-    await trained_and_served(adapted)
-
-
 async def test_the_engine_serves_merged_weights_bit_for_bit_and_agrees_with_the_learner(model_path):
-    async with adapted_model(model_path, lora_merge=True, engine_process="own") as merged:
+    async with adapted_model(model_path, lora_merge=True) as merged:
         await trained_and_served(merged)
         sent = pack_weights(merged.learner.served_state_dict())
         assert sent.nbytes == pack_weights(merged.learner.full_state_dict()).nbytes
+
+
+async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
+    await trained_and_served(adapted)
 
 
 async def test_a_new_adapter_samples_the_rest_of_the_completions_under_way(adapted, monkeypatch):
