@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 
+_ANSWERS = ("answering", "api", "attempt_events", "conversation", "corpus", "replies", "same_index")
+_REQUESTS = ("answer_jobs", "calls", "event_stream", "idempotency", "journal", "reserve", "store")
 ROOMS = {
     "storage": ("files", "json_files", "checksums", "scratch", "data.parquet"),
     "planning": ("placement", "capacity", "costs"),
     "studies": ("evaluation.budgets", "evaluation.compare", "evaluation.chain", "evaluation.sweep"),
     "serve.http": ("serve.errors", "serve.gate", "serve.front", "serve.keys"),
-    "serve.answers": ("serve.api", "serve.answering", "serve.store"),
+    "answers": ("serve.api", "serve.answering", *(f"serve.answers.{name}" for name in _ANSWERS)),
+    "serve.requests": ("serve.store", *(f"serve.answers.{name}" for name in _REQUESTS)),
     "serve.openai": ("serve.chat_api",),
 }
 MOVED = {f"mempipe.{old}": f"mempipe.{room}.{old.split('.')[-1]}" for room, names in ROOMS.items() for old in names}
-MOVED["mempipe.stream"] = "mempipe.streams.groups"
+MOVED |= {"mempipe.stream": "mempipe.streams.groups", "mempipe.serve.answers": "mempipe.serve.requests"}
 
 
 class _Alias(Loader):

@@ -1,4 +1,4 @@
-"""Plays the trajectories of training and evaluation (serving plays the same agents: `mempipe.serve.answers.answering`).
+"""Plays the trajectories of training and evaluation (serving plays the same agents: `mempipe.answers.answering`).
 
 A driver looks up the engines and retrievers by name, binds the configured agent to them, and plays any number of
 trajectories at the same time. It holds no state that matters: when it dies, its unfinished groups are played again by

@@ -15,6 +15,9 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from pydantic import ValidationError
 
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import AnswerRequest, TurnReply
+from mempipe.answers.errors import ApiError, sentence
 from mempipe.api.objects import with_names
 from mempipe.api.reply import Reply, reply_of
 from mempipe.api.roles import Roles, started
@@ -23,10 +26,7 @@ from mempipe.config import RunConfig
 from mempipe.environment import prepare_process
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_section
-from mempipe.serve.answers.answering import Answering
-from mempipe.serve.answers.api import AnswerRequest, TurnReply
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http.errors import ApiError, sentence
 from mempipe.serve.served_run import ServedRun, resolve, searched_by
 from mempipe.settings import ConfigError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mempipe.answers.api import AnswerReply, TurnReply
 from mempipe.reports.pages import cut, render
-from mempipe.serve.answers.api import AnswerReply, TurnReply
 from mempipe.types import EndReason
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mempipe.agents.protocol import SearchFn, Tokenizer
+from mempipe.answers.answering import Engine
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.environment import QUIET_ENGINE, VLLM_LOG_LEVEL
 from mempipe.rollout import find_nothing
-from mempipe.serve.answers.answering import Engine
 from mempipe.types import Completion
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEngine:
-    """An engine of this process as `mempipe.serve.answers.answering.Engine`."""
+    """An engine of this process as `mempipe.answers.answering.Engine`."""
 
     generator: Generator
     version: str
@@ -121,7 +121,7 @@ async def _engine(config: RunConfig, tokenizer: Tokenizer) -> AsyncIterator[Engi
 @asynccontextmanager
 async def _endpoint(config: RunConfig, endpoint: EndpointConfig, tokenizer: Tokenizer) -> AsyncIterator[Engine]:
     from mempipe.engines.endpoint import Endpoint
-    from mempipe.serve.answers.calls import EndpointEngine
+    from mempipe.serve.requests.calls import EndpointEngine
 
     client = Endpoint(endpoint, tokenizer=tokenizer, stop_texts=config.agent_spec.stop_texts)
     try:

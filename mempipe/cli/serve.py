@@ -11,8 +11,8 @@ from mempipe.cli.commands import EXIT_RUN, add_command
 from mempipe.settings import ConfigError
 
 if TYPE_CHECKING:
+    from mempipe.answers.api import TurnReply
     from mempipe.api.agent import AskOptions
-    from mempipe.serve.answers.api import TurnReply
 
 _SERVED_INDEX = "settings.retrieval.index="
 

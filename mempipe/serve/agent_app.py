@@ -13,18 +13,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from mempipe.serve.answers.answer_jobs import AnswerJobs
-from mempipe.serve.answers.answering import Answering
-from mempipe.serve.answers.api import CorpusReply
-from mempipe.serve.answers.idempotency import Idempotency
-from mempipe.serve.answers.journal import Journal, Metrics, NoMetrics
-from mempipe.serve.answers.store import Store
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import CorpusReply
+from mempipe.answers.errors import ApiError, sentence
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http.errors import FAILED, ApiError, error_reply, refuse, sentence
+from mempipe.serve.http.errors import FAILED, error_reply, refuse
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
 from mempipe.serve.http.keys import API, Access, KeyRing
 from mempipe.serve.http.probes import SharedHealth
+from mempipe.serve.requests.answer_jobs import AnswerJobs
+from mempipe.serve.requests.idempotency import Idempotency
+from mempipe.serve.requests.journal import Journal, Metrics, NoMetrics
+from mempipe.serve.requests.store import Store
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes import corpus as corpora
 from mempipe.serve.routes.documented import leave_out_422

@@ -26,11 +26,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, StrictBool
 from starlette.exceptions import HTTPException
 
+from mempipe.answers.errors import sentence
 from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
-from mempipe.serve.http.errors import sentence
 from mempipe.serve.http.gate import Gate, problem, retry_header
 from mempipe.types import Passage, SearchResult
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mempipe.answers.api import CorpusReply
+from mempipe.answers.corpus import describe_corpus
 from mempipe.checks.findings import Finding, attempt, refuse
 from mempipe.checks.machine import Devices, check_writable
 from mempipe.checks.run import ask_network, place_roles
@@ -16,8 +18,6 @@ from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_section, section_values
-from mempipe.serve.answers.api import CorpusReply
-from mempipe.serve.answers.corpus import describe_corpus
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import load_keys
 from mempipe.tracking.tracker import tracking_uri

@@ -16,6 +16,8 @@ from fastapi import FastAPI
 
 from mempipe.agents.protocol import SearchFn
 from mempipe.agents.registry import agent_spec
+from mempipe.answers.answering import Answering, Record, nowhere
+from mempipe.answers.api import CorpusReply
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE
 from mempipe.data.world import World
@@ -24,11 +26,9 @@ from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answers.answering import Answering, Record, nowhere
-from mempipe.serve.answers.api import CorpusReply
-from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import KeyRecord, KeyRing
+from mempipe.serve.requests.store import Store
 from mempipe.types import Completion, FinishReason, SearchResult
 from mempipe.user_code import load_user_object
 

@@ -106,6 +106,7 @@ ALLOWED = {
     "mempipe.retrieval.build": ("faiss",),
     "mempipe.retrieval.retriever": ("faiss",),
     "mempipe.retrieval.remote": ("faiss",),
+    "mempipe.answers.answering": (),
     "mempipe.serve.http.gate": (),
     "mempipe.serve.agent_app": (),
     "mempipe.serve.replicas.agent_replica": ("ray", "transformers"),
@@ -188,7 +189,7 @@ LAYERS = [
     {"loader", "rollout", "runs"},
     {"planning"},
     {"evaluation"},
-    {"studies"},
+    {"answers", "studies"},
     {"reports", "checks", "progress"},
     {"stop"},
     {"actors"},
@@ -231,14 +232,14 @@ def test_no_files_import_each_other_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
-def test_no_room_holds_more_than_fifteen_percent_of_the_lines():
+def test_no_room_holds_more_than_twelve_percent_of_the_lines():
     lines: collections.Counter[str] = collections.Counter()
     for path in sources("mempipe") + sources("pipelines") + sources("jobs"):
         lines[path.relative_to(ROOT).parts[1 if path.is_relative_to(ROOT / "mempipe") else 0]] += len(
             path.read_text().splitlines()
         )
     largest, count = lines.most_common(1)[0]
-    assert count <= 0.15 * lines.total(), f"{largest} has {count} of {lines.total()} lines"
+    assert count <= 0.12 * lines.total(), f"{largest} has {count} of {lines.total()} lines"
 
 
 def test_promise_10_help_answers_in_under_a_second():

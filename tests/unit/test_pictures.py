@@ -9,11 +9,11 @@ import pytest
 from service_builders import QUESTIONS, build_service, running
 from trace_builders import group, write_run
 
+from mempipe.answers.api import CorpusReply, ExampleReply
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.reports.training import write_report
-from mempipe.serve.answers.api import CorpusReply, ExampleReply
 from mempipe.settings import ConfigError
 from tools.browser import CHROMIUM, browsing
 from tools.pictures import HEIGHTS, SCHEMES, main, take_pictures

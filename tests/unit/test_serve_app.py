@@ -24,6 +24,11 @@ from front_builders import until
 from service_builders import BY_TEXT, CONFIGS, QUESTIONS, Service, build_service, config_of, running, search
 
 from mempipe.agents.registry import agent_spec
+from mempipe.answers import attempt_events, replies
+from mempipe.answers.api import AnswerReply, AnswerRequest
+from mempipe.answers.conversation import fitted, noted
+from mempipe.answers.errors import ApiError
+from mempipe.answers.replies import changes, passage_reply
 from mempipe.data.world import parse_question
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
@@ -32,13 +37,8 @@ from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
-from mempipe.serve.answers import attempt_events, replies
-from mempipe.serve.answers.api import AnswerReply, AnswerRequest
-from mempipe.serve.answers.conversation import fitted, noted
-from mempipe.serve.answers.journal import route_of
-from mempipe.serve.answers.replies import changes, passage_reply
-from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import new_key
+from mempipe.serve.requests.journal import route_of
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -520,7 +520,7 @@ def test_a_request_keeps_the_weights_that_it_began_with(service):
 
 
 def test_every_request_is_logged_with_its_id_and_without_its_question(service, caplog):
-    with caplog.at_level(logging.INFO, logger="mempipe.serve.answers.journal"):
+    with caplog.at_level(logging.INFO, logger="mempipe.serve.requests.journal"):
         given = httpx.post(
             f"{service.url}/v1/answer", json={"question": TWO_HOPS.text}, headers={"x-request-id": "abc"}, timeout=20
         )

@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
-from mempipe.serve.answers.calls import EndpointEngine, RoleUnavailable, ServedEngine, call
 from mempipe.serve.http.front import Front, middlewares
 from mempipe.serve.replicas.agent_replica import engines_of
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
+from mempipe.serve.requests.calls import EndpointEngine, RoleUnavailable, ServedEngine, call
 from mempipe.settings import ConfigError
 
 

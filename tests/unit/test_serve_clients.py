@@ -14,13 +14,13 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from service_builders import CONFIGS, QUESTIONS, Service, build_service, running
 
+from mempipe.answers.api import AnswerReply
+from mempipe.answers.conversation import fitted
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import make_renderer
-from mempipe.serve.answers.api import AnswerReply
-from mempipe.serve.answers.conversation import fitted
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
 from mempipe.serve.openai.chat_reading import history
 

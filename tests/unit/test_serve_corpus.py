@@ -13,6 +13,8 @@ import pytest
 import yaml
 from service_builders import Service, build_service, running
 
+from mempipe.answers.api import CorpusReply
+from mempipe.answers.corpus import NUM_EXAMPLES
 from mempipe.cli import main
 from mempipe.data.partitions import main_partition
 from mempipe.data.qa import write_questions
@@ -24,8 +26,6 @@ from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.serve.agent import welcome_lines
-from mempipe.serve.answers.api import CorpusReply
-from mempipe.serve.answers.corpus import NUM_EXAMPLES
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.served_run import resolve, searched_by

@@ -11,9 +11,9 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mempipe.answers.errors import ApiError
 from mempipe.cli import main
 from mempipe.serve.http import keys as module
-from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import Access, Allowance, KeyRecord, KeyRing, WatchedKeys, load_keys, new_key
 from mempipe.settings import ConfigError
 

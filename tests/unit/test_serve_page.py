@@ -11,9 +11,9 @@ import httpx
 import pytest
 from service_builders import QUESTIONS, Service, build_service, running
 
+from mempipe.answers.api import CorpusReply, ExampleReply
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.serve.answers.api import CorpusReply, ExampleReply
 from tools.browser import CHROMIUM, Page, browsing
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]

@@ -17,11 +17,11 @@ from service_builders import CONFIGS, QUESTIONS, Service, build_service, running
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
-from mempipe.serve.answers.store import Store, StoredResponse
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.openai.completions_api import CompletionRequest
 from mempipe.serve.openai.responses_api import InputItem, ResponseRequest
 from mempipe.serve.openai.responses_reading import read_items, read_response
+from mempipe.serve.requests.store import Store, StoredResponse
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]

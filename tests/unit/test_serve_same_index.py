@@ -13,9 +13,9 @@ import pytest
 import service_builders
 from service_builders import QUESTIONS, Service, build_service, running
 
+from mempipe.answers import answering
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.serve.answers import answering
 from mempipe.types import SearchResult
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)

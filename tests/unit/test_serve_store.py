@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mempipe.serve.answers.store import Store, StoredResponse
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
+from mempipe.serve.requests.store import Store, StoredResponse
 from mempipe.settings import ConfigError
 
 
@@ -27,7 +27,7 @@ def open_store(folder, **limits) -> Store:
 def later(monkeypatch) -> Callable[[float], None]:
     """Moves the store's time on by that many seconds; it stands still otherwise."""
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr("mempipe.serve.answers.store.time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr("mempipe.serve.requests.store.time", SimpleNamespace(time=lambda: clock.now))
     return lambda seconds: setattr(clock, "now", clock.now + seconds)
 
 
@@ -204,7 +204,7 @@ async def test_nothing_that_grows_is_taken_when_the_disk_is_nearly_full_and_dele
     store = open_store(tmp_path)
     document, session = await store.create_document("ann"), await store.create_session("ann")
     await store.append(document.id, "ann", b"x", start=None)
-    monkeypatch.setattr("mempipe.serve.answers.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("mempipe.serve.requests.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     for call in (store.append(document.id, "ann", b"y", start=None), store.create_session("ann")):
         assert await refused(call) == 503
     await store.claim(session.id, "ann", for_s=5)

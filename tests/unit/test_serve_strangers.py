@@ -15,8 +15,8 @@ import pytest
 from front_builders import ASKED, echo, head, served, status_of, until
 from starlette.responses import PlainTextResponse
 
+from mempipe.answers.errors import ApiError
 from mempipe.serve.http import connections, probes, strangers
-from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import VARIABLE, new_key
 from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.http.strangers import keys_of_proxy

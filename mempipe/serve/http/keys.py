@@ -21,8 +21,9 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mempipe.answers.errors import ApiError
 from mempipe.checks.machine import LOOPBACK
-from mempipe.serve.http.errors import ApiError, error_reply
+from mempipe.serve.http.errors import error_reply
 from mempipe.settings import ConfigError
 
 VARIABLE = "MEMPIPE_API_KEYS"

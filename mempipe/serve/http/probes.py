@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
 
 SHARED_FOR_S = 1.0
 

@@ -9,7 +9,8 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.serve.http.errors import ApiError, error_reply, refuse
+from mempipe.answers.errors import ApiError
+from mempipe.serve.http.errors import error_reply, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
 from mempipe.settings import ConfigError
 

@@ -10,10 +10,10 @@ from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mempipe.serve.answers.api import AnswerReply, AnswerRequest, PassageReply
-from mempipe.serve.answers.event_stream import events
-from mempipe.serve.answers.replies import passage_reply
-from mempipe.serve.http.errors import ApiError, sentence
+from mempipe.answers.api import AnswerReply, AnswerRequest, PassageReply
+from mempipe.answers.errors import ApiError, sentence
+from mempipe.answers.replies import passage_reply
+from mempipe.serve.requests.event_stream import events
 from mempipe.serve.routes.parts import Parts
 
 MAX_PASSAGES = 50

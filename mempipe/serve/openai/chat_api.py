@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from mempipe.serve.answers.api import (
+from mempipe.answers.api import (
     MAX_SAMPLES,
     AnswerReply,
     Count,

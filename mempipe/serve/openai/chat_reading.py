@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mempipe.serve.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
-from mempipe.serve.answers.conversation import exchange
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
+from mempipe.answers.conversation import exchange
+from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
 from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
 

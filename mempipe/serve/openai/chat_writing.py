@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from mempipe.serve.answers.answering import Answering
-from mempipe.serve.answers.api import AnswerReply, TurnReply
-from mempipe.serve.answers.event_stream import Event
-from mempipe.serve.answers.replies import finish_reason, reasoning
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import AnswerReply, TurnReply
+from mempipe.answers.replies import finish_reason, reasoning
 from mempipe.serve.openai.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
 from mempipe.serve.openai.chat_reading import Chat
+from mempipe.serve.requests.event_stream import Event
 
 
 class Chunks:

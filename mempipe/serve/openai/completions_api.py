@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from mempipe.serve.answers.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, RequestBody, Usage
+from mempipe.answers.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, RequestBody, Usage
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest, Stops, StreamOptions
 from mempipe.text import replace_surrogates
 

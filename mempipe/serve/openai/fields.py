@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
 
 MAX_LISTED = 50
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")

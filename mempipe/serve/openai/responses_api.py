@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from mempipe.serve.answers.api import (
+from mempipe.answers.api import (
     AnswerReply,
     Count,
     EncodableText,

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mempipe.serve.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
+from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatMessage
 from mempipe.serve.openai.chat_reading import INSTRUCTIONS, history
 from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported

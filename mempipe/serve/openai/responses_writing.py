@@ -6,9 +6,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from mempipe.serve.answers.api import AnswerReply, TurnReply
-from mempipe.serve.answers.event_stream import Event
-from mempipe.serve.answers.replies import finish_reason
+from mempipe.answers.api import AnswerReply, TurnReply
+from mempipe.answers.replies import finish_reason
 from mempipe.serve.openai.responses_api import (
     CachedTokens,
     ConversationOfResponse,
@@ -25,6 +24,7 @@ from mempipe.serve.openai.responses_api import (
     SummaryText,
 )
 from mempipe.serve.openai.responses_reading import MEMORY
+from mempipe.serve.requests.event_stream import Event
 
 
 def begun(request: ResponseRequest, *, response_id: str, model: str, keeps: bool) -> ResponseReply:

@@ -12,18 +12,18 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from mempipe.answers.answering import Answering, nowhere
+from mempipe.answers.errors import ApiError
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.serve.agent_app import make_app
-from mempipe.serve.answers.answering import Answering, nowhere
-from mempipe.serve.answers.calls import EndpointEngine, ServedEngine, call
-from mempipe.serve.answers.store import Store
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http.errors import ApiError
 from mempipe.serve.http.keys import WatchedKeys
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
+from mempipe.serve.requests.calls import EndpointEngine, ServedEngine, call
+from mempipe.serve.requests.store import Store
 from mempipe.serve.served_run import resolve, searched_by
 from mempipe.settings import ConfigError
 from mempipe.types import SearchResult

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.serve import metrics
 
+from mempipe.answers.api import AnswerReply
 from mempipe.engines.engine_load import EngineLoad
-from mempipe.serve.answers.api import AnswerReply
 
 SECONDS = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0]
 """Bounds of the latency histograms."""
@@ -35,7 +35,7 @@ class EngineMetrics:
 
 
 class PrometheusMetrics:
-    """Sends the counts of `mempipe.serve.answers.journal.Metrics` to Prometheus."""
+    """Sends the counts of `mempipe.serve.requests.journal.Metrics` to Prometheus."""
 
     def __init__(self) -> None:
         def counter(name: str, description: str, *tags: Any) -> metrics.Counter:

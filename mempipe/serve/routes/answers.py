@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from mempipe.serve.answers.api import AnswerReply, AnswerRequest
-from mempipe.serve.answers.event_stream import event_stream, events
+from mempipe.answers.api import AnswerReply, AnswerRequest
+from mempipe.serve.requests.event_stream import event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER
 from mempipe.serve.routes.parts import Owner, PartsOfApp, RequestId
 

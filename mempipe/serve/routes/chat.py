@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from mempipe.serve.answers.answering import Answering
-from mempipe.serve.answers.api import ModelReply, ModelsReply
-from mempipe.serve.answers.event_stream import Event, event_stream, events
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import ModelReply, ModelsReply
+from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatReply, ChatRequest
 from mempipe.serve.openai.chat_reading import in_chat, read_chat
 from mempipe.serve.openai.chat_writing import Chunks, chat_reply
+from mempipe.serve.requests.event_stream import Event, event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, refusals
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 

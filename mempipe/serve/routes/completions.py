@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from mempipe.serve.answers.event_stream import Event, event_stream
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatReply
 from mempipe.serve.openai.completions_api import CompletionChoice, CompletionReply, CompletionRequest
 from mempipe.serve.openai.fields import refuse_unsupported
+from mempipe.serve.requests.event_stream import Event, event_stream
 from mempipe.serve.routes.chat import play_chat
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED
 from mempipe.serve.routes.parts import Owner, PartsOfApp, RequestId

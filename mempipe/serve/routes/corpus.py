@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mempipe.serve.answers.api import CorpusReply
+from mempipe.answers.api import CorpusReply
 from mempipe.serve.routes.documented import ALWAYS, BEARER
 from mempipe.serve.routes.parts import PartsOfApp
 

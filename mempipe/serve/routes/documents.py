@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from mempipe.serve.answers.api import DeletedReply, DocumentReply
+from mempipe.answers.api import DeletedReply, DocumentReply
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mempipe.serve.answers.api import StatusReply
+from mempipe.answers.api import StatusReply
 from mempipe.serve.routes.documented import refusals
 from mempipe.serve.routes.parts import PartsOfApp
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 FOLDER = Path(__file__).parents[1] / "page"

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 
-from mempipe.serve.answers.answer_jobs import AnswerJobs
-from mempipe.serve.answers.answering import Answering
-from mempipe.serve.answers.api import CorpusReply
-from mempipe.serve.answers.store import Store
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import CorpusReply
+from mempipe.serve.requests.answer_jobs import AnswerJobs
+from mempipe.serve.requests.store import Store
 
 
 class Health(Protocol):
@@ -49,4 +49,4 @@ PartsOfApp = Annotated[Parts, Depends(_parts)]
 Owner = Annotated[str, Depends(_owner)]
 """The name of the caller's key (`mempipe.serve.http.keys.Access`)."""
 RequestId = Annotated[str, Depends(_request_id)]
-"""The id of the request (`mempipe.serve.answers.journal.Journal`)."""
+"""The id of the request (`mempipe.serve.requests.journal.Journal`)."""

@@ -8,11 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from mempipe.serve.answers.answer_jobs import AnswerJob
-from mempipe.serve.answers.api import AnswerReply
-from mempipe.serve.answers.event_stream import event_stream, events
-from mempipe.serve.answers.store import StoredResponse
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.api import AnswerReply
+from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.responses_api import (
     ConversationReply,
     ConversationRequest,
@@ -23,6 +20,9 @@ from mempipe.serve.openai.responses_api import (
 )
 from mempipe.serve.openai.responses_reading import in_response, read_items, read_response
 from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished
+from mempipe.serve.requests.answer_jobs import AnswerJob
+from mempipe.serve.requests.event_stream import event_stream, events
+from mempipe.serve.requests.store import StoredResponse
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from mempipe.serve.answers.api import DeletedReply, SessionReply, SessionsReply
+from mempipe.answers.api import DeletedReply, SessionReply, SessionsReply
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp
 

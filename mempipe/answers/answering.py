@@ -19,6 +19,12 @@ from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
 from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.agents.rendering import Renderer
+from mempipe.answers.api import AnswerReply, AnswerRequest, AttemptReply, BudgetChanges, Sampling, TurnReply
+from mempipe.answers.attempt_events import AttemptEvents, Emit
+from mempipe.answers.conversation import next_memory, starting_from
+from mempipe.answers.errors import ApiError
+from mempipe.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
+from mempipe.answers.same_index import IndexChanged, SameIndex
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import joined_texts
@@ -26,12 +32,6 @@ from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.loader import parse_section
 from mempipe.request_seeds import RequestSeeds
 from mempipe.rl.rewards import split_answers
-from mempipe.serve.answers.api import AnswerReply, AnswerRequest, AttemptReply, BudgetChanges, Sampling, TurnReply
-from mempipe.serve.answers.attempt_events import AttemptEvents, Emit
-from mempipe.serve.answers.conversation import next_memory, starting_from
-from mempipe.serve.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
-from mempipe.serve.answers.same_index import IndexChanged, SameIndex
-from mempipe.serve.http.errors import ApiError
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
 from mempipe.user_code import user_code
@@ -78,7 +78,7 @@ class Plan:
     metadata: Mapping[str, str]
 
     def turn_replies(self, contexts: Iterable[Context]) -> Iterator[TurnReply]:
-        """Yields the turns of one attempt as the service shows them (`mempipe.serve.answers.replies`)."""
+        """Yields the turns of one attempt as the service shows them (`mempipe.answers.replies`)."""
         limit = self.renderer.budget.memory_limit
         return turn_replies(contexts, thought=self.config.agent_spec.thought, memory_limit=limit)
 

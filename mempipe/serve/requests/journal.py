@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.serve.answers.api import AnswerReply
+from mempipe.answers.api import AnswerReply
 
 REQUEST_ID = "x-request-id"
 OF_API = ("answer", "chat", "completions", "conversations", "corpus", "documents", "models", "responses", "sessions")

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from mempipe.agents.rendering import Renderer
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
 from mempipe.types import EndReason, Question, Trajectory
 
 _MOST_CHARS = 64

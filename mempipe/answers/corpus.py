@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from mempipe.answers.api import CorpusReply, ExampleReply
 from mempipe.config import RunConfig
 from mempipe.data.partitions import example_questions, main_partition
 from mempipe.data.qa import iter_questions
 from mempipe.retrieval.manifest import read_manifest
-from mempipe.serve.answers.api import CorpusReply, ExampleReply
 from mempipe.settings import ConfigError
 from mempipe.types import Question
 

@@ -7,11 +7,11 @@ import threading
 import weakref
 from dataclasses import dataclass
 
-from mempipe.serve.answers.answering import Answering, Plan
-from mempipe.serve.answers.api import AnswerReply, AnswerRequest
-from mempipe.serve.answers.attempt_events import Emit
-from mempipe.serve.answers.journal import Metrics
-from mempipe.serve.answers.store import Session, Store
+from mempipe.answers.answering import Answering, Plan
+from mempipe.answers.api import AnswerReply, AnswerRequest
+from mempipe.answers.attempt_events import Emit
+from mempipe.serve.requests.journal import Metrics
+from mempipe.serve.requests.store import Session, Store
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mempipe.serve.answers.api import TurnReply
-from mempipe.serve.answers.replies import passage_reply
+from mempipe.answers.api import TurnReply
+from mempipe.answers.replies import passage_reply
 from mempipe.types import Completion, Context, SearchResult
 
 Emit = Callable[[str, dict[str, Any]], None]
@@ -26,7 +26,7 @@ class AttemptEvents:
         turn_replies: Callable[[Iterable[Context]], Iterator[TurnReply]],
     ) -> None:
         """`sample` is the number of the attempt; `thought` finds it in the text of a message; `turn_replies` returns
-        the shown part of each turn (`mempipe.serve.answers.replies`).
+        the shown part of each turn (`mempipe.answers.replies`).
         """
         self._emit = emit
         self._sample = sample

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from mempipe.serve.answers.reserve import Reserve
-from mempipe.serve.http.errors import ApiError
+from mempipe.answers.errors import ApiError
+from mempipe.serve.requests.reserve import Reserve
 from mempipe.settings import ConfigError
 
 T = TypeVar("T")

@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from mempipe.evaluation.rollout_metrics import growing_history
-from mempipe.rl.rewards import normalize_answer
-from mempipe.serve.answers.api import (
+from mempipe.answers.api import (
     CompletionTokensDetails,
     PassageReply,
     PromptTokensDetails,
@@ -20,6 +18,8 @@ from mempipe.serve.answers.api import (
     TurnReply,
     Usage,
 )
+from mempipe.evaluation.rollout_metrics import growing_history
+from mempipe.rl.rewards import normalize_answer
 from mempipe.types import Context, Passage, Trajectory
 
 

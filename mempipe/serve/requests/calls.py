@@ -64,7 +64,7 @@ async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
-    """A generator application as `mempipe.serve.answers.answering.Engine`."""
+    """A generator application as `mempipe.answers.answering.Engine`."""
 
     handle: DeploymentHandle
     version: str
@@ -92,7 +92,7 @@ class ServedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointEngine:
-    """An OpenAI-compatible server as `mempipe.serve.answers.answering.Engine`; its version is the name of its model."""
+    """An OpenAI-compatible server as `mempipe.answers.answering.Engine`; its version is the name of its model."""
 
     endpoint: Endpoint
     version: str

@@ -10,9 +10,10 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from mempipe.serve.answers.api import AnswerReply
-from mempipe.serve.answers.attempt_events import Emit
-from mempipe.serve.http.errors import FAILED, ApiError, error_body
+from mempipe.answers.api import AnswerReply
+from mempipe.answers.attempt_events import Emit
+from mempipe.answers.errors import ApiError
+from mempipe.serve.http.errors import FAILED, error_body
 
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""

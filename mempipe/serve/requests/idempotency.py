@@ -11,8 +11,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.serve.answers.store import Store, StoredReply
-from mempipe.serve.http.errors import ApiError, error_reply
+from mempipe.answers.errors import ApiError
+from mempipe.serve.http.errors import error_reply
+from mempipe.serve.requests.store import Store, StoredReply
 
 HEADER = "idempotency-key"
 REPLAYED = "idempotent-replayed"
