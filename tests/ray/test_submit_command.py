@@ -91,6 +91,7 @@ def test_a_submission_ends_with_the_code_of_a_job_whose_config_is_elsewhere(plac
 def test_the_command_that_is_printed_does_the_same(place, tmp_path):
     dry = place.submit("count.yaml", "--dry-run")
     assert dry.returncode == 0 and "count 0" not in dry.stdout, dry.stdout + dry.stderr
+    assert (place.home / TOKEN_FILE).exists() == (place.state == "token")
     marked = place.client()
     try:
         done = run(["sh", "-c", dry.stdout], marked=marked, cwd=tmp_path)
@@ -99,14 +100,13 @@ def test_the_command_that_is_printed_does_the_same(place, tmp_path):
     assert done.returncode == 0 and "count 0 1 2" in done.stdout, done.stdout + done.stderr
 
 
+@of_one_state
 def test_a_user_without_the_token_is_told_so(place, tmp_path):
+    """Without tokens every user of these tests has none."""
     done = place.submit("count.yaml", "--dry-run", home=tmp_path)
-    if place.state == "token":
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error: the cluster at {place.head.dashboard} asks for a token, and there is")
-        assert len(done.stderr.splitlines()) == 1
-    else:
-        assert done.returncode == 0, done.stderr
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: the cluster at {place.head.dashboard} asks for a token, and there is")
+    assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / TOKEN_FILE).exists()
 
 
