@@ -9,11 +9,14 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import math
 import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mempipe.data.input_files import InputFile
 from mempipe.data.rows import BadRow
@@ -81,8 +84,8 @@ def golden_answers(value: object, name: str) -> list[str]:
         raise BadRow(
             "ambiguous", f"{name} is {value}, which may mean {yes!r} or {str(value).lower()!r}; write it as a text"
         )
-    if isinstance(value, int | float | decimal.Decimal):
-        return [f"{value:.15g}" if isinstance(value, float) else str(value)]
+    if isinstance(value, int | float | decimal.Decimal) and abs(value) != math.inf:
+        return [_written(value) if isinstance(value, float) else str(value)]
     if isinstance(value, datetime.date | datetime.time):
         return [value.isoformat()]
     if isinstance(value, str) and value.strip():
@@ -104,6 +107,15 @@ def golden_answers(value: object, name: str) -> list[str]:
         kind = "missing_field" if value is None else "empty" if is_empty(value) else "wrong_type"
         raise BadRow(kind, f"{name} is {quoted(value)}; expected a golden answer: a text, a number or a list of them")
     return list(dict.fromkeys(found))
+
+
+def _written(value: float) -> str:
+    """Returns a number as a person wrote it: without the digits that 0.1 gets in a column of 32 bits."""
+    text = f"{value:.15g}"
+    if f"{value:.12g}" == text or abs(value) > float(np.finfo(np.float32).max):
+        return text
+    single = np.float32(value)
+    return str(single) if float(single) == value else text
 
 
 def question_text(value: object, name: str) -> str:

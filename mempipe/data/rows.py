@@ -164,12 +164,16 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
     Raises BadRow for anything else, also for NaN, Infinity and text that is not UTF-8.
     """
+    if line.strip() in (b"[", b"{", b"[{"):
+        raise BadRow("not_json", "not JSON: a value of several lines; a list of objects belongs in a .json file")
     try:
         row = json.loads(line.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise BadRow("not_utf8", f"not UTF-8, byte {error.start} is {line[error.start]:#04x}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRow("not_json", f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRow("not_json", "not JSON: lists or objects are nested too deeply") from error
+    except ValueError as error:
+        raise BadRow("not_json", f"not JSON: {_said(error)}") from error
     if not isinstance(row, dict):
         raise BadRow("not_object", f"expected an object, got {line.decode()[:80].strip()!r}")
     return row
@@ -274,8 +278,10 @@ def _json_items(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
             raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
         yield from _table_or_lines(file)  # one object a line, as several tools write it
         return
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file.url} is not JSON: lists or objects are nested too deeply") from error
+    except ValueError as error:
+        raise ConfigError(f"{file.url} is truncated or not JSON: {_said(error)}") from error
     for i, item in enumerate(_items_of(items, file), start=1):
         wrong = None if isinstance(item, dict) else BadRow("not_object", f"expected an object, got {str(item)[:80]!r}")
         yield f"{file.url}, item {i}", wrong or item
@@ -344,6 +350,11 @@ def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
         ) from error
     except csv.Error as error:
         raise ConfigError(f"{file.url}, line {table.line_num if table else 1}: not a table: {error}") from error
+
+
+def _said(error: ValueError) -> str:
+    """Returns what a reader of JSON said, without its advice to a programmer."""
+    return str(error).partition("; use sys.")[0]
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -279,6 +279,24 @@ def test_json_files_that_are_no_list_or_cut_are_refused(tmp_path):
     assert refusal(path) == f"{path}, item 1: expected an object, got '3'"
     path.write_bytes(b'["\xff"]')
     assert "is truncated or not JSON: 'utf-8' codec can't decode byte 0xff" in refusal(path)
+    path.write_text("[" * 100_000)
+    assert refusal(path) == f"{path} is not JSON: lists or objects are nested too deeply"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (json.dumps([FLASHRAG], indent=1), "not JSON: a value of several lines; a list of objects belongs in a .json"),
+        ("[" * 100_000, "not JSON: lists or objects are nested too deeply"),
+        ('{"answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit (4300 digits) for integer string conversion"),
+        ('{"question": "Who?", "answer": 1e999}', "answer is inf; expected a golden answer"),
+    ],
+)
+def test_lines_that_are_no_json_are_refused_in_words_for_people(tmp_path, content, reason):
+    path = tmp_path / "q.jsonl"
+    path.write_text(content)
+    said = refusal(path)
+    assert said.startswith(f"{path}, line 1: {reason}") and "sys." not in said and "recursion" not in said
 
 
 def test_bad_rows_are_counted_by_kind_and_passed_over_up_to_the_limit(tmp_path):

@@ -302,6 +302,22 @@ def test_numbers_are_answers_as_they_are_written(tmp_path):
     assert found == [["42"], ["42"], ["3.5"], ["1", "one"], ["0"]]
 
 
+def test_numbers_of_32_bits_are_answers_as_they_were_written(tmp_path):
+    numbers = [0.1, 1234.567, -2.5e-10, 3.0, 123456792.0]
+    singles = pa.array(numbers, pa.float32())
+    columns = {
+        "question": [f"{i}?" for i in range(len(numbers))],
+        "answer": pa.StructArray.from_arrays([singles], ["value"]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "q.parquet")
+    found = [q.golden_answers for q in read_questions(tmp_path / "q.parquet")]
+    assert found == [["0.1"], ["1234.567"], ["-2.5e-10"], ["3"], ["123456792"]]
+    longer = ["1.23456789012345", "1.23456789012345e+300", str(10**400)]
+    text = "".join(f'{{"question": "{i}?", "answer": {number}}}\n' for i, number in enumerate(longer))
+    (tmp_path / "q.jsonl").write_text(text)
+    assert [q.golden_answers for q in read_questions(tmp_path / "q.jsonl")] == [[number] for number in longer]
+
+
 @pytest.mark.parametrize("separator", [",", "\t", ";"])
 def test_tables_are_read_whatever_separates_their_cells(tmp_path, separator):
     path = tmp_path / ("q.tsv" if separator == "\t" else "q.csv")
