@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from mempipe.actors.cluster import connected
 from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
 from mempipe.data.plain_text import describe_source, is_plain_text, write_corpus
 from mempipe.progress import Progress, say
-from mempipe.retrieval.build import IndexBuild
+from mempipe.retrieval.build import IndexBuild, lock_output
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.faiss_build import make_index
@@ -22,37 +24,47 @@ def main(config: IndexConfig) -> Manifest:
     """Builds the index, or continues with a build that was interrupted.
     Raises ConfigError, before anything starts where it can.
     """
-    files, made = corpus_of(config)
-    encoder = make_encoder(config.encoder) if config.encoder else None
-    if encoder:
-        make_index(config.faiss, encoder.dimension)  # refuses a wrong factory now, not after hours of encoding
-    build = IndexBuild(config, files)
-    say("connecting to Ray, starting encoders")
-    with connected(config.ray_address, name="index"), Progress("passages", total=None) as progress:
-        if known := sum(segment.count for segment in build.segments()):
-            progress.note(f"continuing with {build.folder}, where {known} passages were read")
-        for count in stream_segments(config, files, folder=build.folder):
-            progress.advance(count)
-    manifest = build.finish(encoder, note=say)
-    shutil.rmtree(made, ignore_errors=True)
-    return manifest
+    with corpus_of(config) as files:
+        encoder = make_encoder(config.encoder) if config.encoder else None
+        if encoder:
+            make_index(config.faiss, encoder.dimension)  # refuses a wrong factory now, not after hours of encoding
+        build = IndexBuild(config, files)
+        say("connecting to Ray, starting encoders")
+        with connected(config.ray_address, name="index"), Progress("passages", total=None) as progress:
+            if known := sum(segment.count for segment in build.segments()):
+                progress.note(f"continuing with {build.folder}, where {known} passages were read")
+            for count in stream_segments(config, files, folder=build.folder):
+                progress.advance(count)
+        return build.finish(encoder, note=say)
 
 
-def corpus_of(config: IndexConfig) -> tuple[list[CorpusFile], Path]:
-    """Returns the files to read. Passages of texts are written to a folder next to the index; it is returned too, and
-    is removed when the index is built. An interrupted build makes the same passages again.
+@contextmanager
+def corpus_of(config: IndexConfig) -> Iterator[list[CorpusFile]]:
+    """Yields the files to read. Passages of texts are written to a folder next to the index, which is removed after the
+    block, however it ends: the next build makes the same passages again.
+
+    Raises ConfigError for texts that cannot be read, and while another process builds this output of texts.
     """
     output = Path(config.output)
     made = output.with_name(f".{output.name}.corpus")
+    with ExitStack() as stack:
+        if any(map(is_plain_text, config.corpus)):
+            made.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_output(made, config.output))
+            stack.callback(shutil.rmtree, made, ignore_errors=True)
+        yield _files(config, made)
+
+
+def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
+    """Returns the files to read, after those of texts were written to `made`; prints the first passage."""
     files: list[CorpusFile] = []
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
             say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
-            made.mkdir(parents=True, exist_ok=True)
             source = write_corpus(source, made / f"{number}.parquet", words=config.passage_words)
         files += corpus_files(source)
     limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}
     for batch, _ in islice(read_segments(files, size=1, **limits), 1):
         first = batch.to_pylist()[0]
         say(f"the first passage is {first['id']!r}, titled {first['title']!r}: {first['text'][:80]!r}")
-    return files, made
+    return files

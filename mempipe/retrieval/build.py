@@ -118,7 +118,7 @@ class IndexBuild:
         except OSError as error:
             raise ConfigError(f"output is {config.output!r}: cannot make {self.folder}: {error.strerror}") from error
         if lock:
-            self._lock = _lock(self._unfinished, config.output)
+            self._lock = lock_output(self._unfinished, config.output)
             self._check_settings()
             self._check_corpus()
         for name in (PASSAGES, VECTORS):
@@ -567,9 +567,10 @@ class _Partitions:
             self._next_row += count
 
 
-def _lock(unfinished: Path, output: str) -> IO[bytes]:
-    """Locks the build for as long as the returned file is open; the system ends the lock when the process dies."""
-    file = (unfinished / "lock").open("wb")
+def lock_output(folder: Path, output: str) -> IO[bytes]:
+    """Locks a folder of the build of `output` for as long as the returned file is open; the system ends the lock when
+    the process dies. Raises ConfigError while another process holds it."""
+    file = (folder / "lock").open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -387,16 +387,41 @@ def test_texts_tables_and_rows_become_one_index_and_a_second_start_makes_the_sam
     (tmp_path / "wiki.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [str(tmp_path / name) for name in ("docs", "facts.csv", "wiki.jsonl")]
     config = IndexConfig(corpus=sources, output=str(tmp_path / "i"), encoder=None, lexical=True, passage_words=20)
-    files, made = corpus_of(config)
-    before = [Path(file.url).read_bytes() for file in files]
+    with corpus_of(config) as files:
+        before = [Path(file.url).read_bytes() for file in files]
     assert "the first passage is 'nile-0', titled 'nile': 'The Nile ends in Egypt." in capsys.readouterr().out
-    again, _ = corpus_of(config)
-    assert again == files and [Path(file.url).read_bytes() for file in again] == before
-    assert made == tmp_path / ".i.corpus" and sorted(path.name for path in made.iterdir()) == ["0.parquet", "1.parquet"]
-    build = IndexBuild(config, files)
-    assert sum(segment.count for segment in build.read()) == 6
-    build.finish(None)
+    with corpus_of(config) as again:
+        assert again == files and [Path(file.url).read_bytes() for file in again] == before
+        assert sorted(file.name for file in (tmp_path / ".i.corpus").glob("*.parquet")) == ["0.parquet", "1.parquet"]
+        build = IndexBuild(config, again)
+        assert sum(segment.count for segment in build.read()) == 6
+        build.finish(None)
     retriever = Retriever(tmp_path / "i")
     for words, identity in (("Oder ends", "rivers/oder-0"), ("Rhine ends", "facts-1"), ("Po Adriatic", "w")):
         (found,) = retriever.search([Query(text=words, num_passages=1)])
         assert [passage.id for passage in found.passages] == [identity]
+
+
+def test_a_build_that_fails_leaves_no_passages_of_its_texts(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("Ann was born in Paris.")
+    config = IndexConfig(corpus=[str(tmp_path / "docs")], output=str(tmp_path / "i"), encoder=None, lexical=True)
+    (tmp_path / "docs" / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"b\.txt is not UTF-8"), corpus_of(config):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["docs"]
+    (tmp_path / "docs" / "b.txt").unlink()
+    with pytest.raises(KeyboardInterrupt), corpus_of(config):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["docs"]
+
+
+def test_a_second_build_of_texts_leaves_the_passages_of_the_first(tmp_path):
+    (tmp_path / "a.txt").write_text("Ann was born in Paris.")
+    config = IndexConfig(corpus=[str(tmp_path / "a.txt")], output=str(tmp_path / "i"), encoder=None, lexical=True)
+    with corpus_of(config) as files:
+        with pytest.raises(ConfigError, match="which another process is building"), corpus_of(config):
+            pass
+        assert Path(files[0].url).exists()
+    with corpus_of(config) as again:
+        assert again == files
