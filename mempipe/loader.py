@@ -44,6 +44,7 @@ def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexC
     if not str(path).endswith((".yaml", ".yml")):
         values = {"corpus": [str(path)], "encoder": None, "lexical": True, **parse_overrides(overrides)}
         if "output" not in values:
+            parse_section(values | {"output": "index"}, IndexConfig)  # a name near to `output` is refused first
             raise ConfigError(
                 f"output is missing; name the folder of the index: mempipe index build {path} output=FOLDER"
             )
@@ -99,7 +100,7 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         absent = str(path) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"cannot read config {path}: {getattr(error, 'strerror', error)}", absent=absent) from error
+        raise ConfigError(f"cannot read config {path}: {_unreadable(Path(path), error)}", absent=absent) from error
     try:
         values = _parsed(text)
     except yaml.YAMLError as error:
@@ -110,6 +111,19 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     for override in overrides:
         _apply(values, override)
     return values
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
+    """Returns why a config cannot be read, and what may be meant instead."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})"
+    if isinstance(error, IsADirectoryError):
+        inside = path / "config.yaml"
+        return (
+            f"it is a folder; its settings are in {inside}" if inside.is_file() else "it is a folder, not a YAML file"
+        )
+    advice = "; the config comes first, then the settings" if "=" in str(path) else ""
+    return f"{error.strerror}{advice}"
 
 
 def parse_config(values: dict[str, Any]) -> RunConfig:

@@ -48,6 +48,8 @@ def read_recorded(path: Path) -> Iterator[Recorded]:
 
 def _found(path: Path) -> Iterator[Recorded]:
     if path.is_file():
+        if path.suffix.lower() != ".parquet":
+            raise ConfigError(f"{path} is not a .parquet file; give the folder of a run or an evaluation")
         yield _file(path)
         return
     if not path.is_dir():

@@ -134,6 +134,21 @@ def test_an_unreadable_file_is_refused(tmp_path, text, words):
         load_config(file)
 
 
+def test_what_is_meant_in_place_of_a_config_is_said(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "binary.yaml").write_bytes(b"\xa8")
+    for name, words in (
+        ("run", "run: it is a folder, not a YAML file"),
+        ("binary.yaml", "it is not UTF-8 text (byte 0 is 0xa8)"),
+        ("num_steps=3", "num_steps=3: No such file or directory; the config comes first, then the settings"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot read config .*{re.escape(words)}$"):
+            load_config(tmp_path / name)
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"run: it is a folder; its settings are in .*/run/config\.yaml$"):
+        load_config(tmp_path / "run")
+
+
 def test_a_section_that_a_file_leaves_empty_has_its_defaults_and_takes_overrides(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("agent:\nreward:\nbudget:\nlearner:\ncloze: null\nworld: null\n")

@@ -95,6 +95,9 @@ def test_what_holds_no_trajectories_is_refused(tmp_path, capsys):
     for target, message in ((tmp_path / "x.parquet", "x.parquet cannot be read"), (tmp_path, "holds no trajectories")):
         assert main(["trace", str(target)]) == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("name: mine\n")
+    assert main(["trace", str(tmp_path / "config.yaml")]) == 2
+    assert "config.yaml is not a .parquet file; give the folder of a run" in capsys.readouterr().err
     assert main(["trace"]) == 2
     assert "needs the folder of a run or an evaluation" in capsys.readouterr().err
 
