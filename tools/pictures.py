@@ -4,7 +4,8 @@
 
 It takes the run's report, the report of its evaluation (`mempipe evaluate runs/quickstart` writes it) and the page of
 `mempipe serve` after one question, each in two widths, light and dark: `report_1280_light.png`, and so on. It starts
-the service and ends it. `attempt.svg` is the picture of `mempipe trace --svg`. `--whole` takes the pages to their ends.
+the service and ends it, also when this command is killed. `attempt.svg` is the picture of `mempipe trace --svg`.
+`--whole` takes the pages to their ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import httpx
 from mempipe.cli import main as mempipe
 from mempipe.settings import ConfigError
 from tools.browser import CHROMIUM, Page, browsing
+from tools.guard import leave_nothing_behind
 from tools.processes import Marked, Running, free_ports
 
 HEIGHTS = {1280: 1500, 390: 1800}
@@ -97,6 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if CHROMIUM is None:
             raise ConfigError("no Chromium is installed (chromium, chromium-browser or google-chrome)")
         arguments.output.mkdir(parents=True, exist_ok=True)
+        leave_nothing_behind()
         urls = {name: file.resolve().as_uri() for name, file in reports.items()}
         with (
             served(arguments.run) as url,

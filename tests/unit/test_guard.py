@@ -26,11 +26,28 @@ print(os.environ[GUARDED], flush=True)
 time.sleep(float(sys.argv[1]))
 """
 
+PICTURES = """
+import os, subprocess, sys, time
+from contextlib import contextmanager
+from tools import pictures
+from tools.guard import GUARDED
 
-def start(seconds: float) -> tuple[subprocess.Popen[str], str]:
+@contextmanager
+def served(run):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(os.environ[GUARDED], flush=True)
+    time.sleep(float(sys.argv[1]))
+    yield ""
+
+pictures.CHROMIUM, pictures.served = "chromium", served
+sys.exit(pictures.main([*sys.argv[2:]]))
+"""
+
+
+def start(seconds: float, script: str = RUN, *words: str) -> tuple[subprocess.Popen[str], str]:
     """A run that ends by itself after so long, and its mark; a child and a grandchild of it wait for minutes."""
     environment = {name: value for name, value in os.environ.items() if name != GUARDED}
-    command = [sys.executable, "-c", RUN, str(seconds)]
+    command = [sys.executable, "-c", script, str(seconds), *words]
     run = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -53,6 +70,16 @@ def test_an_interrupted_run_leaves_no_process(number):
     run.communicate(timeout=GONE_WITHIN_S)
     until_there_are(0, mark)
     assert run.returncode == -number
+
+
+def test_pictures_that_are_killed_leave_no_service(tmp_path):
+    (tmp_path / "report.html").touch()
+    words = (str(tmp_path), "--evaluation", str(tmp_path), "--output", str(tmp_path))
+    run, mark = start(600, PICTURES, *words)
+    until_there_are(1, mark)
+    run.kill()
+    run.communicate(timeout=GONE_WITHIN_S)
+    until_there_are(0, mark)
 
 
 def test_a_run_that_ends_by_itself_leaves_no_process():
