@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -164,8 +166,15 @@ class RewardConfig(Section):
     @field_validator("function")
     @classmethod
     def _is_there(cls, path: str) -> str:
-        if path and not callable(load_user_object(path, setting="reward.function")):
+        if not path:
+            return path
+        function = load_user_object(path, setting="reward.function")
+        if not callable(function):
             raise ValueError(f"reward.function is {path!r}, which is not a function")
+        if signature := _refusing(function):
+            raise ValueError(
+                f"reward.function is {path!r}, which takes {signature}; it must take a trajectory and its question"
+            )
         return path
 
     @model_validator(mode="after")
@@ -185,3 +194,16 @@ class RewardConfig(Section):
                 "set it to em"
             )
         return self
+
+
+def _refusing(function: Callable[..., Any]) -> str:
+    """Returns the signature of a function that does not take two arguments; "" for one that does or does not say."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions written in C
+        return ""
+    try:
+        signature.bind("trajectory", "question")
+    except TypeError:
+        return str(signature)
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -114,6 +115,33 @@ async def test_a_reward_that_fails_ends_the_run_and_names_the_file(rewards, func
 def test_what_cannot_be_loaded_is_a_config_error_that_names_the_setting(rewards, path, words):
     with pytest.raises(ConfigError, match=f"reward.function is .*{words}"):
         load_user_object(path, setting="reward.function")
+
+
+@pytest.mark.parametrize(
+    ("code", "takes"),
+    [
+        ("def f(trajectory, question): ...", ""),
+        ("def f(*everything): ...", ""),
+        ("def f(trajectory, question, strict=False): ...", ""),
+        ("f = max", ""),
+        ("def f(completions, **columns): ...", "(completions, **columns)"),
+        ("def f(source, solution, truth, extra=None): ...", "(source, solution, truth, extra=None)"),
+    ],
+)
+def test_a_reward_that_takes_other_arguments_is_refused_before_anything_starts(tmp_path, monkeypatch, code, takes):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "arguments_of_others", raising=False)
+    (tmp_path / "arguments_of_others.py").write_text(code)
+    path = "arguments_of_others:f"
+    try:
+        if not takes:
+            assert RewardConfig(function=path).function == path
+            return
+        with pytest.raises(ValueError, match=f"{path}', which takes {re.escape(takes)}; it must take a trajectory"):
+            RewardConfig(function=path)
+    finally:
+        sys.modules.pop("arguments_of_others", None)
 
 
 def test_faults_of_the_machinery_pass():
