@@ -317,6 +317,8 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
     read = read_response(request, takes_instructions=True)
     assert (read.history(), read.history("before")) == (expected, f"before\n{expected}")
     assert read.ignored == ["input.reasoning"]
+    call = items[1] | {"arguments": "half a character: \ud800"}
+    assert read_items([InputItem.model_validate(call)]) == "weather half a character: \ufffd"
     ours = {"type": "reasoning", "id": "memory_0", "summary": [{"type": "summary_text", "text": "known"}]}
     request = ResponseRequest.model_validate({"input": [*items, ours, {"role": "user", "content": "so?"}]})
     assert read_response(request, takes_instructions=True).history("before") == f"known\n{expected}"

@@ -85,7 +85,7 @@ class ChatMessage(BaseModel):
         calls = [call.get("function") or call.get("custom") for call in self.tool_calls or []]
         for call in (*calls, self.function_call):
             if isinstance(call, dict):
-                yield f"{call.get('name', '')} {call.get('arguments') or call.get('input') or ''}"
+                yield replace_surrogates(f"{call.get('name', '')} {call.get('arguments') or call.get('input') or ''}")
         if self.content.strip():
             yield self.content
 
