@@ -112,7 +112,7 @@ def golden_answers(value: object, name: str) -> list[str]:
 def _written(value: float) -> str:
     """Returns a number as a person wrote it: without the digits that 0.1 gets in a column of 32 bits."""
     text = f"{value:.15g}"
-    if f"{value:.12g}" == text or abs(value) > float(np.finfo(np.float32).max):
+    if decimal.Decimal(text) == value or abs(value) > float(np.finfo(np.float32).max):
         return text
     single = np.float32(value)
     return str(single) if float(single) == value else text

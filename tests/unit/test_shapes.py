@@ -312,7 +312,7 @@ def test_numbers_of_32_bits_are_answers_as_they_were_written(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "q.parquet")
     found = [q.golden_answers for q in read_questions(tmp_path / "q.parquet")]
     assert found == [["0.1"], ["1234.567"], ["-2.5e-10"], ["3"], ["123456792"]]
-    longer = ["1.23456789012345", "1.23456789012345e+300", str(10**400)]
+    longer = ["1.23456789012345", "9.5367431640625e-07", "1.23456789012345e+300", str(10**400)]
     text = "".join(f'{{"question": "{i}?", "answer": {number}}}\n' for i, number in enumerate(longer))
     (tmp_path / "q.jsonl").write_text(text)
     assert [q.golden_answers for q in read_questions(tmp_path / "q.jsonl")] == [[number] for number in longer]
