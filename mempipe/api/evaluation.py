@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +38,9 @@ from mempipe.settings import ConfigError
 from mempipe.studies.compare import compare_rows
 from mempipe.types import Group, Question
 
-Questions = str | Path | Sequence[Question | Mapping[str, Any]]
-"""A question file in any format that `mempipe data qa` reads, or its rows: `Question`s, or mappings as in the file."""
+Questions = str | Path | pl.DataFrame | Sequence[Question | Mapping[str, Any]]
+"""A question file in any format that `mempipe data qa` reads, or its rows: `Question`s, mappings as in the file, or a
+frame."""
 _SET = "questions"
 _SHOWN = ("em", "f1")
 SEED = 1
@@ -271,8 +273,29 @@ def questions_of(
     if isinstance(questions, str | Path):
         read = read_questions(questions, columns=fields)
     else:
-        read = _of_rows(list(questions), fields)
+        read = _of_rows(_listed(questions), fields)
     return read[: num_questions or None]
+
+
+def _listed(questions: object) -> list[Any]:
+    """Returns the rows that were given. Raises ConfigError for what holds none."""
+    if isinstance(questions, pl.DataFrame):
+        return questions.to_dicts()
+    if isinstance(questions, Mapping):
+        return [questions]
+    if not isinstance(questions, Iterable):
+        raise ConfigError(f"questions is {questions!r}; expected a file, a frame, or a list of mappings or of Question")
+    return list(questions)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of numpy, a Series or a date as JSON holds it. Raises TypeError."""
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    for name in ("tolist", "to_list"):
+        if callable(plain := getattr(value, name, None)):
+            return plain()
+    raise TypeError(f"{value!r} is of type {type(value).__name__}")
 
 
 def _of_rows(rows: list[Question | Mapping[str, Any]], columns: Columns) -> list[Question]:
@@ -289,7 +312,7 @@ def _of_rows(rows: list[Question | Mapping[str, Any]], columns: Columns) -> list
     with tempfile.TemporaryDirectory() as folder:  # so that rows are read as a file of them is
         file = Path(folder) / "questions.jsonl"
         try:
-            file.write_text("".join(f"{json.dumps(dict(row))}\n" for row in rows))  # type: ignore[arg-type]
+            file.write_text("".join(f"{json.dumps(dict(row), default=_plain)}\n" for row in rows))  # type: ignore[arg-type]
         except TypeError as error:
             raise ConfigError(f"questions holds a value that JSON cannot hold: {error}") from error
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 import yaml
@@ -18,6 +20,7 @@ from api_builders import STEPS, build_run, questions_in, scripted_engines
 import mempipe
 from mempipe import cli
 from mempipe.agents.prompt_set import BUILT_IN
+from mempipe.api.evaluation import questions_of
 from mempipe.engines.engine_faults import GenerationTimeout
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import MADE_OF, write_record
@@ -314,9 +317,33 @@ def test_questions_come_from_a_file_or_from_rows(agent, run, questions):
     assert named.table["golden_answers"].to_list() == [questions[0].golden_answers]
 
 
+@pytest.mark.parametrize(
+    ("answer", "golden"),
+    [
+        (np.float32(0.1), ["0.1"]),
+        (np.int64(3), ["3"]),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (pl.Series(["a", "b"]), ["a", "b"]),
+        (datetime.date(2020, 1, 2), ["2020-01-02"]),
+    ],
+)
+def test_rows_may_hold_values_of_numpy_and_dates(answer, golden):
+    (question,) = questions_of([{"question": "Who?", "answer": answer}], num_questions=0)
+    assert question.golden_answers == golden
+
+
+def test_a_frame_and_a_single_mapping_are_rows():
+    row = {"question": "Who?", "answer": "Ann"}
+    for given in (pl.DataFrame([row]), row):
+        (question,) = questions_of(given, num_questions=0)
+        assert (question.text, question.golden_answers) == ("Who?", ["Ann"])
+
+
 BAD_QUESTIONS = {
     "questions is an empty list": ([], {}),
     "questions is a list of str": (["What?"], {}),
+    "questions is None; expected a file": (None, {}),
+    "answer is True, which may mean": ([{"question": "Who?", "answer": np.bool_(True)}], {}),
     "expected a number from 1, or 0 for all": ("FILE", {"num_questions": -1}),
     "num_samples is 0": ("FILE", {"num_samples": 0}),
     "num_samples is 2 at temperature 0": ("FILE", {"num_samples": 2}),
