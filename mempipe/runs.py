@@ -53,6 +53,7 @@ FREE_SETTINGS = (
     "learner.max_tokens_per_micro_batch",
     "learner.num_ranks",
     "learner.num_threads",
+    "learner.offload_optimizer",
     "learner.share_prefixes",
     "learner.timeout_s",
     "max_restarts",

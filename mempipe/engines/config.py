@@ -172,6 +172,10 @@ class LearnerConfig(Section):
     share_prefixes: bool = False
     """Contexts that begin alike (attempts of a group with the same prompt; with agent.chunk_first, the same chunk)
     train on those tokens once. Only attention still sees every context whole."""
+    offload_optimizer: bool = False
+    """AdamW's two moments (8 bytes per trained weight, divided by num_ranks) stay in pinned memory of the machine, and
+    are on a rank's GPU only while the weights are updated. The numbers are the same. Every update copies the moments
+    there and back."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of one rank without a GPU."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"

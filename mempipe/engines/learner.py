@@ -13,6 +13,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from mempipe.engines.model import (
     shard,
     to_device,
 )
+from mempipe.engines.offload import MOMENTS, host_zeros, moments_on_device
 from mempipe.engines.policy_weights import adapter_state_dict, full_state_dict, merged_checksums, weight_checksums
 from mempipe.engines.profile import profiled
 from mempipe.engines.proof import SamplingMismatch, check_sampled
@@ -74,6 +76,7 @@ class Learner:
         self._step: list[tuple[Sequence[MicroBatch], list[Tensor | None]]] = []
         is_policy = settings.objective == "policy"
         self._fill_reference = is_policy and model.lora_rank > 0 and settings.algorithm.kl_coef > 0
+        self._offloads = learner.offload_optimizer
         self._recompute_old = is_policy and learner.old_logprobs == "recompute"
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self._device = _device(rank)
@@ -200,7 +203,8 @@ class Learner:
         clip_grads_with_norm_(self._trained, self.settings.optimizer.grad_clip, norm, foreach=True)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
-        self._optimizer.step()
+        with moments_on_device(self._optimizer) if self._offloads else nullcontext():
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self.num_updates_done += 1
         return value
@@ -393,8 +397,8 @@ class Learner:
             state = self._optimizer.state[parameter]
             if not state:  # as AdamW makes it at its first step
                 state["step"] = torch.zeros((), device=self._device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                zeros = host_zeros if self._offloads else torch.zeros_like
+                state |= {moment: zeros(parameter.detach()) for moment in MOMENTS}
             tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
         return tensors
 

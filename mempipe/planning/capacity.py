@@ -67,6 +67,9 @@ KNOWN = {
     "Qwen/Qwen2.5-7B-Instruct": Shape(
         hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064, tied=False
     ),
+    "Qwen/Qwen2.5-14B-Instruct": Shape(
+        hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128, intermediate=13824, vocab=152064, tied=False
+    ),
     "Qwen/Qwen3-4B-Instruct-2507": Shape(
         hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=9728, vocab=151936, tied=True
     ),

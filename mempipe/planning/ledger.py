@@ -51,8 +51,8 @@ FULL_CONTEXTS = 16
 Assumed, not measured."""
 
 REMEDIES = (
-    "set model.lora_rank or model.gradient_checkpointing, lower learner.max_tokens_per_micro_batch or "
-    "generation.gpu_memory_utilization, or take more GPUs"
+    "set model.lora_rank, model.gradient_checkpointing or learner.offload_optimizer, lower "
+    "learner.max_tokens_per_micro_batch or generation.gpu_memory_utilization, or take more GPUs"
 )
 """Settings with which a plan needs less of each GPU."""
 
@@ -62,7 +62,8 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     `Roles.sync`).
 
     All the time it holds float32 masters (4 bytes a parameter) and two moments of AdamW (8 bytes a trained one), split
-    over the ranks. On top of them:
+    over the ranks. With `learner.offload_optimizer` the moments are there in `learn` only, while the weights are
+    updated and no activations exist. On top of them:
 
     - learn: the gradient (4 bytes a trained parameter, split), two gathered layers, the gradient of one and its float32
       reduction, embedding and head with their gradients, saved states, the activations of one layer (of all layers
@@ -74,7 +75,9 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     """
     width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
     trained = trained_parameters(config.model, shape)
-    state = CONTEXT + (4 * shape.num_parameters + 8 * trained) // num_ranks
+    offloads = config.learner.offload_optimizer
+    moments = 8 * trained // num_ranks
+    state = CONTEXT + (4 * shape.num_parameters + (0 if offloads else 8 * trained)) // num_ranks
 
     of_layer = tokens * (16 * shape.hidden + 8 * shape.intermediate) * width
     if config.learner.share_prefixes:  # attention sees every context whole, forward and backward
@@ -90,7 +93,7 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     gather = (width * shape.head_parameters * (num_ranks + 1)) // num_ranks
     sent = {"ipc": width * shape.num_parameters, "nccl": gather + PACKED, "mempipe_shm": 4 * shape.head_parameters}
     working: dict[Phase, int] = {
-        "learn": 4 * trained // num_ranks + layers + root + activations + logits,
+        "learn": 4 * trained // num_ranks + max(layers + root + activations + logits, moments if offloads else 0),
         "gather": gather,
         "send": sent[transfer] + gather,
         "check": width * (shape.root_parameters + 2 * shape.layer_parameters) + logits,

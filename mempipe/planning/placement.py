@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -171,8 +171,48 @@ def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu
     """Returns the plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
 
     Where the model's shape is known as well, every GPU has `ledger.SPARE` of its memory to spare in every phase. Raises
-    ConfigError, which names the settings to change, when the demand does not fit.
+    ConfigError, which names the settings to change, when the demand does not fit; where the memory is too small, it
+    also names the first of `_remedies` with which it fits.
     """
+    try:
+        return _first_way(config, demand, gpus_per_node, gpu_bytes=gpu_bytes)
+    except ConfigError as error:
+        if not _can_be_placed(config, demand, gpus_per_node, gpu_bytes=None):  # GPUs are missing, not memory
+            raise
+        for settings, changed, needed in _remedies(config, demand):
+            if _can_be_placed(changed, needed, gpus_per_node, gpu_bytes=gpu_bytes):
+                raise ConfigError(f"{error}. It fits with {settings}") from error
+        raise
+
+
+def _can_be_placed(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> bool:
+    try:
+        _first_way(config, demand, gpus_per_node, gpu_bytes=gpu_bytes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _remedies(config: RunConfig, demand: Demand) -> Iterator[tuple[str, RunConfig, Demand]]:
+    """Yields settings that take less of a rank's GPU, and config and demand with them: first those that change nothing
+    in the learned result, then the same without a reference."""
+    if not demand.learners:
+        return
+    offloading = config.model_copy(update={"learner": config.learner.model_copy(update={"offload_optimizer": True})})
+    checkpointing = {"model": config.model.model_copy(update={"gradient_checkpointing": True})}
+    both = offloading.model_copy(update=checkpointing)
+    offload, checkpoint = "learner.offload_optimizer: true", "model.gradient_checkpointing: true"
+    yield offload, offloading, demand
+    yield checkpoint, config.model_copy(update=checkpointing), demand
+    yield f"{offload} and {checkpoint}", both, demand
+    if demand.references and not config.algorithm.kl_reward_coef:
+        without = replace(demand, references=0)
+        yield f"{offload} and algorithm.kl_coef: 0 (no reference)", offloading, without
+        yield f"{offload}, {checkpoint} and algorithm.kl_coef: 0 (no reference)", both, without
+
+
+def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:
+    """Returns the first plan that fits: of those that `placement` allows, the one that shares least."""
     separate = _separate(demand)
     if not sum(gpus_per_node) or not separate:
         return _plan(config, demand, "cpu", [], gpus_per_node)

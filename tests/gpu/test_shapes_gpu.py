@@ -51,10 +51,10 @@ def skip_unless_it_fits(num_bytes: int) -> None:
         pytest.skip(f"needs {num_bytes / GIB:.0f} GiB by arithmetic, the device has {there / GIB:.0f}")
 
 
-@pytest.mark.parametrize("lora_rank", [0, 64])
-def test_updates_fit_in_what_doctor_says_and_move_the_model(model, lora_rank, measured):
+@pytest.mark.parametrize("setting", ["model.lora_rank=0", "model.lora_rank=64", "learner.offload_optimizer=true"])
+def test_updates_fit_in_what_doctor_says_and_move_the_model(model, setting, measured):
     name, folder = model
-    config = run_config(folder, f"model.lora_rank={lora_rank}")
+    config = run_config(folder, setting)
     expected = rank_needs(config, shape_of(name), num_ranks=1, transfer="ipc")["learn"]
     skip_unless_it_fits(expected)
     learner, batch = make_learner(config), micro_batch(name)
