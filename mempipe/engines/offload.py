@@ -31,8 +31,9 @@ def moments_on_device(optimizer: torch.optim.AdamW) -> Iterator[None]:
         yield
         for parameter, state in optimizer.state.items():
             for name in MOMENTS:
-                host = kept.setdefault((parameter, name), host_zeros(state[name]))
-                host.copy_(state[name])
+                if (parameter, name) not in kept:
+                    kept[parameter, name] = host_zeros(state[name])
+                kept[parameter, name].copy_(state[name])
     finally:
         for (parameter, name), moment in kept.items():
             optimizer.state[parameter][name] = moment

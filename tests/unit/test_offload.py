@@ -10,6 +10,7 @@ import torch
 from learner_setup import make_learner, pack, run_two_ranks, samples, save_model
 from torch import Tensor
 
+from mempipe.engines import offload
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.learner import Learner
 from mempipe.engines.offload import MOMENTS, moments_on_device
@@ -82,9 +83,10 @@ def test_two_ranks_keep_their_shards_of_the_moments_in_the_machines_memory(qwen2
     run_two_ranks(compare_on_ranks, qwen2, tmp_path, 2)
 
 
-def test_an_update_works_on_copies_of_the_moments_and_keeps_the_buffers(qwen2):
+def test_an_update_works_on_copies_of_the_moments_and_keeps_the_buffers(qwen2, monkeypatch):
     learner = make_learner(qwen2, offload_optimizer=True)
     train(learner)
+    monkeypatch.delattr(offload, "host_zeros")  # pinned memory is slow to make
     host = moments(learner)
     kept, values = addresses(host), [moment.clone() for moment in host]
     with moments_on_device(learner._optimizer):
