@@ -12,13 +12,13 @@ import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+import numpy as np
 
 Span = tuple[int, int]
 """Start and end in a text."""
 _SPACE, _MARK = " ", "-"
 """Stand for white space, and for any other character that is neither letter nor digit, in a folded text."""
-_FOLDED_WORD = re.compile(f"[^{_SPACE}{_MARK}]+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]"
@@ -58,29 +58,56 @@ def replaced(text: str, forms: Iterable[str], mark: str) -> tuple[str, int]:
     return "".join([*parts, text[last:]]), len(spans)
 
 
-@dataclass(frozen=True, slots=True)
 class _Reading:
-    """A text without case, accents and the characters between its words."""
+    """A text without case, accents and the characters between its words.
 
-    squeezed: str
-    """Letters and digits alone."""
-    words: list[int]
-    """Place of each word in `squeezed`. Every character but a letter or a digit ends a word."""
-    spaced: list[bool]
-    """Is true of a word with white space before it."""
-    folded_words: list[int]
-    """Place of each word in the folded text."""
-    folded_runs: list[int]
-    """Place in the folded text of each run whose characters are one to one those of the text."""
-    runs: list[int]
-    """Place of each of these runs in the text."""
+    Many texts contain none of the names, so the places of words are found at the first name.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._folded = text.translate(_FOLDED)
+        self.squeezed = self._folded.replace(_SPACE, "").replace(_MARK, "")
+        """Letters and digits alone."""
+
+    @functools.cached_property
+    def _words(self) -> tuple[list[int], list[int], list[bool]]:
+        """Returns for each word its place in `squeezed` and in the folded text, and whether white space is before it.
+
+        Every character but a letter or a digit ends a word.
+        """
+        codes = np.frombuffer(self._folded.encode("utf-32-le"), dtype="<u4")
+        is_space = codes == ord(_SPACE)
+        is_letter = ~is_space & (codes != ord(_MARK))
+        is_first = is_letter.copy()
+        is_first[1:] &= ~is_letter[:-1]
+        folded_words = np.flatnonzero(is_first)
+        words = np.cumsum(is_letter)[folded_words] - 1
+        spaced = np.diff(np.cumsum(is_space)[folded_words], prepend=0) > 0
+        return words.tolist(), folded_words.tolist(), spaced.tolist()
+
+    @functools.cached_property
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """Returns for each run whose characters are one to one those of the text its place in the folded text and in
+        the text.
+        """
+        folded_runs, runs, drift = [0], [0], 0
+        for match in _NOT_ASCII.finditer(self._text):
+            length = len(_FOLDED[ord(match[0])])
+            if length != 1:
+                place = match.start() + drift
+                folded_runs += [*range(place + 1, place + length), place + length]
+                runs += [*[match.start()] * max(length - 1, 0), match.start() + 1]
+                drift += length - 1
+        return folded_runs, runs
 
     def begins(self, place: int) -> bool:
         """Returns whether a word begins at this place of `squeezed`, or the text ends there."""
         if place == len(self.squeezed):
             return True
-        index = bisect.bisect_left(self.words, place)
-        return index < len(self.words) and self.words[index] == place
+        words, _, _ = self._words
+        index = bisect.bisect_left(words, place)
+        return index < len(words) and words[index] == place
 
     def is_edge(self, place: int) -> bool:
         """Returns whether a name may begin or end at this place of `squeezed`."""
@@ -88,44 +115,23 @@ class _Reading:
 
     def place(self, place: int) -> int:
         """Returns the place in the text of a character of `squeezed`."""
-        word = bisect.bisect_right(self.words, place) - 1
-        folded = self.folded_words[word] + place - self.words[word]
-        run = bisect.bisect_right(self.folded_runs, folded) - 1
-        return self.runs[run] + folded - self.folded_runs[run]
+        (words, folded_words, _), (folded_runs, runs) = self._words, self._runs
+        word = bisect.bisect_right(words, place) - 1
+        folded = folded_words[word] + place - words[word]
+        run = bisect.bisect_right(folded_runs, folded) - 1
+        return runs[run] + folded - folded_runs[run]
 
     def spaces(self, start: int, end: int) -> Iterator[int]:
         """Yields the places between two of `squeezed` that have white space before them."""
-        for index in range(bisect.bisect_right(self.words, start), bisect.bisect_left(self.words, end)):
-            if self.spaced[index]:
-                yield self.words[index]
+        words, _, spaced = self._words
+        for index in range(bisect.bisect_right(words, start), bisect.bisect_left(words, end)):
+            if spaced[index]:
+                yield words[index]
 
 
 @functools.lru_cache(maxsize=8)
 def _read(text: str) -> _Reading:
-    folded = text.translate(_FOLDED)
-    folded_runs, runs, drift = [0], [0], 0
-    for match in _NOT_ASCII.finditer(text):
-        length = len(_FOLDED[ord(match[0])])
-        if length != 1:
-            place = match.start() + drift
-            folded_runs += [*range(place + 1, place + length), place + length]
-            runs += [*[match.start()] * max(length - 1, 0), match.start() + 1]
-            drift += length - 1
-    words, spaced, folded_words, size, last = [], [], [], 0, 0
-    found = [match.span() for match in _FOLDED_WORD.finditer(folded)]
-    for start, end in found:
-        words.append(size)
-        spaced.append(_SPACE in folded[last:start])
-        folded_words.append(start)
-        size, last = size + end - start, end
-    return _Reading(
-        squeezed="".join(folded[start:end] for start, end in found),
-        words=words,
-        spaced=spaced,
-        folded_words=folded_words,
-        folded_runs=folded_runs,
-        runs=runs,
-    )
+    return _Reading(text)
 
 
 def _places(text: str, form: str) -> Iterator[Span]:
@@ -148,7 +154,7 @@ def _places(text: str, form: str) -> Iterator[Span]:
 
 @functools.lru_cache(maxsize=4096)
 def _form(form: str) -> _Reading:
-    return _read.__wrapped__(form)
+    return _Reading(form)
 
 
 def _as_written(text: str, form: str, start: int, end: int) -> Span:
