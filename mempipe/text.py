@@ -4,6 +4,8 @@ are cut between words.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,14 +98,13 @@ def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) 
     words = _words(text, mask)
     lengths = {word: count_tokens(word) for word in set(words)}
     long = {w for w, tokens in lengths.items() if mask not in w and (len(w) > _LONGEST_WORD or tokens > max_tokens)}
-    words = [part for word in words for part in (word if word in long else [word])]
-    lengths |= {character: count_tokens(character) for character in set().union(*long)}
+    if long:
+        words = [part for word in words for part in (word if word in long else [word])]
+        lengths |= {character: count_tokens(character) for character in set().union(*long)}
+    totals = [0, *itertools.accumulate(map(lengths.__getitem__, words))]
     first = 0
     while first < len(words):
-        last, total = first, 0
-        while last < len(words) and total + lengths[words[last]] <= max_tokens:
-            total += lengths[words[last]]
-            last += 1
+        last = bisect.bisect_right(totals, totals[first] + max_tokens) - 1
         # A tokenizer may need another number of tokens for adjacent words.
         while last > first + 1 and count_tokens("".join(words[first:last])) > max_tokens:
             last -= 1
