@@ -131,6 +131,25 @@ class SpacyFinder:
         return found
 
 
+class CachedFinder:
+    """A finder that keeps the entities which another one found."""
+
+    def __init__(self, finder: Finder, *, max_texts: int) -> None:
+        """Keeps the entities of at most `max_texts` texts between two calls; those found first go first."""
+        self.name = finder.name
+        self._finder = finder
+        self._max_texts = max_texts
+        self._known: dict[str, list[Entity]] = {}
+
+    def find(self, texts: Sequence[str]) -> list[list[Entity]]:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        self._known.update(zip(new, self._finder.find(new), strict=True))
+        found = [self._known[text] for text in texts]
+        for text in list(itertools.islice(self._known, max(len(self._known) - self._max_texts, 0))):
+            del self._known[text]
+        return found
+
+
 def make_finder(kind: str = "auto") -> Finder:
     """Makes the finder called `kind`: "rules"; the name of a spaCy pipeline; or "auto": an installed English pipeline,
     else the rules. Raises ConfigError.

@@ -7,6 +7,7 @@ on who makes it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -18,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.engines.tokenizer import CACHED_CHARS, load_tokenizer
 from mempipe.masking.documents import CommonEntities, Material, MemtrainConfig, entities_of, make_document
-from mempipe.masking.entities import make_finder
+from mempipe.masking.entities import CachedFinder, make_finder
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.storage.parquet import write_table
 from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
@@ -45,6 +46,10 @@ DOCUMENT_SCHEMA = pa.schema(
 )
 REJECTED = b"rejected"
 """Key of a part's metadata: how often each rule rejected, as JSON."""
+CACHED_PASSAGES = 2**14
+"""Random passages come again in other documents, if the corpus is small."""
+CACHED_COUNTS = 2**16
+"""Numbers of tokens: of passages, and of the words that nearly every document has."""
 
 
 class DocumentMaker:
@@ -54,8 +59,9 @@ class DocumentMaker:
         self._config = config
         self._common = common
         self._retriever = Retriever(config.index)
-        self._finder = make_finder(config.entities)
+        self._finder = CachedFinder(make_finder(config.entities), max_texts=CACHED_PASSAGES)
         self._tokenizer = load_tokenizer(config.tokenizer)
+        self._count_cached = functools.lru_cache(maxsize=CACHED_COUNTS)(self._count)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         parts = batch.to_pylist()
@@ -107,6 +113,9 @@ class DocumentMaker:
                     yield passage
 
     def _num_tokens(self, text: str) -> int:
+        return self._count_cached(text) if len(text) <= CACHED_CHARS else self._count(text)
+
+    def _count(self, text: str) -> int:
         return len(self._tokenizer.encode_text(text))
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mempipe.masking.entities import RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder
+from mempipe.masking.entities import CachedFinder, RuleFinder, SpacyFinder, can_be_read, forms, hide, make_finder
 from mempipe.masking.rules import trivial_rule
 from mempipe.settings import ConfigError
 from mempipe.text import sentences
@@ -232,3 +232,16 @@ def test_a_pipeline_that_is_not_installed_is_refused():
     with pytest.raises(ConfigError, match="en_core_web_huge"):
         make_finder("en_core_web_huge")
     assert make_finder("rules").name == "rules-2"
+
+
+def test_a_cached_finder_finds_once_what_comes_again_and_forgets_the_oldest(monkeypatch):
+    finder, seen = RuleFinder(), []
+    find = finder.find
+    monkeypatch.setattr(finder, "find", lambda texts: seen.append(list(texts)) or find(texts))
+    cached = CachedFinder(finder, max_texts=2)
+    paris, rome, oslo = "He saw Paris in 1990.", "She left Rome.", "They met in Oslo."
+    expected = find([paris, rome, paris])
+    assert cached.find([paris, rome, paris]) == expected and seen == [[paris, rome]]
+    assert cached.find([rome, oslo]) == find([rome, oslo]) and seen[1:] == [[oslo]]
+    assert cached.find([rome, paris]) == find([rome, paris]) and seen[2:] == [[paris]]
+    assert cached.name == finder.name
