@@ -196,7 +196,7 @@ def test_the_official_client_works_unchanged(running, chat):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
 
 
-def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_before_its_work_is_done(running, chat):
+def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_within_a_second(running, chat):
     engine = replica("generator")
 
     def under_way() -> int:
@@ -212,7 +212,7 @@ def test_a_stream_that_the_official_client_closes_frees_its_slots_of_the_engine_
         until(lambda: under_way() > 0)
         stream.close()
         freed_s.append(until(lambda: under_way() == 0))
-    assert min(freed_s) < min(whole_s) / 2
+    assert min(freed_s) < min(1.0, min(whole_s) / 2)
     question = running.questions[0]
     assert is_right(running, question, running.ask(question.text).json())
 
@@ -371,7 +371,9 @@ def test_a_proxy_that_died_is_replaced_after_three_checks_of_two_seconds(running
     (controller,) = processes_named("ServeController")
     assert (front.CHECK_EVERY_S, controller.environ()[front.CHECK_VARIABLE]) == (2.0, "2.0")
     proxy.kill()
+    died = time.monotonic()
     until_ready(running)
+    assert time.monotonic() - died < 20  # three checks of ten seconds, Serve's default, take longer
     question = running.questions[0]
     assert is_right(running, question, running.ask(question.text).json())
 

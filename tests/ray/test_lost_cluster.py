@@ -11,7 +11,7 @@ import pytest
 
 from tools.processes import Marked, Running, command_line
 
-LONGEST_S = 50.0
+LONGEST_S = 30.0
 DRIVER = """
 import asyncio, sys, time
 import numpy as np
