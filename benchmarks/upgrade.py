@@ -50,7 +50,7 @@ REST_S = 2.0
 
 @dataclass(frozen=True)
 class Versions:
-    """What answered a request; `index` is None for a reply without searches."""
+    """Names what answered a request; `index` is None for a reply without searches."""
 
     agent: str
     weights: str

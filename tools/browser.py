@@ -48,7 +48,7 @@ class Page:
         self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
+        """Returns the value of a JavaScript expression."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
