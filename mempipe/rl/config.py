@@ -159,22 +159,15 @@ class RewardConfig(Section):
             if ":" not in name and name not in TURN_REWARDS:
                 known = ", ".join(TURN_REWARDS)
                 raise ValueError(f"reward.per_turn is {name!r}; it is {known}, or MODULE:NAME of your own function")
-            if ":" in name and not callable(load_user_object(name, setting="reward.per_turn")):
-                raise ValueError(f"reward.per_turn is {name!r}, which is not a function")
+            if ":" in name:
+                _check_function(name, setting="reward.per_turn")
         return weights
 
     @field_validator("function")
     @classmethod
     def _is_there(cls, path: str) -> str:
-        if not path:
-            return path
-        function = load_user_object(path, setting="reward.function")
-        if not callable(function):
-            raise ValueError(f"reward.function is {path!r}, which is not a function")
-        if signature := _refusing(function):
-            raise ValueError(
-                f"reward.function is {path!r}, which takes {signature}; it must take a trajectory and its question"
-            )
+        if path:
+            _check_function(path, setting="reward.function")
         return path
 
     @model_validator(mode="after")
@@ -194,6 +187,15 @@ class RewardConfig(Section):
                 "set it to em"
             )
         return self
+
+
+def _check_function(path: str, *, setting: str) -> None:
+    """Raises ValueError unless MODULE:NAME is a function of a trajectory and its question."""
+    function = load_user_object(path, setting=setting)
+    if not callable(function):
+        raise ValueError(f"{setting} is {path!r}, which is not a function")
+    if signature := _refusing(function):
+        raise ValueError(f"{setting} is {path!r}, which takes {signature}; it must take a trajectory and its question")
 
 
 def _refusing(function: Callable[..., Any]) -> str:

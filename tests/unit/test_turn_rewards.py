@@ -358,7 +358,7 @@ def test_a_reward_of_turns_that_cannot_be_paid_is_refused(reward, sentence):
     [
         ("reward.per_turn=kept_fact", {"kept_fact": 1.0}),
         ("reward.per_turn.token_price=0.001", {"token_price": 0.001}),
-        ("reward.per_turn={kept_fact: 0.5, math:fsum: 2}", {"kept_fact": 0.5, "math:fsum": 2.0}),
+        ("reward.per_turn={kept_fact: 0.5, math:atan2: 2}", {"kept_fact": 0.5, "math:atan2": 2.0}),
         ("reward.per_turn={}", {}),
     ],
 )

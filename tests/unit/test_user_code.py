@@ -128,7 +128,10 @@ def test_what_cannot_be_loaded_is_a_config_error_that_names_the_setting(rewards,
         ("def f(source, solution, truth, extra=None): ...", "(source, solution, truth, extra=None)"),
     ],
 )
-def test_a_reward_that_takes_other_arguments_is_refused_before_anything_starts(tmp_path, monkeypatch, code, takes):
+@pytest.mark.parametrize("setting", ["function", "per_turn"])
+def test_a_reward_that_takes_other_arguments_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, code, takes, setting
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "arguments_of_others", raising=False)
@@ -136,10 +139,11 @@ def test_a_reward_that_takes_other_arguments_is_refused_before_anything_starts(t
     path = "arguments_of_others:f"
     try:
         if not takes:
-            assert RewardConfig(function=path).function == path
+            assert path in getattr(RewardConfig.model_validate({setting: path}), setting)
             return
-        with pytest.raises(ValueError, match=f"{path}', which takes {re.escape(takes)}; it must take a trajectory"):
-            RewardConfig(function=path)
+        said = rf"reward\.{setting} is '{path}', which takes {re.escape(takes)}; it must take a trajectory"
+        with pytest.raises(ValueError, match=said):
+            RewardConfig.model_validate({setting: path})
     finally:
         sys.modules.pop("arguments_of_others", None)
 
