@@ -12,10 +12,11 @@ import gzip
 import io
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
 _SEPARATORS = ",\t;"
+_CONSTANTS = (b"NaN", b"Infinity")
 
 
 class BadRow(ValueError):
@@ -162,12 +164,12 @@ def parquet_batches(
 def parse_object(line: bytes) -> dict[str, Any]:
     """Returns the JSON object of a line.
 
-    Raises BadRow for anything else, also for NaN, Infinity and text that is not UTF-8.
+    Raises BadRow for anything else, also for text that is not UTF-8, and with its field for NaN and Infinity.
     """
     if line.strip() in (b"[", b"{", b"[{"):
         raise BadRow("not_json", "not JSON: a value of several lines; a list of objects belongs in a .json file")
     try:
-        row = json.loads(line.decode(), parse_constant=_refuse_constant)
+        row = json.loads(line.decode(), parse_constant=_Constant)
     except UnicodeDecodeError as error:
         raise BadRow("not_utf8", f"not UTF-8, byte {error.start} is {line[error.start]:#04x}") from error
     except RecursionError as error:
@@ -176,7 +178,35 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise BadRow("not_json", f"not JSON: {_said(error)}") from error
     if not isinstance(row, dict):
         raise BadRow("not_object", f"expected an object, got {line.decode()[:80].strip()!r}")
+    if any(name in line for name in _CONSTANTS):
+        check_numbers(row, kind=_Constant)
     return row
+
+
+def check_numbers(row: dict[str, Any], *, kind: type[float] = float) -> None:
+    """Raises BadRow, which names the field, for a number of a row that is NaN or infinite. `kind` is the type of the
+    numbers that are looked at.
+    """
+    if found := next(_no_numbers(row, "", kind), None):
+        path, value = found
+        name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        raise BadRow(
+            "not_a_number", f"{path} is {name}, which is not a finite number; write null where there is no value"
+        )
+
+
+def _no_numbers(value: object, path: str, kind: type[float]) -> Iterator[tuple[str, float]]:
+    """Yields the path and the value of every number inside `value` that is NaN or infinite."""
+    if isinstance(value, kind) and not math.isfinite(value):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _no_numbers(item, f"{path}.{name}" if path else str(name), kind)
+
+
+class _Constant(float):
+    """A number that Python's reader of JSON takes and JSON does not have: NaN or an infinite one. 1e999 is none of
+    them, though Python makes it infinite."""
 
 
 def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iterator[dict[str, Any] | BadRow | None]:
@@ -260,7 +290,7 @@ def _table_or_lines(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | Bad
     if file.is_parquet:
         for number, batch in parquet_batches(file, size=_ROWS_AT_ONCE):
             for i, row in enumerate(rows_of_batch(batch), start=number + 1):
-                yield f"{file.url}, row {i}", row
+                yield f"{file.url}, row {i}", row if isinstance(row, BadRow) else _checked(row, float)
         return
     for number, lines in line_blocks(file, max_line_bytes=MAX_LINE_BYTES):
         for i, row in enumerate(rows_of_lines(lines, max_line_bytes=MAX_LINE_BYTES), start=number + 1):
@@ -272,7 +302,7 @@ def _json_items(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
     with file.open() as stored:
         content = stored.read().removeprefix(_BOM)
     try:
-        items = json.loads(content.decode(), parse_constant=_refuse_constant)
+        items = json.loads(content.decode(), parse_constant=_Constant)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise ConfigError(f"{file.url} is truncated or not JSON: {error}") from error
@@ -283,8 +313,17 @@ def _json_items(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
     except ValueError as error:
         raise ConfigError(f"{file.url} is truncated or not JSON: {_said(error)}") from error
     for i, item in enumerate(_items_of(items, file), start=1):
-        wrong = None if isinstance(item, dict) else BadRow("not_object", f"expected an object, got {str(item)[:80]!r}")
-        yield f"{file.url}, item {i}", wrong or item
+        wrong = BadRow("not_object", f"expected an object, got {str(item)[:80]!r}")
+        yield f"{file.url}, item {i}", _checked(item, _Constant) if isinstance(item, dict) else wrong
+
+
+def _checked(row: dict[str, Any], kind: type[float]) -> dict[str, Any] | BadRow:
+    """Returns the row, or the fault that `check_numbers` finds."""
+    try:
+        check_numbers(row, kind=kind)
+    except BadRow as fault:
+        return fault
+    return row
 
 
 def _items_of(value: Any, file: InputFile) -> list[Any]:
@@ -355,10 +394,6 @@ def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
 def _said(error: ValueError) -> str:
     """Returns what a reader of JSON said, without its advice to a programmer."""
     return str(error).partition("; use sys.")[0]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 _READERS = {JSON: _json_items, CSV: _table_rows}

@@ -87,7 +87,7 @@ def test_contents_are_split_as_wiki_18_writes_them(contents, title, text):
     ("line", "reason"),
     [
         (b"{", "not JSON"),
-        (b'{"id": NaN, "text": "x"}', "NaN is not JSON"),
+        (b'{"id": NaN, "text": "x"}', "id is NaN, which is not a finite number"),
         (b"[" * 100_000, "not JSON"),
         (b'"text"', "expected an object"),
         (b'{"id": "a", "text": "\xff"}', "not UTF-8, byte 21 is 0xff"),
@@ -103,8 +103,8 @@ def test_contents_are_split_as_wiki_18_writes_them(contents, title, text):
         ({"id": 1.5, "text": "x"}, "id is 1.5"),
         ({"id": "", "text": "x"}, "id is ''"),
         ({"id": "a", "text": "x", "partition": 3}, "partition is 3"),
-        (b'{"id": "a", "text": "x", "other": NaN}', "NaN is not JSON"),
-        (b'{"id": "a", "text": "x", "other": -Infinity }', "-Infinity is not JSON"),
+        (b'{"id": "a", "text": "x", "other": NaN}', "other is NaN, which is not a finite number"),
+        (b'{"id": "a", "text": "x", "other": -Infinity }', "other is -Infinity, which is not a finite number"),
         (b'{"id": "a", "text": "x", "other": "\xff"}', "not UTF-8, byte 35 is 0xff"),
         (
             b'{"id": "a", "text": "x", "other": ' + b"[" * 5000 + b"]" * 5000 + b"}",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import math
 import pickle
 import threading
 import time
@@ -267,14 +268,39 @@ def test_wrong_rows_of_every_format_are_refused_by_item_and_field(tmp_path, row,
     assert [question.id for question in read_questions(path, max_bad_rows=1)] == ["q1"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"id": math.nan}, "id is NaN"),
+        ({"level": -math.inf}, "level is -Infinity"),
+        ({"golden_answers": [1.5, math.nan]}, "golden_answers.1 is NaN"),
+    ],
+)
+@pytest.mark.parametrize(("kind", "unit"), [("jsonl", "line"), ("json", "item"), ("parquet", "row")])
+def test_a_number_that_is_none_is_refused_in_every_file_with_its_row_and_column(tmp_path, kind, unit, wrong, said):
+    good = {"id": None, "question": "Who?", "golden_answers": [0.5], "level": 1.0}
+    rows, path = [good, good | wrong], tmp_path / f"q.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        {"jsonl": jsonl, "parquet": parquet}[kind](path, *rows)
+    assert (
+        refusal(path) == f"{path}, {unit} 2: {said}, which is not a finite number; write null where there is no value"
+    )
+
+
+def test_a_text_may_say_nan(tmp_path):
+    row = {"question": "Which word stands for no number, 1e999 aside?", "answer": "NaN", "more": {"a": ["Infinity"]}}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row)[:-1] + ', "size": 1e999}')
+    assert read_questions(tmp_path / "q.jsonl")[0].golden_answers == ["NaN"]
+
+
 def test_json_files_that_are_no_list_or_cut_are_refused(tmp_path):
     path = tmp_path / "q.json"
     path.write_text(json.dumps([FLASHRAG])[:-5])
     assert refusal(path).startswith(f"{path} is truncated or not JSON: ")
     path.write_text("3")
     assert refusal(path) == f"{path} holds int, expected a list of objects"
-    path.write_text('[{"id": NaN}]')
-    assert refusal(path) == f"{path} is truncated or not JSON: NaN is not JSON"
     path.write_text("[3]")
     assert refusal(path) == f"{path}, item 1: expected an object, got '3'"
     path.write_bytes(b'["\xff"]')
