@@ -156,7 +156,11 @@ def _given(config: RunConfig) -> list[Finding]:
 def _cloze(config: RunConfig) -> list[Finding]:
     """Checks the passages from which the run makes its questions and index."""
     corpus = config.data.corpus
-    given = {"data.train": config.data.train, "retrieval.index": config.retrieval.index or config.retrieval.url}
+    given = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+        "retrieval.index": config.retrieval.index or config.retrieval.url,
+    }
     for setting, value in given.items():
         if value:
             return [fatal(f"{setting} is {value!r}; a run with `cloze` makes it from data.corpus")]
@@ -200,10 +204,34 @@ def _model(config: RunConfig) -> list[Finding]:
 
 
 def _world(config: RunConfig) -> list[Finding]:
+    """Checks that the settings name nothing that the run makes itself."""
     if config.retrieval.url:
         url = config.retrieval.url
         return [fatal(f"retrieval.url is {url!r}; a run with a `world` searches the index that it makes itself")]
-    return [ok("the run makes its own questions, index and model (`world`)")]
+    if folder := _other_run(config):
+        return [ok(f"the run makes its own questions and index (`world`), not those of {folder}")]
+    return [
+        fatal(f"{setting} is {value!r}; a run with a `world` makes {made} itself: leave it empty, or set world=null")
+        for setting, (value, made) in {
+            "data.train": (config.data.train, "its questions"),
+            "data.validation": (config.data.validation, "its questions"),
+            **{f"data.columns.{name}": (path, "its questions") for name, path in config.data.columns.named.items()},
+            "data.corpus": (config.data.corpus, "its passages"),
+            "data.fallback_corpus": (config.data.fallback_corpus, "its passages"),
+            "retrieval.index": (config.retrieval.index, "its index"),
+            "model.source": (config.model.source, "its model"),
+        }.items()
+        if value
+    ] or [ok("the run makes its own questions, index and model (`world`)")]
+
+
+def _other_run(config: RunConfig) -> str:
+    """Returns the folder of the run whose config.yaml these settings are a copy of, under another name; "" for none.
+    It names all that the world of that run made."""
+    folder = Path(config.retrieval.index).parent
+    made = [folder / "index", *(folder / "world" / f"{split}.parquet" for split in ("train", "validation"))]
+    named = [config.retrieval.index, config.data.train, config.data.validation]
+    return str(folder) if named == list(map(str, made)) else ""
 
 
 def _service(url: str) -> list[Finding]:

