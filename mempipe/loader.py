@@ -42,7 +42,13 @@ def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexC
     """Returns the index that a YAML file describes, with `key=value` overrides; of passages or texts an index that is
     searched by words. Raises ConfigError."""
     if not str(path).endswith((".yaml", ".yml")):
-        values = {"corpus": [str(path)], "encoder": None, "lexical": True, **parse_overrides(overrides)}
+        settings = parse_overrides(overrides)
+        if "corpus" in settings:
+            raise ConfigError(
+                f"corpus is {settings['corpus']!r}, and the command already names {str(path)!r}; name one of them, or "
+                "both as the list `corpus` of a YAML file"
+            )
+        values = {"corpus": [str(path)], "encoder": None, "lexical": True, **settings}
         if "output" not in values:
             parse_section(values | {"output": "index"}, IndexConfig)  # a name near to `output` is refused first
             raise ConfigError(

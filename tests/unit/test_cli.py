@@ -171,6 +171,7 @@ def test_an_index_is_built_of_texts_without_a_config_and_what_it_cannot_read_is_
         ([str(tmp_path / "notes.txt"), "output=x", "passage_words=2"], "passage_words"),
         ([str(tmp_path / "notes.txt"), "output=x", "passage_word=20"], "did you mean passage_words"),
         ([str(tmp_path / "notes.txt"), "outputs=x"], "outputs is not a setting; did you mean output?"),
+        (["notes.txt", "output=x", "corpus=others"], "corpus is 'others', and the command already names 'notes.txt'"),
     ):
         assert main(["index", "build", *words]) == 2
         assert said in (error := capsys.readouterr().err) and "Traceback" not in error
