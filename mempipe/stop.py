@@ -1,11 +1,13 @@
-"""A request to end, by SIGTERM or SIGINT, and the time that the process has left to save its work.
+"""A request to end, by SIGTERM, SIGINT or SIGHUP, and the time that the process has left to save its work.
 
-Kubernetes, Slurm and Ray send SIGTERM and kill the process some 30 seconds later. The first signal ends the run at the
-next point where no work is lost; a second signal ends it at once.
+Kubernetes, Slurm and Ray send SIGTERM and kill the process some 30 seconds later. A terminal that closes, as that of a
+lost ssh connection, sends SIGHUP. The first signal ends the run at the next point where no work is lost; a second
+signal ends it at once. A process that was started with nohup ignores SIGHUP, and continues to do so.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,7 +17,7 @@ from types import FrameType
 
 from mempipe.progress import say
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAVING_SHARE = 0.4
 """Share of the time left that saving and the end of all roles may need: no work is begun that would take it."""
 
@@ -47,31 +49,64 @@ def keeps_sigterm_handler() -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Raises Interrupted inside the block at SIGTERM, where Python would end the process without a message. Another
-    handler stays in place."""
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    takes_it = is_default and threading.current_thread() is threading.main_thread()
-    was_received = False
+def children_ignore_sighup() -> Iterator[None]:
+    """Lets the processes that are started in the block, and all that these start, ignore SIGHUP. A terminal that closes
+    sends it to them as well, and without them no work can be saved."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before if before is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Raises Interrupted inside the block at SIGTERM and SIGHUP, where Python would end the process without a message.
+    Another handler stays in place."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    terminals = _terminals()
+    received = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal was_received
-        was_received = True
+        nonlocal received
+        received = number
+        _leave_closed(terminals)
         raise Interrupted(number)
 
-    if takes_it:
-        signal.signal(signal.SIGTERM, interrupt)
+    for number in taken:
+        signal.signal(number, interrupt)
     try:
         yield
     except Interrupted:
         raise
     except (SystemExit, KeyboardInterrupt) as error:  # a call of Ray raises its own KeyboardInterrupt
-        if not was_received and not is_sigterm(error):
+        if not received and not is_sigterm(error):
             raise
-        raise Interrupted(signal.SIGTERM) from error
+        raise Interrupted(received or signal.SIGTERM) from error
     finally:
-        if takes_it:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _terminals() -> list[int]:
+    """Returns which of the standard output and error is a terminal."""
+    return [number for number in (1, 2) if os.isatty(number)]
+
+
+def _leave_closed(terminals: list[int]) -> None:
+    """Discards what will be written to a terminal that has closed: every line there would be an OSError, and the one
+    that tells of a checkpoint would end the run before the checkpoint is written."""
+    closed = [number for number in terminals if not os.isatty(number)]
+    if closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in closed:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 class StopRequest:
@@ -81,6 +116,7 @@ class StopRequest:
         """`grace_s` is the time in seconds between the first signal and the kill that follows it."""
         self._grace_s = grace_s
         self._number = 0
+        self._terminals = _terminals()
         self._deadline = float("inf")
         self._held_back = 0
 
@@ -105,7 +141,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        numbers = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._take) for number in numbers}
         try:
             yield self
         except BaseException as error:
@@ -131,6 +168,7 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         again = self.requested
+        _leave_closed(self._terminals)
         if not again:
             self._number = number
             self._deadline = time.monotonic() + self._grace_s

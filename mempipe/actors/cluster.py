@@ -31,7 +31,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS, prepare_process
 from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
-from mempipe.stop import keeps_sigterm_handler
+from mempipe.stop import children_ignore_sighup, keeps_sigterm_handler
 from mempipe.storage.scratch import RAY, scratch_folder
 
 LOOPBACK = "127.0.0.1"
@@ -90,7 +90,8 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
                 _knock(address)
                 ray.init(**options)
             else:
-                _start_node(options)
+                with children_ignore_sighup():
+                    _start_node(options)
     except OSError as error:
         if not address:
             raise LaunchError(f"Ray did not start: {one_line(error)}") from error

@@ -15,16 +15,16 @@ from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
 from mempipe.environment import prepare_process
 from mempipe.settings import ConfigError
-from mempipe.stop import sigterm_interrupts
+from mempipe.stop import signals_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
-    143 (SIGTERM)."""
+    143 (SIGTERM), 129 (SIGHUP)."""
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     prepare_process()
     try:
-        with sigterm_interrupts():
+        with signals_interrupt():
             return arguments.command(arguments) or 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
