@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from mempipe.retrieval.faiss_build import make_index
 from mempipe.retrieval.manifest import Manifest
 from mempipe.streams.segments import stream_segments
 
+_OURS = re.compile(r"lock|\.?\d+\.parquet.*")
+
 
 def main(config: IndexConfig) -> Manifest:
     """Builds the index, or continues with a build that was interrupted.
@@ -28,7 +32,9 @@ def main(config: IndexConfig) -> Manifest:
         encoder = make_encoder(config.encoder) if config.encoder else None
         if encoder:
             make_index(config.faiss, encoder.dimension)  # refuses a wrong factory now, not after hours of encoding
-        build = IndexBuild(config, files)
+        build = IndexBuild(config, files, texts=texts_of(config))
+        if build.changed_texts:
+            say(f"{build.changed_texts} has changed since the build that was interrupted: its passages are read again")
         say("connecting to Ray, starting encoders")
         with connected(config.ray_address, name="index"), Progress("passages", total=None) as progress:
             if known := sum(segment.count for segment in build.segments()):
@@ -45,14 +51,39 @@ def corpus_of(config: IndexConfig) -> Iterator[list[CorpusFile]]:
 
     Raises ConfigError for texts that cannot be read, and while another process builds this output of texts.
     """
-    output = Path(config.output)
-    made = output.with_name(f".{output.name}.corpus")
+    made = _made_of_texts(config)
     with ExitStack() as stack:
         if any(map(is_plain_text, config.corpus)):
+            _remove_abandoned(made.parent)
             made.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_output(made, config.output))
             stack.callback(shutil.rmtree, made, ignore_errors=True)
         yield _files(config, made)
+
+
+def texts_of(config: IndexConfig) -> dict[str, str]:
+    """Returns the sources of the corpus that are texts, by the file that `corpus_of` writes their passages to."""
+    made = _made_of_texts(config)
+    return {str(made / _file_name(i)): str(text) for i, text in enumerate(config.corpus) if is_plain_text(text)}
+
+
+def _made_of_texts(config: IndexConfig) -> Path:
+    """Returns the folder for the passages of texts."""
+    output = Path(config.output)
+    return output.with_name(f".{output.name}.corpus")
+
+
+def _file_name(number: int) -> str:
+    return f"{number}.parquet"
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the passages of texts that builds in `folder` left behind when they were killed."""
+    for file in folder.glob(".*.corpus/lock"):
+        with suppress(OSError), file.open() as lock:  # a living build holds it, or the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if all(_OURS.fullmatch(each.name) for each in file.parent.iterdir()):
+                shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
@@ -61,7 +92,7 @@ def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
             say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
-            source = write_corpus(source, made / f"{number}.parquet", words=config.passage_words)
+            source = write_corpus(source, made / _file_name(number), words=config.passage_words)
         files += corpus_files(source)
     limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}
     for batch, _ in islice(read_segments(files, size=1, **limits), 1):

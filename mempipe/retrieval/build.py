@@ -21,7 +21,7 @@ import fcntl
 import hashlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -95,15 +95,26 @@ class Segment:
 class IndexBuild:
     """One unfinished index."""
 
-    def __init__(self, config: IndexConfig, files: Sequence[CorpusFile], *, lock: bool = True) -> None:
+    def __init__(
+        self,
+        config: IndexConfig,
+        files: Sequence[CorpusFile],
+        *,
+        lock: bool = True,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         """Continues the unfinished build of the same settings and corpus, or begins one. The process in charge takes
-        the `lock` and compares settings and corpus, which it reads through; others work for it.
+        the `lock` and compares settings and corpus, which it reads through; others work for it. `texts` names what the
+        passages of a file were made of, by the file's url. If such texts have changed, and the build has only read
+        their passages, it begins again; `changed_texts` names them.
 
         Raises ConfigError when the output holds something, when an unfinished build has other settings or another
         corpus or is in flight, and when faiss does not know the factory.
         """
         self._config = config
         self._files = list(files)
+        self._texts = texts or {}
+        self.changed_texts = ""
         self._output = Path(config.output)
         self.folder = self._output.with_name(f".{self._output.name}.building")
         self._finished = self._output.with_name(f".{self._output.name}.finished")
@@ -120,7 +131,7 @@ class IndexBuild:
         if lock:
             self._lock = lock_output(self._unfinished, config.output)
             self._check_settings()
-            self._check_corpus()
+            self._check_corpus(begins=True)
         for name in (PASSAGES, VECTORS):
             (self.folder / name).mkdir(exist_ok=True)
         for name in ("segments", "encoded"):
@@ -258,8 +269,9 @@ class IndexBuild:
                     "remove that folder, or continue with its settings"
                 )
 
-    def _check_corpus(self) -> None:
-        """Keeps the fingerprints of the corpus in the folder. Raises ConfigError when they were others before."""
+    def _check_corpus(self, *, begins: bool = False) -> None:
+        """Keeps the fingerprints of the corpus in the folder. Raises ConfigError when they were others before, unless
+        the build `begins` and reads changed texts again."""
         file = self._unfinished / "corpus.json"
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             prints = list(threads.map(lambda file: file.fingerprint(), self._files))
@@ -271,11 +283,24 @@ class IndexBuild:
         known = read_object(file, advice=self._advice).get("files")
         if known != files:
             listed = known if isinstance(known, list) else []
-            changed = next((each[0] for each in files if each not in listed), "a file that is not listed any more")
+            differ = [str(each[0]) for each in files if each not in listed]
+            changed = differ[0] if differ else "a file that is not listed any more"
+            if begins and differ and self._texts.keys() >= {*differ} and self._has_only_passages():
+                self.changed_texts = ", ".join(self._texts[each] for each in differ)
+                shutil.rmtree(self._unfinished / "segments", ignore_errors=True)
+                shutil.rmtree(self.folder / PASSAGES, ignore_errors=True)
+                write_object(file, {"files": files})
+                return
             raise ConfigError(
-                f"{self.folder} is an unfinished build of another corpus ({changed} has changed); {self._advice}, or "
-                "bring the corpus back"
+                f"{self.folder} is an unfinished build of another corpus ({self._texts.get(changed, changed)} has "
+                f"changed); {self._advice}, or bring the corpus back"
             )
+
+    def _has_only_passages(self) -> bool:
+        """Returns whether nothing was made of the passages yet: no vector, no word index, no manifest."""
+        made = [self.folder / name for name in (VECTORS, LEXICAL, MANIFEST)]
+        made += [self._unfinished / name for name in ("encoded", "checksums")]
+        return not any(any(path.iterdir()) if path.is_dir() else path.exists() for path in made)
 
     @property
     def _shard_segments(self) -> int:

@@ -28,7 +28,7 @@ from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import STAMP
 from mempipe.types import Passage
-from pipelines.build_index import corpus_of
+from pipelines.build_index import corpus_of, texts_of
 
 ENCODER = {"kind": "hashing", "dimension": 32}
 WORDS = [f"word{i}" for i in range(80)]
@@ -414,6 +414,63 @@ def test_a_build_that_fails_leaves_no_passages_of_its_texts(tmp_path):
     with pytest.raises(KeyboardInterrupt), corpus_of(config):
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["docs"]
+
+
+def killed_build_of_texts(tmp_path: Path) -> IndexConfig:
+    """A build of a folder of documents that SIGKILL ended after it had read a segment."""
+    (tmp_path / "docs").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "docs" / f"{name}.txt").write_text(f"{name} was born in Paris.")
+    config = IndexConfig(
+        corpus=[str(tmp_path / "docs")], output=str(tmp_path / "i"), encoder=None, lexical=True, segment_passages=1
+    )
+    with corpus_of(config) as files:
+        next(IndexBuild(config, files, texts=texts_of(config)).read())
+        shutil.copytree(tmp_path / ".i.corpus", tmp_path / "kept")
+    shutil.move(tmp_path / "kept", tmp_path / ".i.corpus")
+    return config
+
+
+def test_texts_that_changed_after_a_kill_are_read_again(tmp_path):
+    config = killed_build_of_texts(tmp_path)
+    (tmp_path / "docs" / "a.txt").write_text("a was born in Rome.")
+    with corpus_of(config) as files:
+        build = IndexBuild(config, files, texts=texts_of(config))
+        assert build.changed_texts == str(tmp_path / "docs")
+        assert sum(segment.count for segment in build.read()) == 2
+        build.finish(None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs", "i"]
+    (found,) = Retriever(tmp_path / "i").search([Query(text="Rome", num_passages=1)])
+    assert found.passages[0].text == "a was born in Rome."
+
+
+def test_texts_that_changed_after_more_was_made_of_them_are_refused_by_their_own_name(tmp_path, monkeypatch):
+    config = killed_build_of_texts(tmp_path)
+    with monkeypatch.context() as patch, corpus_of(config) as files, pytest.raises(Stop):
+        patch.setattr("mempipe.retrieval.build.write_manifest", stop)
+        build = IndexBuild(config, files, texts=texts_of(config))
+        assert not build.changed_texts and len(list(build.read())) == 2
+        build.finish(None)
+    del build
+    (tmp_path / "docs" / "a.txt").write_text("a was born in Rome.")
+    with pytest.raises(ConfigError) as refused, corpus_of(config) as files:
+        IndexBuild(config, files, texts=texts_of(config))
+    building = tmp_path / ".i.building"
+    assert str(refused.value) == (
+        f"{building} is an unfinished build of another corpus ({tmp_path / 'docs'} has changed); remove {building}, "
+        "and build the index again, or bring the corpus back"
+    )
+
+
+def test_the_next_build_in_a_folder_removes_the_passages_that_a_killed_one_left(tmp_path):
+    config = killed_build_of_texts(tmp_path)
+    mine = tmp_path / ".mine.corpus"
+    mine.mkdir()
+    for name in ("lock", "0.parquet", "notes.txt"):
+        (mine / name).touch()
+    at_work = config.model_copy(update={"output": str(tmp_path / "k")})
+    with corpus_of(at_work), corpus_of(config.model_copy(update={"output": str(tmp_path / "j")})):
+        assert sorted(path.name for path in tmp_path.glob(".*.corpus")) == [".j.corpus", ".k.corpus", ".mine.corpus"]
 
 
 def test_a_second_build_of_texts_leaves_the_passages_of_the_first(tmp_path):
