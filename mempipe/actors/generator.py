@@ -54,6 +54,7 @@ class GeneratorActor:
         )
         self._store = find_actor(store)
         self._desk = BatchedServer(self._answer)
+        self._sleeps = sleeps
         self._started = asyncio.Lock()
         self._ready = False
         self._ending = False
@@ -62,14 +63,17 @@ class GeneratorActor:
         """Loads the engine and, after a restart, the newest weights. Returns the policy version."""
         async with self._started:
             if not self._ready:
-                await self._engine.start()
-                newest = await self._store.newest.remote()
-                if newest is not None:
-                    (reference,), policy_version = newest
-                    await self._engine.load_weights(await reference, policy_version=policy_version)
-                self._ready = True
-                self._watch = asyncio.create_task(self._exit_with_the_engine())
+                await self._load()
         return self._engine.policy_version
+
+    async def _load(self) -> None:
+        await self._engine.start()
+        newest = await self._store.newest.remote()
+        if newest is not None:
+            (reference,), policy_version = newest
+            await self._engine.load_weights(await reference, policy_version=policy_version)
+        self._ready = True
+        self._watch = asyncio.create_task(self._exit_with_the_engine())
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
         """Answers the requests of `mempipe.actors.pools.GeneratorPool` with completions and scores."""
@@ -90,9 +94,14 @@ class GeneratorActor:
                 os._exit(1)
 
     async def _awake(self) -> None:
-        """Loads the engine on the first call after Ray restarted the actor; at launch `ready` has done so."""
-        if not self._ready:
-            await self.ready()
+        """Loads the engine on the first call after Ray restarted the actor; at launch `ready` has done so. An engine
+        that shares its GPU with the learner is not loaded while that works: there is no memory for it."""
+        while not self._ready:
+            async with self._started:
+                if not self._ready and not (self._sleeps and await self._store.are_held.remote()):
+                    await self._load()
+            if not self._ready:
+                await asyncio.sleep(WATCH_EVERY_S)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
@@ -123,9 +132,10 @@ class GeneratorActor:
         await self._engine.shutdown()
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory until `wake`; completions wait until then."""
-        await self._awake()
-        await self._engine.sleep()
+        """Frees the GPU's memory until `wake`; completions wait until then. An engine that is not loaded has none."""
+        async with self._started:  # an engine that is being loaded sleeps afterwards
+            if self._ready:
+                await self._engine.sleep()
 
     async def wake(self) -> None:
         """Resumes sampling, from the weights that were loaded during the sleep."""
@@ -137,7 +147,10 @@ class GeneratorActor:
         await self._engine.connect(init_info)
 
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:
-        """Loads version `policy_version` of the weights between two completions."""
+        """Loads version `policy_version` of the weights between two completions. An engine that sleeps and is not
+        loaded takes them from the store when it wakes."""
+        if self._sleeps and not self._ready:
+            return
         await self._awake()
         reached("engine.load_weights", version=policy_version)
         await self._engine.load_weights(weights, policy_version=policy_version)

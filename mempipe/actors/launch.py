@@ -136,6 +136,7 @@ class Roles(RolloutActors):
         """Makes the engines free their GPU memory until the next `sync`; does nothing without engine sleep mode."""
         if self.plan.sleeps:
             self.wait()
+            ray.get(self.store.hold_engines.remote(True))  # also an engine that Ray starts again until then
             self._all_engines(lambda engine: engine.sleep.remote(), phase="putting engines to sleep")
 
     def learn(
@@ -172,6 +173,7 @@ class Roles(RolloutActors):
             )
         self._release()
         if self.plan.sleeps:
+            ray.get(self.store.hold_engines.remote(False))
             self._all_engines(lambda engine: engine.wake.remote(), phase="waking engines")
         sent = {"sync/send_seconds": time.perf_counter() - started, "sync/megabytes": self._served_bytes() / 1e6}
         checked = self._check(policy_version)

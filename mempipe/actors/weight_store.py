@@ -1,4 +1,4 @@
-"""The store from which an engine that starts again takes its weights."""
+"""The store from which an engine that starts again takes its weights, and learns whether it may load them yet."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class WeightStore:
 
     def __init__(self) -> None:
         self._newest: tuple[list[ray.ObjectRef], int] | None = None
+        self._are_held = False
 
     def put(self, weights: list[ray.ObjectRef], policy_version: int) -> None:
         """Stores `weights`, a list of one reference; the list keeps Ray from fetching the weights themselves."""
@@ -20,3 +21,10 @@ class WeightStore:
 
     def newest(self) -> tuple[list[ray.ObjectRef], int] | None:
         return self._newest
+
+    def hold_engines(self, held: bool) -> None:
+        """Keeps engines from being loaded (`held`), because the learner needs their GPU memory, or allows it again."""
+        self._are_held = held
+
+    def are_held(self) -> bool:
+        return self._are_held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,17 @@ class Engine:
 class Store:
     """Has no weights yet."""
 
+    held = False
+
     def __init__(self) -> None:
         self.newest = self
+        self.are_held = SimpleNamespace(remote=self._are_held)
 
     async def remote(self) -> None:
         return None
+
+    async def _are_held(self) -> bool:
+        return self.held
 
 
 @pytest.fixture
@@ -93,6 +100,41 @@ async def test_an_engine_whose_store_was_lost_while_it_started_takes_the_weights
     assert await actor.ready() == 0
     engine: Any = actor._engine
     assert engine.starts == 1
+
+
+class KeptWeights:
+    """The newest weights in a store, as Ray gives a reference to them."""
+
+    async def remote(self) -> tuple[list[Any], int]:
+        reference: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        reference.set_result("weights")
+        return [reference], 4
+
+
+async def test_an_engine_that_starts_again_while_the_learner_has_the_gpu_is_loaded_when_it_is_woken(actor, monkeypatch):
+    monkeypatch.setattr(generator, "WATCH_EVERY_S", 0.0)
+    engine: Any = actor._engine
+    store: Any = actor._store
+    engine.wake, engine.check_alive, actor._sleeps = _nothing, lambda: None, True
+    store.held, store.newest = True, KeptWeights()
+    asked = asyncio.create_task(actor.score([1, 2]))
+    await actor.sleep()
+    await actor.load_weights(np.zeros(1, np.uint8), 4)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not engine.started and not asked.done()
+    store.held = False
+    await actor.wake()
+    assert engine.loaded == [4] and await asked == [-2.0]
+    assert engine.starts == 1
+
+
+async def test_an_engine_that_starts_again_while_trajectories_are_played_is_loaded_at_once(actor):
+    actor._sleeps = True
+    assert await actor.score([1, 2]) == [-2.0]
+
+
+async def _nothing() -> None: ...
 
 
 async def test_so_does_a_score(actor):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mempipe.actors import launch
 from mempipe.actors.launch import Roles
 
 
@@ -16,6 +17,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(Roles, "wait", lambda _: found.append("wait"))
     monkeypatch.setattr(Roles, "_all_engines", lambda *_, phase: found.append(phase))
+    monkeypatch.setattr(launch.ray, "get", lambda answer: answer)
     return found
 
 
@@ -25,7 +27,8 @@ def roles(events: list[str], **plan: Any) -> Roles:
         step=lambda *_, **__: events.append("learn"),
         release_memory=lambda: events.append("release"),
     )
-    parts: Any = dict.fromkeys(("config", "namespace", "generators", "retrievers", "store", "references"))
+    parts: Any = dict.fromkeys(("config", "namespace", "generators", "retrievers", "references"))
+    parts["store"] = SimpleNamespace(hold_engines=SimpleNamespace(remote=lambda held: events.append(f"hold {held}")))
     return Roles(**parts, plan=SimpleNamespace(**plan), learners=learners)  # pyrefly: ignore
 
 
@@ -39,7 +42,7 @@ def test_a_learner_waits_for_engines_that_measure_the_free_memory_of_its_gpu(kin
 
 def test_engines_sleep_before_the_ranks_learn_and_only_if_the_plan_says_so(events):
     roles(events, sleeps=True, bundles=[{"learner": 1}]).learn([])
-    assert events == ["wait", "putting engines to sleep", "learn", "release"]
+    assert events == ["wait", "hold True", "putting engines to sleep", "learn", "release"]
     events.clear()
     roles(events, sleeps=False, bundles=[]).learn([])
     assert events == ["learn"]

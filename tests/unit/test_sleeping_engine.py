@@ -118,7 +118,9 @@ def roles_of(events: list[str], *, sleeps: bool) -> Roles:
         namespace="",
         generators={"generator-0": engine},
         retrievers={},
-        store=None,
+        store=SimpleNamespace(
+            hold_engines=SimpleNamespace(remote=lambda held: events.append("hold" if held else "let go"))
+        ),
         learners=learners,  # pyrefly: ignore[bad-argument-type]
         references=None,
         canary=[[1, 2]],
@@ -131,11 +133,11 @@ def test_a_step_takes_the_memory_of_a_gpu_in_turns(monkeypatch):
     events: list[str] = []
     roles = roles_of(events, sleeps=True)
     roles.learn([])
-    assert events == ["engine sleep", "learn", "release"]
+    assert events == ["hold", "engine sleep", "learn", "release"]
     events.clear()
     roles.sync(3)
-    assert events[:6] == ["engine sleep", "send", "release", "engine wake", "engine prove", "engine load"]
-    assert events[6:] == ["release"]
+    assert events[:5] == ["hold", "engine sleep", "send", "release", "let go"]
+    assert events[5:] == ["engine wake", "engine prove", "engine load", "release"]
 
 
 def test_an_engine_with_room_for_itself_is_not_put_to_sleep(monkeypatch):
@@ -144,4 +146,4 @@ def test_an_engine_with_room_for_itself_is_not_put_to_sleep(monkeypatch):
     roles = roles_of(events, sleeps=False)
     roles.learn([])
     roles.sync(3)
-    assert not {"engine sleep", "engine wake"} & {*events} and events.count("release") == 3
+    assert not {"engine sleep", "engine wake", "hold"} & {*events} and events.count("release") == 3
