@@ -6,6 +6,7 @@ Replicas are killed and weights replaced at the end.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,7 @@ NUMBERS: list[tuple[str, dict[str, str]]] = [
     ("memory_share_count", {"agent": "memsearcher"}),
     ("prompt_tokens_total", {"cached": "no"}),
     ("prompt_tokens_total", {"cached": "yes"}),
+    ("refused_total", {"cause": "large_body"}),
 ]
 
 
@@ -247,6 +249,7 @@ def test_prometheus_finds_the_numbers_at_the_metrics_port_of_ray(running):
     longer_than_a_block_of_the_cache = " ".join(question.text for question in six)
     for _ in range(2):
         assert running.ask(longer_than_a_block_of_the_cache, budget={"question_tokens": 64}).status_code == 200
+    assert status_of_a_body_without_end(running.url) == 413
     (node,) = ray.nodes()
     url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
 
@@ -261,6 +264,16 @@ def test_prometheus_finds_the_numbers_at_the_metrics_port_of_ray(running):
         ]
 
     until(lambda: not missing())
+
+
+def status_of_a_body_without_end(url: str) -> int:
+    """Returns the status of a request whose header announces a body of a terabyte."""
+    address = httpx.URL(url)
+    with closing(http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)) as connection:
+        connection.putrequest("POST", "/v1/answer")
+        connection.putheader("content-length", str(10**12))
+        connection.endheaders()
+        return connection.getresponse().status
 
 
 def test_a_session_outlives_its_replica(running):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from front_builders import ASKED, echo, head, served, status_of, until
 
-from mempipe.serve.http import bodies, connections
+from mempipe.serve.http import bodies, connections, refusals, strangers
 from mempipe.serve.http.gate import Gate
 
 
@@ -140,6 +142,30 @@ def test_an_address_has_so_many_connections(address, monkeypatch):
     until(lambda: connections.GuardedProtocol.per_address.total() == 0)
     assert post(address).status_code == 200
     assert connections.GuardedProtocol.per_address.total() <= 1
+
+
+def test_what_is_refused_is_counted_by_its_cause(address, monkeypatch):
+    counts = Counter[str]()
+    counted = SimpleNamespace(inc=lambda number, tags: counts.update({tags["cause"]: number}))
+    monkeypatch.setattr(refusals, "_metric", counted)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
+    for sent, status in ((head() + b"x", 408), (head(length=2**20 + 1), 413)):
+        with socket.create_connection(address) as connection:
+            connection.sendall(sent)
+            assert status_of(connection) == status
+    monkeypatch.setattr(bodies, "MAX_PER_ADDRESS", 0)
+    assert post(address).status_code == 429
+    monkeypatch.setattr(strangers, "MAX_PER_ADDRESS", 0)
+    assert post(address, b"", "/healthz").status_code == 429
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.1)
+    with socket.create_connection(address) as connection:
+        assert status_of(connection) is None
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 0)
+    with socket.create_connection(address) as connection:
+        assert status_of(connection) is None
+    causes = "slow_body", "large_body", "bodies_of_address", "requests_of_address", "slow_header"
+    assert counts == dict.fromkeys([*causes, "connections_of_address"], 1)
 
 
 async def test_a_body_that_no_route_reads_is_not_waited_for():

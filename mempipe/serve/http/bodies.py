@@ -8,6 +8,7 @@ from collections import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mempipe.serve.http import refusals
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import read_body, too_large
 from mempipe.serve.http.keys import API
@@ -47,16 +48,19 @@ class Bodies:
             return
         address = (scope.get("client") or ("",))[0]
         if self._reading[address] >= MAX_PER_ADDRESS:
+            refusals.count("bodies_of_address")
             message = f"{MAX_PER_ADDRESS} bodies of this address are on their way, the most that are allowed"
             await refuse(429, message)(scope, receive, send)
             return
         if self._reading.total() >= MAX_BODIES:
+            refusals.count("bodies")
             await refuse(503, "too many bodies are on their way; ask again later")(scope, receive, send)
             return
         self._reading[address] += 1
         try:
             body = await read_body(receive, max_bytes=self._max_bytes, timeout_s=TIMEOUT_S, least_rate=LEAST_RATE)
         except TimeoutError:
+            refusals.count("slow_body")
             message = f"the body did not arrive within {TIMEOUT_S:g} s and then at {LEAST_RATE} bytes a second"
             await refuse(408, message)(scope, receive, send)
             return
@@ -77,6 +81,7 @@ class Bodies:
         await self._app(scope, replay, send)
 
     async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusals.count("large_body")
         await refuse(413, too_large(self._max_bytes))(scope, receive, send)
 
 

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from mempipe.serve.http import refusals
+
 HEADER_TIMEOUT_S = 10.0
 """Seconds in which the header of a request has to arrive: of the first one from the beginning of the connection, of the
 others from their first byte. In between uvicorn closes a connection after a few seconds.
@@ -58,15 +60,15 @@ class GuardedProtocol(_Protocol):
         self._address = (transport.get_extra_info("peername") or ("",))[0]
         self.per_address[self._address] += 1
         if self.per_address[self._address] > MAX_PER_ADDRESS:
-            transport.abort()
+            self._refuse("connections_of_address")
             return
         if self.per_address.total() > max_connections():
             if not self.idle:
-                transport.abort()
+                self._refuse("connections")
                 return
             longest = next(iter(self.idle))
             del self.idle[longest]
-            longest.transport.abort()
+            longest._refuse("connections")
         self.idle[self] = None
         self._expect_header()
 
@@ -83,8 +85,10 @@ class GuardedProtocol(_Protocol):
         was_waiting = self._has_no_request()
         self._extra_bytes += len(data)
         super().data_received(data)
-        if self._extra_bytes > MAX_HEADER_BYTES or self._unread_bytes > MAX_UNREAD_BYTES:
-            self.transport.abort()
+        if self._extra_bytes > MAX_HEADER_BYTES:
+            self._refuse("long_header")
+        elif self._unread_bytes > MAX_UNREAD_BYTES:
+            self._refuse("large_body")
         elif not self._has_no_request():
             self._stop_waiting()
             self.idle.pop(self, None)
@@ -93,7 +97,7 @@ class GuardedProtocol(_Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+        self._stalled = self.loop.call_later(STALL_TIMEOUT_S, self._refuse, "slow_reader")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -101,6 +105,7 @@ class GuardedProtocol(_Protocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
+            refusals.count("pipelined")
             raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # uvicorn answers 400 and closes
         super().on_message_begin()
         self._extra_bytes = self._unread_bytes = 0
@@ -124,7 +129,13 @@ class GuardedProtocol(_Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_header(self) -> None:
-        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse, "slow_header")
+
+    def _refuse(self, cause: refusals.Cause) -> None:
+        """Closes the connection without an answer."""
+        if not self.transport.is_closing():
+            refusals.count(cause)
+        self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:

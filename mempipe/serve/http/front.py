@@ -11,7 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mempipe.serve.http import connections
+from mempipe.serve.http import connections, refusals
 from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import RETRY_AFTER_S
@@ -60,6 +60,7 @@ class Front:
 
         await self._app(scope, noting, completing)
         if not has_started:
+            refusals.count("lost_replica")
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
+from mempipe.serve.http import refusals
 from mempipe.serve.http.errors import error_reply, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
 from mempipe.settings import ConfigError
@@ -52,6 +53,7 @@ class Strangers:
                 if self._keys is not None:
                     owner_of(scope, self._keys)
             except ApiError as error:
+                refusals.count("key")
                 await error_reply(error)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
@@ -60,10 +62,12 @@ class Strangers:
         in_progress = self._open[scope["path"].startswith(PROBES)]
         address, has_started = (scope.get("client") or ("",))[0], False
         if in_progress[address] >= MAX_PER_ADDRESS:
+            refusals.count("requests_of_address")
             message = f"{MAX_PER_ADDRESS} requests of this address are in progress, the most that are allowed"
             await refuse(429, message)(scope, receive, send)
             return
         if in_progress.total() >= MAX_OPEN:
+            refusals.count("requests")
             await refuse(503, "too many requests are in progress; ask again later")(scope, receive, send)
             return
 
@@ -77,6 +81,7 @@ class Strangers:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._app(scope, receive, noting)
         except TimeoutError:
+            refusals.count("slow_answer")
             if not has_started:  # else uvicorn closes the connection
                 await refuse(503, f"no answer within {TIMEOUT_S:g} s")(scope, receive, send)
         finally:
