@@ -202,6 +202,14 @@ class RunConfig(Section):
         return found
 
     @property
+    def reference_place(self) -> Literal["none", "actors", "ranks"]:
+        """Returns where the second model is that gives the reference's log-probs. With LoRA there is none: the learner
+        computes them with the adapter off."""
+        if not self.algorithm.uses_reference or self.model.lora_rank:
+            return "none"
+        return "ranks" if self.reference.on_ranks else "actors"
+
+    @property
     def canary_tolerance(self) -> float:
         """Returns `generation.canary_tolerance`, or what follows from the model's dtype."""
         return self.generation.canary_tolerance or CANARY_TOLERANCE[self.model.dtype]
@@ -285,6 +293,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.kl_reward_coef is {a.kl_reward_coef} and model.lora_rank {self.model.lora_rank}; with LoRA "
                 "the reference is inside the learner, after rewards are given: use algorithm.kl_coef"
+            )
+        if self.reference.on_ranks and a.kl_reward_coef:
+            raise ValueError(
+                f"reference.on_ranks is true and algorithm.kl_reward_coef {a.kl_reward_coef}; rewards need the "
+                "reference's log-probs before the ranks get a step: set reference.on_ranks to false, or use "
+                "algorithm.kl_coef"
+            )
+        if self.reference.on_ranks and self.model.lora_rank:
+            raise ValueError(
+                f"reference.on_ranks is true and model.lora_rank {self.model.lora_rank}; with LoRA the learner's model "
+                "with the adapter off is the reference, and there is no second one: set reference.on_ranks to false"
             )
         if self.ordered and (a.max_off_policy_steps or self.stream.num_drivers > 1):
             raise ValueError("ordered needs algorithm.max_off_policy_steps 0 and stream.num_drivers 1")

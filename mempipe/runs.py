@@ -62,7 +62,7 @@ FREE_SETTINGS = (
     "output",
     "placement",
     "ray_address",
-    "reference",
+    "reference.num_replicas",
     "retrieval.batch_wait_ms",
     "retrieval.encoder_path",
     "retrieval.num_gpus",

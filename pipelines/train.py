@@ -415,7 +415,7 @@ def train_step(
     names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
     learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
     seconds = {
-        "seconds/learn": learning.seconds,
+        "seconds/learn": learning.seconds - learner.get("learner/reference_seconds", 0.0),
         "seconds/sync": syncing.seconds,
     }
     return described.result() | learner | synced | seconds | {"num_dropped_groups": len(batch.dropped)}
@@ -423,7 +423,7 @@ def train_step(
 
 def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) -> dict[str, float]:
     """Splits the step's wall time by phase. The wait for groups is split by the seconds that their trajectories spent
-    in each role."""
+    in each role. A reference on the learner's ranks scores after that wait."""
     generating = sum(context.generate_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     searching = sum(context.search_seconds for g in batch.groups for t in g.trajectories for context in t.contexts)
     scoring = sum(group.reference_seconds * len(group.trajectories) for group in batch.groups)
@@ -431,7 +431,7 @@ def step_seconds(metrics: dict[str, float], batch: StepGroups, *, total: float) 
     seconds = {
         "seconds/generate": batch.wait_seconds * generating / alive,
         "seconds/retrieve": batch.wait_seconds * searching / alive,
-        "seconds/reference": batch.wait_seconds * scoring / alive,
+        "seconds/reference": batch.wait_seconds * scoring / alive + metrics.get("learner/reference_seconds", 0.0),
         "seconds/wait": batch.wait_seconds * max(0.0, 1 - (generating + searching + scoring) / alive),
     }
     known = sum(seconds.values()) + sum(value for name, value in metrics.items() if name.startswith("seconds/"))

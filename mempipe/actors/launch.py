@@ -45,7 +45,7 @@ from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings, profile_files
 from mempipe.engines.proof import check_engines
 from mempipe.faults import retry_pauses
-from mempipe.planning.placement import Demand, Plan, needs_reference, plan
+from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest
@@ -336,6 +336,7 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
         seed=config.seed,
         mismatch_tolerance=config.mismatch_tolerance,
         profiles=profile_files(config.folder.absolute(), config.tracking.profile_steps),
+        holds_reference=config.reference_place == "ranks",
     )
 
 
@@ -379,7 +380,7 @@ class _Started:
 
     def _references(self) -> ReferencePool | None:
         """Returns the settings with which the trajectory stream starts its reference models."""
-        if not needs_reference(self.config):
+        if self.config.reference_place != "actors":
             return None
         size = len(self.plan.seats("reference")) or self.config.reference.num_replicas
         return ReferencePool(size=size, options=self.reservation.pool_options("reference"))

@@ -184,7 +184,7 @@ class LearnerGroup:
         for the rest.
         """
         begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
-        # With old_logprobs: recompute it also scores every micro-batch.
+        # With old_logprobs: recompute, and with a reference on the ranks, it also scores every micro-batch.
         self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))
         reports: list[dict[str, float]] = []
         started = time.monotonic()

@@ -12,7 +12,7 @@ from mempipe.engines.gpus import GPUS
 from mempipe.planning.capacity import GIB, Shape, model_shape, trained_parameters, weight_width
 from mempipe.planning.costs import step_costs
 from mempipe.planning.ledger import cache_bytes, engine_held
-from mempipe.planning.placement import Demand, Plan, needs_reference, plan
+from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.settings import ConfigError
 
 
@@ -99,7 +99,7 @@ def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, t
     weights, cache = shape.num_parameters * weight_width(config.model), config.generation.cpu_kv_cache_gib
     needed = (weights + cache * GIB) * config.generation.num_replicas
     if training:
-        needed += 4 * shape.num_parameters + 12 * trained + weights * needs_reference(config)
+        needed += 4 * shape.num_parameters + 12 * trained + weights * (config.reference_place != "none")
     text = f"all roles on CPUs: at least {needed / GIB:.1f} of this machine's {gib:.0f} GiB"
     findings = [fatal(f"{text}; a run of this size needs GPUs (--devices)") if needed > gib * GIB else ok(text)]
     context = cache_bytes(config, shape, contexts=1) / GIB

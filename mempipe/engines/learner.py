@@ -43,6 +43,7 @@ from mempipe.engines.offload import MOMENTS, host_zeros, moments_on_device
 from mempipe.engines.policy_weights import adapter_state_dict, full_state_dict, merged_checksums, weight_checksums
 from mempipe.engines.profile import profiled
 from mempipe.engines.proof import SamplingMismatch, check_sampled
+from mempipe.engines.reference import ShardedReference
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
 from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss, same_version_mismatch
 from mempipe.rl.packing import Floats, MicroBatch
@@ -52,10 +53,10 @@ from mempipe.storage.files import in_turn
 class Learner:
     """Model and optimiser of one rank.
 
-    With LoRA the reference is the base model, and the `ref_logprobs` of micro-batches are filled here. With several
-    ranks, or a 16-bit compute dtype, it joins a process group at `master_address`:`master_port`, unless this process is
-    in one already. Rank 0 may bring the `listener` of that port, which the group takes over: without a listener another
-    process may take the port before the ranks meet.
+    With LoRA the reference is the base model, and with `settings.holds_reference` a second model: the `ref_logprobs` of
+    micro-batches are filled here. With several ranks, a second model, or a 16-bit compute dtype, it joins a process
+    group at `master_address`:`master_port`, unless this process is in one already. Rank 0 may bring the `listener` of
+    that port, which the group takes over: without a listener another process may take the port before the ranks meet.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Learner:
         self._step: list[tuple[Sequence[MicroBatch], list[Tensor | None]]] = []
         is_policy = settings.objective == "policy"
         self._fill_reference = is_policy and model.lora_rank > 0 and settings.algorithm.kl_coef > 0
+        self._reference: ShardedReference | None = None
+        self._reference_seconds = 0.0
         self._offloads = learner.offload_optimizer
         self._recompute_old = is_policy and learner.old_logprobs == "recompute"
         self.dtype: torch.dtype = getattr(torch, model.dtype)
@@ -85,8 +88,9 @@ class Learner:
         torch.manual_seed(settings.seed + rank)
 
         self._made_group = False
-        mesh = None  # one rank with a 16-bit dtype needs one too: FSDP2's mixed precision works on a mesh only
-        if world_size > 1 or self.dtype != torch.float32:
+        holds_reference = is_policy and settings.holds_reference
+        mesh = None  # FSDP2's mixed precision and its offloading work on a mesh only, also with one rank
+        if world_size > 1 or self.dtype != torch.float32 or holds_reference:
             self._made_group = _join(
                 self._device,
                 rank,
@@ -103,6 +107,8 @@ class Learner:
                 # CPU ranks share the machine's memory: freeing gathered layers between forward and backward would gain
                 # nothing.
                 shard(self.policy, mesh, compute_dtype=self.dtype, reshard_after_forward=self._device.type != "cpu")
+            if mesh is not None and holds_reference:
+                self._reference = ShardedReference(model, mesh, device=self._device, temperature=settings.temperature)
         self.policy.entropy_gradient = is_policy and settings.algorithm.entropy_coef > 0
         self._checkpoints = CheckpointWriter()
         self.policy.to(self._device).train()
@@ -129,11 +135,16 @@ class Learner:
     def begin_step(self, updates: Sequence[Sequence[MicroBatch]], *, first: int = 0) -> None:
         """Takes this rank's micro-batches of every optimiser update of a step.
 
-        With `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here. A
+        The reference that the ranks hold scores those of the updates to be made, while no gradient exists yet. With
+        `old_logprobs: recompute` the ratios of all updates are to the present policy, which scores them here. A
         step that resumes with update `first` after an interruption has lost that policy: its ratios are to the sampler.
         Raises ValueError when ranks were given different numbers of micro-batches.
         """
         self._check_counts([len(update) for update in updates])
+        if self._reference is not None:
+            start = time.perf_counter()
+            updates = [*updates[:first], *(self._reference.scored(update) for update in updates[first:])]
+            self._reference_seconds = time.perf_counter() - start
         old = self._sampler_logprobs(updates) if first else self._old_logprobs(updates)
         self._step = list(zip(updates, old, strict=True))
 
@@ -327,8 +338,10 @@ class Learner:
         self._check_sampled(sums)
         lr = self.lr
         norm = self.optim_step()
+        reference_seconds, self._reference_seconds = self._reference_seconds, 0.0
         return {
             "sums": sums,
+            "reference_seconds": reference_seconds,
             "counts": counts,
             "shared": {"lr": lr, "grad_norm": norm},
             "seconds": time.perf_counter() - start,
@@ -509,6 +522,8 @@ def _metrics(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "teraflops_per_rank": teraflops,
         "peak_memory_gib": max(report["peak_memory_gib"] for report in ranks),
     }
+    if scoring := max(report["reference_seconds"] for report in ranks):
+        gauges["reference_seconds"] = scoring
     if peak := ranks[0]["peak_teraflops"]:
         gauges["model_flops_utilization"] = teraflops / peak
     return means | counts | ranks[0]["shared"] | gauges

@@ -31,6 +31,8 @@ class LearnerSettings:
     """Largest mean |Δ log-prob| to the engines over a step's tokens of the present version."""
     profiles: Mapping[int, Path] = field(default_factory=dict)
     """Steps whose first update rank 0 profiles, and the files of the traces."""
+    holds_reference: bool = False
+    """The ranks hold the model that training starts from as well, and fill in the `ref_logprobs` of a step."""
     objective: Objective = "policy"
     """With "sft" the loss is cross-entropy: the sum over loss tokens of weight * advantage * -logprob."""
 

@@ -20,7 +20,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -199,28 +205,42 @@ def load_policy(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed
     return PolicyModel(lm)
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def shard(
+    policy: PolicyModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offloaded: bool = False,
+) -> None:
     """Applies FSDP2 in place: each decoder layer is a unit, and the root holds the rest (embedding, norm and head, so
-    that tied ones stay tied).
+    that tied ones stay tied). `offloaded`: shards stay in the machine's memory, pinned where the mesh is of GPUs, and
+    each layer's is copied to the GPU when that layer is gathered.
 
     Gradients are summed over the ranks, not averaged: the loss weights already count the whole step.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy()
     layer_names = set(policy.lm._no_split_modules or ())
     layers = [module for module in policy.lm.modules() if type(module).__name__ in layer_names]
     assert layers, f"{type(policy.lm).__name__} names no decoder layer to shard by"
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward, offload_policy=offload
+        )
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def loss_token_logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns log-prob and entropy, float32 [N] on the model's device, of the loss tokens of a micro-batch."""
-    device = next(policy.parameters()).device
+def loss_token_logprobs(
+    policy: PolicyModel, micro_batch: MicroBatch, *, temperature: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns log-prob and entropy, float32 [N] on `device`, of the loss tokens of a micro-batch. `device` is that of
+    the parameters by default, and must be given for a model whose shards are offloaded."""
+    device = device or next(policy.parameters()).device
     layout = ContextLayout(
         micro_batch.sequence_lengths.tolist(), shared_lengths=micro_batch.shared_lengths.tolist(), device=device
     )

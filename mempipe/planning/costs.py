@@ -12,7 +12,7 @@ from mempipe.config import RunConfig
 from mempipe.engines.gpus import Gpu
 from mempipe.planning.capacity import GIB, Shape, trained_parameters, weight_width
 from mempipe.planning.ledger import engine_held
-from mempipe.planning.placement import Plan, needs_reference
+from mempipe.planning.placement import Plan
 
 COMPUTE_SHARE = 0.4
 """The share of the data sheet's operations that long matrix products reach: an assumption."""
@@ -143,7 +143,8 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
 def learner_seconds(
     config: RunConfig, shape: Shape, gpu: Gpu, *, num_ranks: int, contexts: float, context_tokens: float
 ) -> float:
-    """Returns the seconds of forward and backward over contexts of one length, by the operations that they need."""
+    """Returns the seconds of forward and backward over contexts of one length, by the operations that they need; with
+    the forward pass of a reference that is not an actor."""
     trained = trained_parameters(config.model, shape) / shape.num_parameters
     passes = 4 + 2 * min(trained, 1)  # the gradient of weights that do not train is not computed
     if config.model.gradient_checkpointing:
@@ -151,7 +152,7 @@ def learner_seconds(
     if config.learner.old_logprobs == "recompute":
         updates = config.algorithm.updates_per_step
         passes += 2 * (updates - 1) / updates
-    if config.algorithm.uses_reference and config.model.lora_rank:
+    if config.algorithm.uses_reference and config.reference_place != "actors":
         passes += 2
     attention = shape.layers * shape.heads * shape.head_dim * context_tokens  # per token and operation
     operations = contexts * context_tokens * passes * (shape.num_parameters + attention)
@@ -190,7 +191,8 @@ def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Work
     reading = engine.prefill_seconds(tokens - contexts * work.sampled_tokens) / plan.num_engines
     generate, longest = sampling + reading, work.most_sampled_tokens * engine.step_seconds(1)
 
-    references = (len(plan.seats("reference")) or config.reference.num_replicas) if needs_reference(config) else 0
+    has_actors = config.reference_place == "actors"
+    references = (len(plan.seats("reference")) or config.reference.num_replicas) if has_actors else 0
     reference = reference_seconds(shape, gpu, tokens=tokens) / references if references else 0.0
     learn = learner_seconds(
         config, shape, gpu, num_ranks=plan.num_ranks, contexts=contexts, context_tokens=work.context_tokens

@@ -51,7 +51,7 @@ FULL_CONTEXTS = 16
 Assumed, not measured."""
 
 REMEDIES = (
-    "set model.lora_rank, model.gradient_checkpointing or learner.offload_optimizer, lower "
+    "set model.lora_rank, model.gradient_checkpointing, learner.offload_optimizer or reference.on_ranks, lower "
     "learner.max_tokens_per_micro_batch or generation.gpu_memory_utilization, or take more GPUs"
 )
 """Settings with which a plan needs less of each GPU."""
@@ -67,7 +67,9 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
 
     - learn: the gradient (4 bytes a trained parameter, split), two gathered layers, the gradient of one and its float32
       reduction, embedding and head with their gradients, saved states, the activations of one layer (of all layers
-      without gradient checkpointing) and the logits of a chunk.
+      without gradient checkpointing) and the logits of a chunk. A reference on the ranks (`reference.on_ranks`) scores
+      before that, while there is no gradient: it takes embedding, head and two layers, gathered, and what a reference
+      computes with. Its shards are in the machine's memory.
     - gather: the largest weight, whole and as this rank's shard.
     - send: by ipc a whole copy in the engine's width; by nccl the largest weight and the buffers.
     - check: embedding, head and two layers, gathered, and logits.
@@ -92,11 +94,14 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     logits = _logits(tokens, shape)
     gather = (width * shape.head_parameters * (num_ranks + 1)) // num_ranks
     sent = {"ipc": width * shape.num_parameters, "nccl": gather + PACKED, "mempipe_shm": 4 * shape.head_parameters}
+    gathered = width * (shape.root_parameters + 2 * shape.layer_parameters)
+    updating = 4 * trained // num_ranks + max(layers + root + activations + logits, moments if offloads else 0)
+    scoring = gathered + _scoring(config, shape) if config.reference_place == "ranks" else 0
     working: dict[Phase, int] = {
-        "learn": 4 * trained // num_ranks + max(layers + root + activations + logits, moments if offloads else 0),
+        "learn": max(updating, scoring),
         "gather": gather,
         "send": sent[transfer] + gather,
-        "check": width * (shape.root_parameters + 2 * shape.layer_parameters) + logits,
+        "check": gathered + logits,
         "checkpoint": 4 * shape.head_parameters,
     }
     return {phase: state + _reserved(working.get(phase, 0)) for phase in PHASES}
@@ -105,9 +110,8 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
 def reference_needs(config: RunConfig, shape: Shape) -> dict[Phase, int]:
     """Returns the memory of one reference model: its weights, and one layer's activations of a micro-batch that keeps
     none of them. It keeps what it reserved."""
-    width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
-    working = tokens * (8 * shape.hidden + 4 * shape.intermediate) * width + _logits(tokens, shape)
-    return dict.fromkeys(PHASES, CONTEXT + shape.num_parameters * width + _reserved(working))
+    weights = shape.num_parameters * weight_width(config.model)
+    return dict.fromkeys(PHASES, CONTEXT + weights + _reserved(_scoring(config, shape)))
 
 
 def engine_needs(
@@ -238,6 +242,12 @@ def share_bounds(config: RunConfig, shape: Shape, *, gpu_bytes: int) -> tuple[in
             "budget.context_tokens or generation.max_num_seqs, or take larger GPUs"
         )
     return lowest, highest
+
+
+def _scoring(config: RunConfig, shape: Shape) -> int:
+    """Returns what a reference computes with: activations of one layer, and logits of a chunk."""
+    width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
+    return tokens * (8 * shape.hidden + 4 * shape.intermediate) * width + _logits(tokens, shape)
 
 
 def _logits(tokens: int, shape: Shape) -> int:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Literal
 
 from mempipe.config import RunConfig
@@ -60,7 +61,7 @@ class Demand:
             learners=config.learner.num_ranks,
             engines=config.generation.num_replicas,
             tensor_parallel=config.generation.tensor_parallel,
-            references=config.reference.num_replicas if needs_reference(config) else 0,
+            references=config.reference.num_replicas if config.reference_place == "actors" else 0,
             **_holders(config),
         )
 
@@ -85,11 +86,6 @@ def _holders(config: RunConfig) -> dict[str, int]:
     retrieval = config.retrieval
     holders = (retrieval.shard_actors or retrieval.num_replicas) if retrieval.index and retrieval.num_gpus else 0
     return {"holders": holders, "gpus_per_holder": retrieval.num_gpus}
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """Returns whether a second model is held: with LoRA the base with the adapter off serves as the reference."""
-    return config.algorithm.uses_reference and not config.model.lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +190,19 @@ def _can_be_placed(config: RunConfig, demand: Demand, gpus_per_node: Sequence[in
 
 
 def _remedies(config: RunConfig, demand: Demand) -> Iterator[tuple[str, RunConfig, Demand]]:
-    """Yields settings that take less of a rank's GPU, and config and demand with them: first those that change nothing
-    in the learned result, then the same without a reference."""
+    """Yields settings that take less of a GPU, as few as possible, and config and demand with them. None changes the
+    learned result. A run without a reference (algorithm.kl_coef: 0) would need as much as with one on the ranks."""
     if not demand.learners:
         return
-    offloading = config.model_copy(update={"learner": config.learner.model_copy(update={"offload_optimizer": True})})
-    checkpointing = {"model": config.model.model_copy(update={"gradient_checkpointing": True})}
-    both = offloading.model_copy(update=checkpointing)
-    offload, checkpoint = "learner.offload_optimizer: true", "model.gradient_checkpointing: true"
-    yield offload, offloading, demand
-    yield checkpoint, config.model_copy(update=checkpointing), demand
-    yield f"{offload} and {checkpoint}", both, demand
+    switches = [("learner", "offload_optimizer"), ("model", "gradient_checkpointing")]
     if demand.references and not config.algorithm.kl_reward_coef:
-        without = replace(demand, references=0)
-        yield f"{offload} and algorithm.kl_coef: 0 (no reference)", offloading, without
-        yield f"{offload}, {checkpoint} and algorithm.kl_coef: 0 (no reference)", both, without
+        switches.append(("reference", "on_ranks"))
+    for count in range(1, len(switches) + 1):
+        for chosen in combinations(switches, count):
+            sections = {name: getattr(config, name).model_copy(update={key: True}) for name, key in chosen}
+            needed = replace(demand, references=0) if "reference" in sections else demand
+            settings = " and ".join(f"{name}.{key}: true" for name, key in chosen)
+            yield settings, config.model_copy(update=sections), needed
 
 
 def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:

@@ -86,6 +86,7 @@ def make_learner(config: RunConfig) -> Learner:
             algorithm=config.algorithm,
             temperature=1.0,
             num_updates=100,
+            holds_reference=config.reference_place == "ranks",
         )
     )
 

@@ -51,7 +51,10 @@ def skip_unless_it_fits(num_bytes: int) -> None:
         pytest.skip(f"needs {num_bytes / GIB:.0f} GiB by arithmetic, the device has {there / GIB:.0f}")
 
 
-@pytest.mark.parametrize("setting", ["model.lora_rank=0", "model.lora_rank=64", "learner.offload_optimizer=true"])
+@pytest.mark.parametrize(
+    "setting",
+    ["model.lora_rank=0", "model.lora_rank=64", "learner.offload_optimizer=true", "reference.on_ranks=true"],
+)
 def test_updates_fit_in_what_doctor_says_and_move_the_model(model, setting, measured):
     name, folder = model
     config = run_config(folder, setting)
@@ -84,10 +87,21 @@ def test_the_reference_scores_as_the_learner_does(model, measured):
         learner.close()
         del learner
     start_afresh()
+    holding = make_learner(run_config(folder, "reference.on_ranks=true"))
+    try:
+        holding.begin_step([[micro_batch(name)]])
+        ((scored,),) = [batches for batches, _ in holding._step]
+    finally:
+        holding.close()
+        del holding
+    start_afresh()
     reference = ReferenceModel(config.model, temperature=1.0, max_tokens=tokens)
     frozen = [row[1:] for row in reference.logprobs(samples)]
     gap = check_canary(frozen, trained, tolerance=config.canary_tolerance)
     measured |= {"canary mean": gap.mean, "canary max": gap.maximum}
+    ends = np.cumsum(scored.sequence_lengths - 1)[:-1]  # contexts of one length stay in the order of their ids
+    sharded = [part.tolist() for part in np.split(scored.ref_logprobs, ends)]
+    check_canary(sharded, frozen, tolerance=config.canary_tolerance)
     if GPU:
         expected, peak = reference_needs(config, shape_of(name))["sample"], torch.cuda.max_memory_reserved()
         assert peak < expected, f"{peak / GIB:.1f} GiB; the arithmetic says {expected / GIB:.1f}"

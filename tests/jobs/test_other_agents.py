@@ -26,12 +26,13 @@ MEMTRAIN = [
     "warm_start.num_noisy_trajectories=0",
     "world.num_train_worlds=10",
 ]
+ON_RANKS = ["algorithm.kl_coef=0.001", "reference.on_ranks=true"]
 
 
 @pytest.mark.parametrize(
     "agent, config, overrides",
     [
-        ("react", "quickstart_react", []),
+        ("react", "quickstart_react", ON_RANKS),
         ("memagent", "quickstart_memagent", []),
         ("memtrain", "tiny_memtrain", MEMTRAIN),
         ("full_text", "quickstart_full_text", []),
@@ -44,8 +45,13 @@ def test_an_agent_learns_its_grammar_from_the_script_and_is_trained_on(agent, co
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "run"
     check_trained(folder, agent, num_steps=NUM_STEPS)
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if "reward" in row]
+    if overrides is ON_RANKS:
+        assert 0 <= steps[0]["learner/kl_ref"] < 1, (
+            "the reference is the model of the warm start, not the untrained one"
+        )
+        assert all(row["seconds/reference"] == row["learner/reference_seconds"] > 0 for row in steps)
     if agent == "memtrain":
-        steps = [row for row in read_metrics(folder / "metrics.jsonl") if "reward" in row]
         groups = read_trajectories(folder / "trajectories.parquet")
         assert {len(trajectory.recalls) for group in groups for trajectory in group.trajectories} <= {0, 2}
         assert all("measure/recall" in row for row in steps)

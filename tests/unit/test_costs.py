@@ -78,6 +78,12 @@ def test_the_learner_needs_six_operations_a_weight_and_token_and_two_more_to_rec
     assert kept.learn == pytest.approx(costs.learn * 6 / 8)
 
 
+def test_a_reference_on_the_ranks_is_two_operations_more_of_the_learner():
+    (costs, _), (holding, made) = planned(), planned("reference.on_ranks=true", gpus=7)
+    assert holding.learn == pytest.approx(costs.learn * 10 / 8) and holding.reference == 0
+    assert (made.kind, made.unused_gpus, made.seats("reference")) == ("separate", 0, [])
+
+
 def test_an_engine_is_bound_by_memory_with_few_sequences_and_by_operations_with_many():
     config = load_config(CONFIGS / "memsearcher_qwen2.5-3b.yaml")
     _, made = planned()

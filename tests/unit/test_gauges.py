@@ -54,6 +54,7 @@ def report(flops: float, seconds: float, peak: float | None) -> dict[str, object
         "counts": {"num_tokens": 10},
         "shared": {"lr": 1.0},
         "seconds": seconds,
+        "reference_seconds": seconds / 4,
         "flops": flops,
         "peak_memory_gib": seconds,
         "peak_teraflops": peak,
@@ -64,7 +65,7 @@ def test_utilization_is_of_all_ranks_and_the_slowest_ones_time():
     found = _metrics([report(4e14, 1.0, 1000.0), report(12e14, 2.0, 1000.0)])
     assert found["teraflops_per_rank"] == pytest.approx(400.0)
     assert found["model_flops_utilization"] == pytest.approx(0.4)
-    assert found["peak_memory_gib"] == 2.0
+    assert found["peak_memory_gib"] == 2.0 and found["reference_seconds"] == 0.5
     assert "model_flops_utilization" not in _metrics([report(4e14, 1.0, None)])
 
 

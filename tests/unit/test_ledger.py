@@ -65,11 +65,13 @@ def least_needed(config: RunConfig, shape: Shape, made: Plan, gpu_bytes: int) ->
     share = int(made.gpu_memory_utilization * gpu_bytes)
     offloads, moments = config.learner.offload_optimizer, 8 * trained // made.num_ranks
     state = 4 * shape.num_parameters // made.num_ranks + moments * (not offloads)
-    needed: dict[str, list[int]] = {"learn": [], "send": [], "sample": []}
+    needed: dict[str, list[int]] = {"score": [], "learn": [], "send": [], "sample": []}
+    gathered = width * (shape.root_parameters + shape.layer_parameters) * (config.reference_place == "ranks")
     for bundle in made.bundles:
         rank, engine, reference = ("learner" in bundle, "generator" in bundle, "reference" in bundle)
         always = state * rank + weights * reference
         copied = weights if made.transfer == "ipc" and rank else 0
+        needed["score"].append(always + gathered * rank + share * engine * (not made.sleeps))
         tokens = config.learner.max_tokens_per_micro_batch * shape.hidden * shape.layers * width
         needed["learn"].append(
             always
@@ -116,6 +118,7 @@ SHAPES = st.builds(
     lora_rank=st.sampled_from([0, 0, 32]),
     checkpointing=st.booleans(),
     offloads=st.booleans(),
+    on_ranks=st.booleans(),
     placement=st.sampled_from(["auto", "auto", "separate", "colocated"]),
     utilization=st.sampled_from([0.5, 0.85, 0.97]),
 )
@@ -131,6 +134,7 @@ def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
     lora_rank,
     checkpointing,
     offloads,
+    on_ranks,
     placement,
     utilization,
 ):
@@ -146,6 +150,7 @@ def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
         f"generation.tensor_parallel={tensor_parallel}",
         f"generation.gpu_memory_utilization={utilization}",
         f"reference.num_replicas={references or 1}",
+        f"reference.on_ranks={on_ranks and not lora_rank}",
         f"algorithm.kl_coef={0.001 if references else 0}",
         f"placement={placement}",
     )
@@ -156,6 +161,7 @@ def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
         except ConfigError:
             made = None
     assume(made is not None)
+    assert bool(made.seats("reference")) == bool(references and not lora_rank and not on_ranks)
     limit = (1 - SPARE) * gpu_bytes
     for phase, cards in least_needed(config, shape, made, gpu_bytes).items():
         assert max(cards) <= limit, phase
@@ -255,7 +261,21 @@ def test_a_14b_fits_on_eight_gpus_of_80_gb_with_the_settings_that_doctor_names()
     assert not any(finding.fatal for finding in shown)
     assert any(finding.text.startswith("memory by phase") for finding in shown)
     (refused,) = [f.text for f in said(preset("7b", FOURTEEN), 8) if f.fatal]
-    assert refused.endswith("It fits with learner.offload_optimizer: true and algorithm.kl_coef: 0 (no reference)")
+    assert refused.endswith("It fits with learner.offload_optimizer: true and reference.on_ranks: true")
+    shown = said(preset("7b", FOURTEEN, "learner.offload_optimizer=true", "reference.on_ranks=true"), 8)
+    assert not any(finding.fatal for finding in shown)
+    assert any(finding.text.startswith("colocated: 8 x 1 GPU for learner + generator;") for finding in shown)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_reference_on_the_ranks_takes_no_memory_of_a_gpu_beside_gradients(checkpointing):
+    """It scores before the updates of a step, which need more than it does."""
+    settings = ("learner.offload_optimizer=true", f"model.gradient_checkpointing={checkpointing}")
+    holding = preset("7b", "reference.on_ranks=true", *settings)
+    without = preset("7b", "algorithm.kl_coef=0", *settings)
+    for num_ranks in (1, 2, 8):
+        needs = [rank_needs(c, SEVEN, num_ranks=num_ranks, transfer="ipc") for c in (holding, without)]
+        assert needs[0] == needs[1]
 
 
 def test_doctor_names_no_setting_where_none_makes_the_model_fit():

@@ -54,6 +54,12 @@ def test_what_changes_the_learning_is_refused_with_both_values(begun):
     assert "num_ranks 2" not in text
 
 
+def test_a_run_goes_on_with_the_reference_where_it_was(begun):
+    """Groups that wait for their step have its log-probs or not."""
+    with pytest.raises(ConfigError, match=r"reference\.on_ranks True \(was False\);"):
+        saved_state(config(begun, reference={"on_ranks": True}), resume="always")
+
+
 def test_a_run_of_a_version_without_a_setting_goes_on_with_its_default(begun):
     file = config(begun).folder / "config.yaml"
     saved = yaml.safe_load(file.read_text())
