@@ -20,6 +20,8 @@ _LAYERS = ("layer_types", "layers_block_type", "block_types")
 _STATES = ("mamba_d_state", "state_size", "ssm_state_size", "lru_width", "conv_L_cache", "linear_conv_kernel_dim")
 _STATEFUL = {"rwkv", "xlstm"}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "glm": ("gate_up_proj",), "glm4": ("gate_up_proj",)}
+"""Linear layers by model_type that compute what other networks compute with several."""
 _UNSERVED = {"glm4": ("gate_up_proj",)}
 """Fused layers by model_type whose adapter vLLM 0.32 refuses, since it expects one of each part."""
 _ADVICE = "take a dense model with attention in every layer, e.g. Qwen/Qwen3-4B-Instruct-2507"
@@ -76,6 +78,11 @@ def adapter_refusal(kind: str, targets: Sequence[str], *, layers: Sequence[str],
             "out, or set model.lora_merge to true"
         )
     return ""
+
+
+def fused_layers(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of a network's fused linear layers: of "qkv_proj" and "gate_up_proj" those that it has."""
+    return _FUSED.get(str(values.get("model_type")), ())
 
 
 def logit_factor(values: Mapping[str, Any]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mempipe.engines.architectures import num_experts
+from mempipe.engines.architectures import fused_layers, num_experts
 from mempipe.engines.config import ModelConfig
 from mempipe.settings import ConfigError
 
@@ -30,11 +30,29 @@ class Shape:
     vocab: int
     tied: bool
     heads: int
+    fused: tuple[str, ...] = ()
+    """Those of "qkv_proj" and "gate_up_proj" that are one linear layer instead of three or two."""
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Returns (inputs, outputs) of each linear layer of a decoder layer, by its dotted name there."""
+        hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        gate_up = {"gate_proj": self.intermediate, "up_proj": self.intermediate}
+        if "qkv_proj" in self.fused:
+            qkv = {"qkv_proj": sum(qkv.values())}
+        if "gate_up_proj" in self.fused:
+            gate_up = {"gate_up_proj": sum(gate_up.values())}
+        return {
+            **{f"self_attn.{name}": (hidden, outputs) for name, outputs in qkv.items()},
+            "self_attn.o_proj": (queries, hidden),
+            **{f"mlp.{name}": (hidden, outputs) for name, outputs in gate_up.items()},
+            "mlp.down_proj": (self.intermediate, hidden),
+        }
 
     @property
     def layer_parameters(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
 
     @property
     def root_parameters(self) -> int:
@@ -45,6 +63,12 @@ class Shape:
     def head_parameters(self) -> int:
         """Counts the head, which is as large as the embedding and the largest weight of a model."""
         return self.vocab * self.hidden
+
+    @property
+    def matrices(self) -> list[int]:
+        """Returns the number of parameters of each matrix: embedding, head and linear layers."""
+        of_layer = [inputs * outputs for inputs, outputs in self.linear_layers.values()]
+        return [self.head_parameters] * (1 if self.tied else 2) + self.layers * of_layer
 
     @property
     def num_parameters(self) -> int:
@@ -99,6 +123,7 @@ def model_shape(model: ModelConfig) -> Shape | None:
             intermediate=values["intermediate_size"],
             vocab=values["vocab_size"],
             tied=values.get("tie_word_embeddings", False),
+            fused=fused_layers(values),
         )
     except (KeyError, json.JSONDecodeError) as error:
         raise ConfigError(f"model.path: {file} is not the config of a decoder-only transformer ({error})") from error
@@ -125,18 +150,19 @@ def weight_width(model: ModelConfig) -> int:
 def trained_parameters(model: ModelConfig, shape: Shape) -> int:
     """Returns the number of trained parameters, all or those of the LoRA adapter: a target names every linear layer
     whose dotted name ends in it."""
+    return sum(trained_matrices(model, shape))
+
+
+def trained_matrices(model: ModelConfig, shape: Shape) -> list[int]:
+    """Returns the number of parameters of each matrix that is trained: of the model, or the two of each layer that gets
+    an adapter."""
     if not model.lora_rank:
-        return shape.num_parameters
-    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {
-        "self_attn.q_proj": shape.hidden + heads,
-        "self_attn.k_proj": shape.hidden + kv_heads,
-        "self_attn.v_proj": shape.hidden + kv_heads,
-        "self_attn.o_proj": shape.hidden + heads,
-        "mlp.gate_proj": shape.hidden + shape.intermediate,
-        "mlp.up_proj": shape.hidden + shape.intermediate,
-        "mlp.down_proj": shape.hidden + shape.intermediate,
-    }
-    layers = ((f".model.layers.{i}.{name}", size) for i in range(shape.layers) for name, size in sizes.items())
+        return shape.matrices
     targets = tuple(f".{target}" for target in model.lora_targets)
-    return model.lora_rank * sum(size for name, size in layers if name.endswith(targets))
+    return [
+        model.lora_rank * size
+        for i in range(shape.layers)
+        for name, sizes in shape.linear_layers.items()
+        if f".model.layers.{i}.{name}".endswith(targets)
+        for size in sizes
+    ]

@@ -12,6 +12,7 @@ from mempipe.checks.models import check_adapter, check_architecture
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import load_policy
+from mempipe.planning.capacity import model_shape, trained_matrices, trained_parameters
 from mempipe.settings import ConfigError
 
 TRAINED = [name for name, family in FAMILIES.items() if not family.refused]
@@ -89,6 +90,22 @@ def test_an_adapter_that_does_not_fit_is_refused_by_doctor_and_learner(name, tar
     fitting = model.model_copy(update={"lora_targets": list(FAMILIES[name].lora_targets)})
     assert check_adapter(fitting) == []
     assert check_adapter(fitting.model_copy(update={"lora_rank": 0, "lora_targets": ["x"]})) == []
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_parameters_of_an_adapter_are_those_that_peft_makes(name, tmp_path):
+    """Also of fused layers: those of phi3, and those of glm4, whose adapters must be merged."""
+    save_family(FAMILIES[name], tmp_path)
+    targets = [*FAMILIES[name].lora_targets, *(["gate_up_proj"] if name == "glm4" else [])]
+    model = ModelConfig(path=str(tmp_path), dtype="float32", lora_rank=2, lora_targets=targets, lora_merge=True)
+    made = [parameter for parameter in load_policy(model).parameters() if parameter.requires_grad]
+    shape = model_shape(model)
+    assert shape is not None
+    assert sorted(trained_matrices(model, shape)) == sorted(parameter.numel() for parameter in made)
+    assert trained_parameters(model, shape) > 0
+    whole = model.model_copy(update={"lora_rank": 0, "lora_merge": False})
+    matrices = [parameter for parameter in load_policy(whole).parameters() if parameter.ndim == 2]
+    assert sorted(shape.matrices) == sorted(parameter.numel() for parameter in matrices)
 
 
 def test_a_row_is_expected_only_when_every_column_is_right():
