@@ -9,8 +9,9 @@ from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
-from mempipe.planning.capacity import GIB, Shape, model_shape, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, Shape, model_shape, trained_parameters
 from mempipe.planning.costs import step_costs
+from mempipe.planning.hosts import all_on_cpus, offloaded
 from mempipe.planning.ledger import cache_bytes, engine_held
 from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.settings import ConfigError
@@ -53,10 +54,12 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     if devices.num_gpus:
         planned = placed.applied(config)
         findings += _gpu_memory(planned, shape, placed, devices.gpu_gib)
+        if training:
+            findings += _offloaded(planned, shape, placed.num_ranks, devices.host_gib)
         if devices.gpu and training and not any(finding.fatal for finding in findings):
             findings += _seconds(planned, shape, placed, devices)
         return findings
-    return [*findings, *_host_memory(config, shape, trained, devices.host_gib, training=training)]
+    return [*findings, *_on_cpus(config, shape, devices.host_gib, training=training)]
 
 
 def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> list[Finding]:
@@ -92,14 +95,29 @@ def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) ->
     ]
 
 
-def _host_memory(config: RunConfig, shape: Shape, trained: int, gib: float, *, training: bool) -> list[Finding]:
+def _offloaded(config: RunConfig, shape: Shape, num_ranks: int, gib: float) -> list[Finding]:
+    """Checks what the ranks keep in the memory of their machine: all of them in that of this one, or of the one that
+    `--devices` describes; of that the memory is not known."""
+    kept = offloaded(config, shape, num_ranks=num_ranks)
+    if not kept:
+        return []
+    total = num_ranks * sum(kept.values()) / GIB
+    parts = ", ".join(f"{name} {num_ranks * size / GIB:.1f}" for name, size in kept.items())
+    text = f"learner ranks keep {total:.1f} GiB in pinned memory, in blocks of powers of two ({parts})"
+    if not gib:
+        return [ok(f"{text}, if all {num_ranks} are on one machine")]
+    if total <= gib:
+        return [ok(f"{text}, of this machine's {gib:.0f}")]
+    settings = {"moments of AdamW": "learner.offload_optimizer", "reference": "reference.on_ranks"}
+    off = " or ".join(settings[name] for name in kept)
+    return [fatal(f"{text}, but this machine has {gib:.0f} GiB; set {off} to false, or divide the ranks among more")]
+
+
+def _on_cpus(config: RunConfig, shape: Shape, gib: float, *, training: bool) -> list[Finding]:
     """Checks the memory of all roles together, on one machine without a GPU."""
     if not gib:
         return []
-    weights, cache = shape.num_parameters * weight_width(config.model), config.generation.cpu_kv_cache_gib
-    needed = (weights + cache * GIB) * config.generation.num_replicas
-    if training:
-        needed += 4 * shape.num_parameters + 12 * trained + weights * (config.reference_place != "none")
+    needed, cache = all_on_cpus(config, shape, training=training), config.generation.cpu_kv_cache_gib
     text = f"all roles on CPUs: at least {needed / GIB:.1f} of this machine's {gib:.0f} GiB"
     findings = [fatal(f"{text}; a run of this size needs GPUs (--devices)") if needed > gib * GIB else ok(text)]
     context = cache_bytes(config, shape, contexts=1) / GIB

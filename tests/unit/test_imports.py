@@ -37,6 +37,7 @@ ALLOWED = {
     "mempipe.planning.ledger": (),
     "mempipe.planning.placement": (),
     "mempipe.planning.costs": (),
+    "mempipe.planning.hosts": (),
     "mempipe.template": (),
     "mempipe.checks.run": (),
     "mempipe.checks.evaluation": (),

@@ -1,0 +1,80 @@
+"""The memory of machines: what ranks keep there, and what all roles need without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mempipe.checks.findings import Finding
+from mempipe.checks.machine import Devices
+from mempipe.checks.roles import check_roles
+from mempipe.config import RunConfig
+from mempipe.loader import load_config
+from mempipe.planning.capacity import GIB, KNOWN, Shape
+from mempipe.planning.hosts import all_on_cpus, offloaded
+
+PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-7b.yaml"
+FOURTEEN = KNOWN["Qwen/Qwen2.5-14B-Instruct"]
+EVEN = Shape(hidden=1024, layers=4, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocab=32768, tied=False)
+"""Every matrix has a power of two of elements."""
+BOTH = ("learner.offload_optimizer=true", "reference.on_ranks=true")
+
+
+def preset(*overrides: str) -> RunConfig:
+    return load_config(PRESET, ["model.path=Qwen/Qwen2.5-14B-Instruct", *overrides])
+
+
+def test_a_rank_keeps_its_part_of_moments_and_reference():
+    kept = offloaded(preset(*BOTH), EVEN, num_ranks=4)
+    assert kept == {"moments of AdamW": 8 * EVEN.num_parameters // 4, "reference": 2 * EVEN.num_parameters // 4}
+    assert offloaded(preset(BOTH[0], "algorithm.kl_coef=0"), EVEN, num_ranks=4).keys() == {"moments of AdamW"}
+    assert offloaded(preset(BOTH[1]), EVEN, num_ranks=4).keys() == {"reference"}
+    assert offloaded(preset(), EVEN, num_ranks=4) == {}
+
+
+def test_moments_of_an_adapter_are_those_of_its_matrices():
+    kept = offloaded(preset("model.lora_rank=16", "model.lora_targets=[down_proj]", BOTH[0]), EVEN, num_ranks=2)
+    assert kept == {"moments of AdamW": 8 * 16 * 4 * (4096 + 1024) // 2}
+
+
+def test_pinned_blocks_are_rounded_up_to_powers_of_two():
+    """The parts of three ranks are no powers of two, and each takes the next one: a half instead of a third."""
+    three, two = (offloaded(preset(*BOTH), EVEN, num_ranks=number) for number in (3, 2))
+    assert three == two
+    kept = offloaded(preset(*BOTH), FOURTEEN, num_ranks=8)
+    assert 1 < 8 * kept["moments of AdamW"] / (8 * FOURTEEN.num_parameters) < 2
+
+
+def of_hosts(config: RunConfig, host_gib: float, gpus: int = 8) -> Finding:
+    findings = check_roles(config, Devices(num_gpus=gpus, host_gib=host_gib))
+    (found,) = [finding for finding in findings if "pinned memory" in finding.text]
+    return found
+
+
+def test_doctor_compares_what_is_offloaded_with_the_machine():
+    needed = 8 * sum(offloaded(preset(*BOTH), FOURTEEN, num_ranks=8).values()) / GIB
+    enough, unknown = of_hosts(preset(*BOTH), needed + 1), of_hosts(preset(*BOTH), 0.0)
+    assert not enough.fatal and f"keep {needed:.1f} GiB" in enough.text and "moments of AdamW " in enough.text
+    assert not unknown.fatal and unknown.text.endswith("if all 8 are on one machine")
+    small = of_hosts(preset(*BOTH), needed - 1)
+    assert small.fatal and f"but this machine has {needed - 1:.0f} GiB" in small.text
+    assert "set learner.offload_optimizer or reference.on_ranks to false" in small.text
+    assert not any("pinned memory" in f.text for f in check_roles(preset("algorithm.kl_coef=0"), Devices(num_gpus=16)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "references"),
+    [
+        (("algorithm.kl_coef=0",), 0),
+        (("reference.num_replicas=1",), 1),
+        (("reference.num_replicas=3",), 3),
+        (("reference.on_ranks=true",), 1),
+    ],
+)
+def test_all_roles_on_cpus(overrides, references):
+    config = preset("generation.num_replicas=2", *overrides)
+    p = EVEN.num_parameters
+    engines = 2 * (2 * p + config.generation.cpu_kv_cache_gib * GIB)
+    assert all_on_cpus(config, EVEN, training=False) == engines
+    assert all_on_cpus(config, EVEN, training=True) == engines + 16 * p + references * 2 * p
