@@ -1,10 +1,10 @@
 """Groups and trajectories as Arrow tables and Parquet files, with schemas derived from the dataclasses of
 `mempipe.types`.
 
-`group_to_table` and `table_to_groups` carry groups through a stream of tables: one row per group. `write_trajectories`
-and `read_trajectories` keep them in a file for people: one row per trajectory, the question repeated. Records come back
-exactly as they went in; numbers of every token come out of a table as a `Column`. The one exception is a lone surrogate
-in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
+`group_to_table` and `table_to_groups` carry groups through a stream of tables: one row per group, as bytes.
+`write_trajectories` and `read_trajectories` keep them in a file for people: one row per trajectory, the question
+repeated. Records come back exactly as they went in; numbers of every token come out of a table as a `Column`. The one
+exception is a lone surrogate in a text: UTF-8 cannot hold it, so it becomes "\ufffd".
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _SCALARS = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.boo
 _GROUPS_PER_ROW_GROUP = 64
 _ADVICE = "delete it to have it made again, or copy it again from where it came"
 _MADE_OF = b"made_of"  # a key of the schema's metadata
+_PACKED = pa.schema([("group", pa.large_binary())])
 
 
 @functools.cache
@@ -44,8 +45,16 @@ def arrow_schema(cls: type) -> pa.Schema:
 
 
 def group_to_table(group: Group) -> pa.Table:
-    """Returns one row. Every group has the same schema, also where lists are empty or values are None."""
-    return records_to_table([group])
+    """Returns one row, whose only column holds the group as an Arrow IPC stream.
+
+    Ray pickles every buffer of a table by itself. A group has 180 of them, and pickling those took more CPU time than
+    playing a short group; one column of bytes is copied whole.
+    """
+    table = records_to_table([group])
+    packed = pa.BufferOutputStream()
+    with pa.ipc.new_stream(packed, table.schema) as stream:
+        stream.write_table(table)
+    return pa.table([pa.array([packed.getvalue().to_pybytes()], pa.large_binary())], _PACKED)
 
 
 def records_to_table(records: Sequence[Any]) -> pa.Table:
@@ -55,7 +64,8 @@ def records_to_table(records: Sequence[Any]) -> pa.Table:
 
 def table_to_groups(table: pa.Table) -> list[Group]:
     """Returns the groups of a table of `group_to_table` rows. They hold nothing of the table's memory."""
-    return [group for batch in table.to_batches() for group in _records(Group, batch.to_struct_array())]
+    streams = (pa.ipc.open_stream(row.as_buffer()) for row in table.column("group"))
+    return [group for stream in streams for batch in stream for group in _records(Group, batch.to_struct_array())]
 
 
 @functools.cache
