@@ -48,9 +48,7 @@ PARTS = {
     "learner": Part(module="learner_throughput", fast=("--contexts", "200", "--repeats", "3"), takes_model=True),
     "reference": Part(module="reference_pass", fast=("--contexts", "200", "--rounds", "3"), takes_model=True),
     "engine": Part(module="engine_calls"),
-    "agent loop": Part(
-        module="rollout_throughput", thorough=("--skewed", "0"), fast=("--skewed", "0", "--groups", "24")
-    ),
+    "agent loop": Part(module="rollout_throughput", thorough=("--skewed", "0"), fast=("--skewed", "0", "--steps", "3")),
     "evaluation": Part(module="evaluation_throughput", fast=("--questions", "300")),
     "retrieval": Part(module="retrieval", thorough=("--seconds", "4"), fast=("--seconds", "2", "--passages", "100000")),
     "driver": Part(

@@ -1,21 +1,23 @@
 """What the agent loop costs on top of the engine, and what it gains over a loop in lock-step.
 
-    python -m benchmarks.rollout_throughput [--groups 48] [--rounds 5] [--skewed 384] [--run FOLDER]
+    python -m benchmarks.rollout_throughput [--groups 16] [--steps 6] [--rounds 3] [--skewed 384] [--run FOLDER]
 
 The quickstart's world with a briefly warm-started model, or any finished run with its own questions, index and trained
 weights; the real retriever, one engine.
 
-1. Cost. A round is `--groups` groups of 8 trajectories through the real chain (Ray Data stream, Driver, RetrieverActor,
-   GeneratorActor), timed from the moment when their tickets are given out to the moment when the collector has all of
-   them, scored. Every prompt and the number of tokens sampled after it are on record. Raw vLLM (`LLM.generate` in a
-   process of its own, log-probs on) then samples as many tokens after the same prompts: all requests queued at once,
-   the first calls of all trajectories first, stop ids ignored. It waits for no search, no parsing and no earlier call,
-   and its batch is always full. Questions are new in every round.
+1. Cost. A round is `--steps` steps of `--groups` groups of 8 trajectories through the real chain (Ray Data stream,
+   Driver, RetrieverActor, GeneratorActor), until the collector has all of them, scored. The groups of the next step
+   are always under way as well (max_off_policy_steps 1), as in training. The three steps before do not count: two were
+   finished while the engine emptied after the last round, and one fills it again. Every prompt and the number of tokens
+   sampled after it are on record. Raw vLLM (`LLM.generate` in a process of its own, log-probs on) then samples as many
+   tokens after the same prompts: all requests queued at once, the first calls of all trajectories first, stop ids
+   ignored. It waits for no search, no parsing and no earlier call, and its batch is always full. Questions are new in
+   every round.
 2. Gain. The published rollout lets all trajectories of a batch take every turn together, so each call waits for the
-   slowest. "agent, in lock-step" does so with the questions of 1. "Skewed" are scripted trajectories of 1 to 6 turns,
-   each with two calls of 4 to 64 tokens (uniform) and a real search between them: free, a new one starts when one ends;
-   in lock-step they go batch after batch. Engine and number of trajectories in flight are the same. `--skewed 0` leaves
-   them out.
+   slowest. "agent, in lock-step" does so with the questions of 1, step by step. "Skewed" are scripted trajectories of 1
+   to 6 turns, each with two calls of 4 to 64 tokens (uniform) and a real search between them: free, a new one starts
+   when one ends; in lock-step they go batch after batch. Engine and number of trajectories in flight are the same.
+   `--skewed 0` leaves them out.
 
 Contestants alternate within each round, the first round does not count, and ratios are medians over rounds. On a busy
 machine the seconds of several processes suffer more than those of one: look at the CPU seconds, which are those of all
@@ -31,6 +33,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -70,9 +73,11 @@ QUICKSTART = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 SETTINGS = [
     "warm_start.num_clean_trajectories=600",
     "warm_start.num_noisy_trajectories=0",
-    "algorithm.max_off_policy_steps=0",
+    "algorithm.max_off_policy_steps=1",  # STEPS_AHEAD - 1
 ]
 NUM_IN_FLIGHT = 128  # skewed trajectories at a time: as many as a step of the quickstart has
+STEPS_AHEAD = 2  # whose groups may start while a step is collected: max_off_policy_steps + 1
+FILLING_STEPS = STEPS_AHEAD + 1
 MAX_TURNS, CALL_TOKENS = 6, (4, 64)
 PROMPT_TOKENS, OBSERVATION_TOKENS = (30, 60), (20, 40)  # about what the agent's contexts have
 
@@ -82,15 +87,17 @@ Call: TypeAlias = tuple[list[int], int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=48, help="groups of a round")
+    parser.add_argument("--groups", type=int, default=16, help="groups of a step")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a round that count")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--skewed", type=int, default=384, help="scripted trajectories of a round")
     parser.add_argument("--run", help="folder of a finished run")
     arguments = parser.parse_args()
     os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
-        num_questions = arguments.groups * (arguments.rounds + 1)
-        settings = {"algorithm": {"groups_per_step": arguments.groups, "max_off_policy_steps": 0}}
+        num_steps = (FILLING_STEPS + arguments.steps) * (arguments.rounds + 1) + STEPS_AHEAD
+        num_questions = arguments.groups * num_steps
+        settings = {"algorithm": {"groups_per_step": arguments.groups, "max_off_policy_steps": STEPS_AHEAD - 1}}
         if arguments.run is not None:
             config = of_run(Path(arguments.run), settings)
         else:
@@ -99,7 +106,13 @@ def main() -> None:
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
             config = warm_started(run, config, namespace) if arguments.run is None else config
-            with started(config, namespace, num_questions=num_questions, num_skewed=arguments.skewed) as contest:
+            with started(
+                config,
+                namespace,
+                num_questions=num_questions,
+                num_steps=arguments.steps,
+                num_skewed=arguments.skewed,
+            ) as contest:
                 rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]
     report(rounds)
 
@@ -140,21 +153,22 @@ class Contest:
     config: RunConfig
     questions: dict[str, Question]  # by group id
     collector: Collector
+    groups: Ahead
     raw: Handle
     generator: Handle
     retriever: Handle
+    num_steps: int
     num_skewed: int
-    step: StepGroups | None = None
-    num_rounds: int = 0
+    version: int = 0
+    counted: list[StepGroups] = field(default_factory=list)
 
     def round(self) -> dict[str, Measured]:
         """Measures every contestant once."""
-        measured = {"agent": with_cpu_seconds(self._agent)}
-        assert self.step is not None, "the agent's step is what the others repeat"
-        groups = self.step.groups
+        measured = {"agent": self._agent()}
+        groups = [group for step in self.counted for group in step.groups]  # what the agent did, the others repeat
         others: dict[str, Callable[[], Measured]] = {
             "raw vLLM": lambda: Measured(*ray.get(self.raw.replay.remote(recorded_calls(groups)))),
-            "agent, in lock-step": lambda: asyncio.run(self._agent_in_lock_step([group.question for group in groups])),
+            "agent, in lock-step": lambda: asyncio.run(self._agent_in_lock_step()),
         }
         if self.num_skewed:
             others |= {
@@ -164,19 +178,37 @@ class Contest:
         return measured | {name: with_cpu_seconds(contestant) for name, contestant in others.items()}
 
     def _agent(self) -> Measured:
-        started = time.perf_counter()
-        if self.step is not None:
-            self.collector.consumed(self.step, policy_version=self.num_rounds)  # gives out the tickets of this round
-        self.step = self.collector.next_step(self.num_rounds)
-        seconds = time.perf_counter() - started
-        assert self.step is not None, "there are questions for every round"
-        self.num_rounds += 1
-        return Measured(sum(num_tokens for _, num_tokens in recorded_calls(self.step.groups)), seconds)
+        for _ in range(FILLING_STEPS):
+            self._next_step()
+        measured = with_cpu_seconds(self._counted_steps)
+        groups_ahead = STEPS_AHEAD * self.config.algorithm.groups_per_step
+        self.groups.finish(groups_ahead - len(self.collector.waiting))
+        return measured
 
-    async def _agent_in_lock_step(self, questions: Sequence[Question]) -> Measured:
-        generate, search = self._engine_and_retriever()
-        size = self.config.algorithm.group_size
+    def _counted_steps(self) -> Measured:
         started = time.perf_counter()
+        self.counted = [self._next_step() for _ in range(self.num_steps)]
+        seconds = time.perf_counter() - started
+        groups = [group for step in self.counted for group in step.groups]
+        return Measured(sum(num_tokens for _, num_tokens in recorded_calls(groups)), seconds)
+
+    def _next_step(self) -> StepGroups:
+        step = self.collector.next_step(self.version)
+        assert step is not None, "there are questions for every round"
+        self.version += 1
+        self.collector.consumed(step, policy_version=self.version)
+        return step
+
+    async def _agent_in_lock_step(self) -> Measured:
+        generate, search = self._engine_and_retriever()
+        started, num_tokens = time.perf_counter(), 0
+        for step in self.counted:
+            num_tokens += await self._step_in_lock_step([group.question for group in step.groups], generate, search)
+        return Measured(num_tokens, time.perf_counter() - started)
+
+    async def _step_in_lock_step(self, questions: Sequence[Question], generate: GenerateFn, search: SearchFn) -> int:
+        """Returns the number of sampled tokens."""
+        size = self.config.algorithm.group_size
         turns = LockStep(generate, num_trajectories=len(questions) * size)
         agent = make_agent(
             self.config, tokenizer=load_tokenizer(self.config.model.path), generate=turns.generate, search=search
@@ -192,8 +224,7 @@ class Contest:
                 for member in range(size)
             )
         )
-        num_tokens = sum(context.num_sampled_tokens for trajectory in trajectories for context in trajectory.contexts)
-        return Measured(num_tokens, time.perf_counter() - started)
+        return sum(context.num_sampled_tokens for trajectory in trajectories for context in trajectory.contexts)
 
     async def _skewed(self, *, lock_step: bool) -> Measured:
         generate, search = self._engine_and_retriever(stop=False)
@@ -227,6 +258,22 @@ class Contest:
             stop_token_ids=stop_token_ids,
         )
         return generators.generate, RetrieverPool([self.retriever], config=self.config.retrieval).search
+
+
+class Ahead(Iterator[Group]):
+    """The groups of a stream; those that are under way can be waited for before they are asked for."""
+
+    def __init__(self, groups: Iterator[Group]) -> None:
+        self._groups = groups
+        self._finished: deque[Group] = deque()
+
+    def __next__(self) -> Group:
+        return self._finished.popleft() if self._finished else next(self._groups)
+
+    def finish(self, count: int) -> None:
+        """Waits until so many groups are finished that were not asked for yet."""
+        while len(self._finished) < count:
+            self._finished.append(next(self._groups))
 
 
 class LockStep:
@@ -357,7 +404,9 @@ def _calls(token_ids: Sequence[int], loss_mask: Sequence[int]) -> Iterator[Call]
 
 
 @contextmanager
-def started(config: RunConfig, namespace: str, *, num_questions: int, num_skewed: int) -> Iterator[Contest]:
+def started(
+    config: RunConfig, namespace: str, *, num_questions: int, num_steps: int, num_skewed: int
+) -> Iterator[Contest]:
     """Starts all actors, and ends them with the block."""
     options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
     context_tokens, algorithm = config.budget.context_tokens, config.algorithm
@@ -374,7 +423,10 @@ def started(config: RunConfig, namespace: str, *, num_questions: int, num_skewed
     )
     retriever = start_actor(RetrieverActor, {"name": "retriever-0", **options}, config.retrieval)
     admission = start_actor(
-        Admission, {"name": "admission", **options}, groups_per_step=algorithm.groups_per_step, max_off_policy_steps=0
+        Admission,
+        {"name": "admission", **options},
+        groups_per_step=algorithm.groups_per_step,
+        max_off_policy_steps=STEPS_AHEAD - 1,
     )
     raw = start_actor(
         RawEngine,
@@ -395,15 +447,17 @@ def started(config: RunConfig, namespace: str, *, num_questions: int, num_skewed
         admission="admission",
     )
     questions = {f"0/{question.id}": question for question in read_questions(config.data.train)[:num_questions]}
-    with closing(stream_groups(spec, questions.items())) as groups:
-        collector = Collector(groups, admission, algorithm)
+    with closing(stream_groups(spec, questions.items())) as stream:
+        groups = Ahead(stream)
         yield Contest(
             config=config,
             questions=questions,
-            collector=collector,
+            collector=Collector(groups, admission, algorithm),
+            groups=groups,
             raw=raw,
             generator=generator,
             retriever=retriever,
+            num_steps=num_steps,
             num_skewed=num_skewed,
         )
     ray.get(generator.shutdown.remote())
@@ -423,7 +477,7 @@ def report(rounds: Sequence[dict[str, Measured]]) -> None:
     agent, raw = ([one[name].rate for one in rounds] for name in ("agent", "raw vLLM"))
     record(Row(name="agent loop", unit="tokens/s", values=agent, peer="raw vLLM, all queued", of_peer=raw))
     for faster, slower, aim in (
-        ("agent", "raw vLLM", 0.85),
+        ("agent", "raw vLLM", 0.92),
         ("skewed", "skewed, in lock-step", 1.5),
         ("agent", "agent, in lock-step", None),
     ):
