@@ -113,7 +113,8 @@ class Run:
             self._config_before = _text(self.folder / _CONFIG)
             self._most_steps_unsaved = _most_steps_unsaved(config)
             self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
-            self.resolved(config)
+            if self._is_new:  # that of an older start names what the run has made; `resolved` replaces it
+                self.resolved(config)
             self._save()
         except OSError as error:
             raise ConfigError(f"cannot write to the run's folder {self.folder}: {error.strerror}") from error

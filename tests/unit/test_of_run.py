@@ -247,6 +247,8 @@ def test_config_yaml_names_what_the_run_made_and_goes_on_from_it(tmp_path):
     assert load_config(folder / "config.yaml") == config
     elsewhere = parse_config(written | {"name": "other"})
     assert elsewhere.model.path == str(folder / "model")  # of another run, which is a model like any other
+    Run(config, resume="auto")  # a finished run has nothing to do, and is not prepared again
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == written
 
 
 def test_the_example_of_an_own_reward_is_the_quickstart_from_its_warm_start():
