@@ -253,7 +253,7 @@ def markers(number: int) -> tuple[str, str]:
 
 
 def plot(table: SeedTable, title: str, file: Path) -> None:
-    """Draws exact match by set, with intervals over trainings."""
+    """Draws exact match by set, with intervals over trainings; of one set each row has its own place on the axis."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -261,15 +261,20 @@ def plot(table: SeedTable, title: str, file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
     columns = [column for column in table.columns if column != AVERAGE]
+    is_one = len(columns) == 1
     for place, (name, cells) in enumerate(table.rows.items()):
-        shifted = [number + 0.08 * (place - len(table.rows) / 2) for number in range(len(columns))]
+        first = place if is_one else 0.08 * (place - len(table.rows) / 2)
         values = [cells[column].mean for column in columns]
         over = [cells[column].trainings for column in columns]
         reach = [each.high - each.value if each is not None and each.is_bounded else 0.0 for each in over]
-        axes.errorbar(shifted, values, reach, fmt="o", capsize=3, label=name)
+        places = [number + first for number in range(len(columns))]
+        axes.errorbar(places, values, reach, fmt="o", capsize=3, label=name, color="C0" if is_one else None)
     axes.set(title=title, ylabel="exact match", ylim=(0, 1))
-    axes.set_xticks(range(len(columns)), columns)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    if is_one:
+        axes.set_xticks(range(len(table.rows)), list(table.rows))
+    else:
+        axes.set_xticks(range(len(columns)), columns)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
     plt.close(figure)
