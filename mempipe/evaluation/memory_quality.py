@@ -26,7 +26,8 @@ nowhere).
                        / words of new memories
     compression        tokens of new memories / tokens of the passages or chunks read, over memory turns
     irrelevant_rate    words of new memories that occur neither in the question, nor in the value of a needed fact, nor
-                       in a needed passage that was read by then
+                       in a needed passage that was read by then, nor in the memory that the attempt began with
+                       (the empty memory of a prompt, such as "known nothing")
                        / words of new memories, over questions with evidence
     contradiction_rate statements of the denominator that do not hold the fact's value
                        / statements of new memories about needed facts whose passages were read by then
@@ -135,7 +136,9 @@ def turn_qualities(trajectory: Trajectory, question: Question) -> list[MemoryQua
         read |= {passage.id: passage for search in context.searches for passage in search.passages}
         if wrote:
             counts += _memory_counts(context) + _answer_counts(context, question)
-            counts += _relevance_counts(context.memory_after, question, read)
+            counts += _relevance_counts(
+                context.memory_after, question, read, first=trajectory.contexts[0].memory_before
+            )
         turns.append(counts)
     return turns
 
@@ -179,11 +182,11 @@ def _answer_counts(context: Context, question: Question) -> MemoryQuality:
     return MemoryQuality(answerable_turns=1, answers_in_memory=int(held))
 
 
-def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passage]) -> MemoryQuality:
+def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passage], *, first: str) -> MemoryQuality:
     if not question.evidence:
         return MemoryQuality()
     needed = [(fact, read[fact.passage_id]) for fact in question.evidence if fact.passage_id in read]
-    texts = [question.text, *(fact.value for fact in question.evidence)]
+    texts = [question.text, first, *(fact.value for fact in question.evidence)]
     texts += [text for _, passage in needed for text in (passage.title, passage.text)]
     relevant = {word for text in texts for word in words_of(text)}
     words = words_of(memory)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mempipe.evaluation.memory_quality import MemoryQuality, memory_quality, trajectory_quality
+from mempipe.evaluation.memory_quality import MemoryQuality, memory_quality, trajectory_quality, turn_qualities
 from mempipe.evaluation.rollout_metrics import full_history_tokens, rollout_metrics
 from mempipe.facts import contains_value, fact_states
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
@@ -176,6 +176,18 @@ def test_words_that_nothing_needed_holds_are_irrelevant():
     memories = attempt(turn(0, "film", "other", after="Film Lee nothing cold"), turn(1, before="x", after="born Oslo"))
     counts = trajectory_quality(memories, QUESTION)
     assert (counts.irrelevant_words, counts.judged_words) == (2, 6)
+
+
+def test_the_words_of_an_empty_memory_are_not_irrelevant():
+    """An attempt begins with the prompt's "known nothing"; "fjord" is not from there."""
+    contexts = [
+        turn(0, "other", before="known nothing", after="known nothing"),
+        turn(1, "film", before="known nothing", after="known Film Ann Lee; fjord"),
+        turn(2, before="known Film Ann Lee; fjord"),
+    ]
+    first, second, _ = turn_qualities(attempt(*contexts), QUESTION)
+    assert (first.irrelevant_words, first.judged_words) == (0, 2)
+    assert (second.irrelevant_words, second.judged_words) == (1, 5)
 
 
 def test_a_needed_passage_is_relevant_once_it_was_read():
