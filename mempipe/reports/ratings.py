@@ -90,8 +90,8 @@ def _automatic_lines(
             pairs.append((each, counts, most, said[name]))
     if not pairs:
         return [_line("automatic", "no turn has both an automatic verdict and one of most people")]
-    text = f"{_alpha([(each.question, [most, said]) for each, _, most, said in pairs])} with most people"
-    lines = [_line("automatic", f"{text}; {_number(len(pairs), 'turn')}")]
+    text = _alpha([(each.question, [most, said]) for each, _, most, said in pairs])
+    lines = [_line("automatic", f"with most people {text}; {_number(len(pairs), 'turn')}")]
     lines.append(_line("", f"yes in {100 * sum(said for *_, said in pairs) / len(pairs):.2f} of them"))
     if len(pairs) < len(rated):
         skipped = _number(len(rated) - len(pairs), "turn")
@@ -142,7 +142,7 @@ def _points(interval: Interval) -> str:
 
 
 def _line(label: str, text: str) -> str:
-    return f"  {label:<14}{text}".rstrip()
+    return f"  {label:<13} {text}".rstrip()
 
 
 def _number(count: int, word: str, plural: str = "") -> str:

@@ -175,6 +175,20 @@ def test_the_page_is_filled_in_by_keys_and_clicks_and_saves_the_sheet(run, tmp_p
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so nobody looks at the page")
+def test_the_next_turn_begins_with_its_question_on_a_small_screen(run, tmp_path, capsys):
+    printed(capsys, run, "--sheet", 6, tmp_path / "s.html")
+    with browsing(tmp_path / "profile") as page:
+        page.resize(390, 500)
+        page.open((tmp_path / "s.html").as_uri())
+        page.value("document.getElementById('next').scrollIntoView()")
+        top = "document.getElementById('question').getBoundingClientRect().top"
+        assert page.value(top) < 0, "the page is longer than the screen"
+        page.value("document.getElementById('next').click()")
+        assert 0 <= page.value(top) < 500
+        assert page.value("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so nobody looks at the page")
 def test_hostile_text_stays_text_in_the_page(tmp_path, capsys):
     write_trajectories(tmp_path / "t.parquet", [group("before", 0, right=False, text=HOSTILE)])
     printed(capsys, tmp_path / "t.parquet", "--sheet", 1, tmp_path / "s.html")
@@ -266,7 +280,7 @@ def test_the_automatic_rates_are_compared_with_what_most_people_say(run, tmp_pat
     ann = filled(sheet, tmp_path / "ann.csv", kept)
     out = printed(capsys, run, "--ratings", ann)
     assert (
-        "automatic     100.0 percent of pairs equal, Krippendorff's alpha 1.00 (1.00 to 1.00) with most people" in out
+        "automatic     with most people 100.0 percent of pairs equal, Krippendorff's alpha 1.00 (1.00 to 1.00)" in out
     )
     assert "yes in 91.67 of them" in out
     noise = ["no" if row["turn"] == "1" else "yes" for row in rows]
@@ -282,6 +296,22 @@ def test_the_automatic_rates_are_compared_with_what_most_people_say(run, tmp_pat
         "the run has none of the rated turns; give the folder that the sheet was written from"
         in capsys.readouterr().err
     )
+
+
+def test_a_memory_that_still_says_known_nothing_holds_no_noise(tmp_path, capsys):
+    """The empty memory of a prompt has words of its own, and a memory may go on with them."""
+    each = group("after", 4, right=False)
+    (trajectory,) = each.trajectories
+    memories = ["known nothing", "known nothing", "known Oslo", "known Oslo fjord"]
+    contexts = [
+        replace(trajectory.contexts[0], index=index, memory_before=before, memory_after=after)
+        for index, (before, after) in enumerate(itertools.pairwise(memories))
+    ]
+    write_trajectories(tmp_path / "t.parquet", [replace(each, trajectories=[replace(trajectory, contexts=contexts)])])
+    printed(capsys, tmp_path / "t.parquet", "--sheet", 1, tmp_path / "s.csv")
+    noise = filled(tmp_path / "s.csv", tmp_path / "ann.csv", ["yes", "yes", "no"], "noise_filtered")
+    out = printed(capsys, tmp_path / "t.parquet", "--ratings", noise)
+    assert "automatic     with most people 100.0 percent of pairs equal" in out and "yes in 66.67 of them" in out
 
 
 def test_a_turn_without_a_case_has_no_automatic_verdict():
@@ -340,3 +370,4 @@ def test_people_are_named_by_their_files(run, tmp_path, capsys):
     paths = [filled(sheet, tmp_path / folder / "sheet.csv", ["yes", ""]) for folder in ("a", "b")]
     first, second = read_ratings(paths)
     assert first.ratings["facts_kept"] == dict.fromkeys(map(str, paths), True) and second.score("facts_kept") is None
+    assert f"  {paths[0]} 100.00 of 1 turn" in printed(capsys, "--ratings", *paths), "a long name has its own column"

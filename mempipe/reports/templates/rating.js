@@ -24,7 +24,7 @@ function isRated(each) {
   return ratings.every(name => each[name]);
 }
 
-// Texts become text nodes, whatever they hold.
+// Texts become text nodes, whatever they hold. On a small screen the question is above the buttons.
 function show(step) {
   place = Math.min(Math.max(place + step, 0), turns.length - 1);
   const {row, memory, truncated} = turns[place];
@@ -48,6 +48,7 @@ function show(step) {
   part("previous").disabled = place === 0;
   part("next").disabled = place === turns.length - 1;
   mark();
+  if (part("turn").getBoundingClientRect().top < 0) part("turn").scrollIntoView();
 }
 
 function mark() {
