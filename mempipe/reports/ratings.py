@@ -6,12 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from mempipe.evaluation.memory_quality import MemoryQuality
 from mempipe.evaluation.quality_by_turn import first_of_row, row_label
 from mempipe.evaluation.ratings import RATINGS, RatedTurn, alpha_interval, automatic_rating
-from mempipe.evaluation.statistics import Interval, bootstrap_gap, clustered_mean, difference_interval
-from mempipe.evaluation.suite import Bootstrap
-from mempipe.evaluation.table import percent_text, score_interval
+from mempipe.evaluation.statistics import (
+    Interval,
+    bootstrap_gap,
+    bootstrap_ratios,
+    clustered_mean,
+    difference_interval,
+)
+from mempipe.evaluation.table import percent_text
 from mempipe.settings import ConfigError
 
 _SEED = 1
@@ -117,8 +124,14 @@ def _irrelevance_lines(judged: Iterable[tuple[str, float, bool]]) -> list[str]:
 
 
 def _share(name: str, rated: Sequence[RatedTurn]) -> str:
-    scores = [(each.question, _score(name, each)) for each in rated]
-    return percent_text(score_interval(scores, bootstrap=Bootstrap(confidence=_CONFIDENCE), seed=_SEED))
+    """Returns the share of yes among turns. Questions have different numbers of turns, which the interval draws with
+    them, as that of the automatic rates by turn does."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for each in rated:
+        scores[each.question].append(_score(name, each))
+    yes, turns = (np.asarray([[count(of)] for of in scores.values()], dtype=np.float64) for count in (sum, len))
+    (interval,) = bootstrap_ratios(yes, turns, seed=_SEED, confidence=_CONFIDENCE)
+    return percent_text(interval)
 
 
 def _score(name: str, turn: RatedTurn) -> float:

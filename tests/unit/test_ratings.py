@@ -339,6 +339,19 @@ def test_memories_that_become_worse_are_seen_within_the_same_trajectories():
     assert re.search(r"last - first +0\.0 \(-\d+\.\d to \d+\.\d\) points, of the same 20 trajectories", text)
 
 
+def test_the_interval_of_a_share_stays_between_0_and_100_for_unequal_questions():
+    """One question of twelve has six turns, and all no is among them; the others have one turn or two."""
+    turns = []
+    for number in range(12):
+        for turn in range(1, 7 if number == 0 else 2 + number % 2):
+            rated = RatedTurn(trajectory=str(number), turn=turn, question=str(number))
+            rated.ratings["facts_kept"]["ann"] = number != 0
+            turns.append(rated)
+    (line,) = [line for line in rating_lines(turns) if line.startswith("  yes")]
+    low, high = map(float, re.findall(r"\((.*)–(.*)\)", line)[0])
+    assert 0 <= low < 73.91 < high == 100, line  # 17 of 23 turns; a resample without the one question is all yes
+
+
 def test_sheets_that_cannot_be_read_or_compared_are_refused_by_name(run, tmp_path, capsys):
     sheet = tmp_path / "s.csv"
     printed(capsys, run, "--sheet", 4, sheet)
