@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from mempipe.actors.cluster import connected
+from mempipe.actors.cluster import check_unconnected, connected
 from mempipe.actors.launch import Roles, launch
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
@@ -66,6 +66,7 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
     """Runs the job to its end.
     Raises ConfigError before anything expensive starts; what else fails raises a RuntimeError or OSError.
     """
+    check_unconnected()
     run = Run(config, resume=resume)
     if run.rebuilt:
         say(f"{run.folder}: state.json was gone and is made again; the run continues with its {run.kept()}")

@@ -31,6 +31,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS, prepare_process
 from mempipe.planning.capacity import object_store_bytes
 from mempipe.progress import say
+from mempipe.settings import ConfigError
 from mempipe.stop import children_ignore_sighup, keeps_sigterm_handler
 from mempipe.storage.scratch import RAY, scratch_folder
 
@@ -52,14 +53,26 @@ is hard-coded, and importing the agents takes longer on a busy machine."""
 _WAKE = signal.SIGUSR2  # Ray Tune takes SIGUSR1
 
 
+def check_unconnected() -> None:
+    """Raises ConfigError while this process is connected to Ray: a process has one connection, and a run makes its own,
+    with variables that its workers need."""
+    if ray.is_initialized():
+        raise ConfigError(
+            "this process is connected to Ray already (ray.init), and a run makes its own connection; call "
+            "ray.shutdown() first, and name your cluster in ray_address if the run shall use it"
+        )
+
+
 @contextmanager
 def connected(address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None) -> Iterator[str]:
     """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local
     cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops).
 
     What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
-    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile.
+    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile, and
+    ConfigError as `check_unconnected` does.
     """
+    check_unconnected()
     with (
         scratch_folder(logs=logs) as temporary,
         _connection(address, name=name, model=model, temporary=temporary) as namespace,

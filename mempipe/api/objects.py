@@ -110,7 +110,10 @@ class _Passed:
             ) from error
         names = ", ".join(self._objects) + ","
         folder = self._folder / "python"
-        write_text(folder / f"{self._module}.py", _MODULE.format(names=names, data=data))
+        try:
+            write_text(folder / f"{self._module}.py", _MODULE.format(names=names, data=data))
+        except OSError as error:
+            raise ConfigError(f"output: {self._folder} cannot be written: {error.strerror}; choose another") from error
         _importable(folder.absolute())
 
 

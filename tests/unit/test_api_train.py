@@ -14,6 +14,7 @@ from notebook_agent import agent as notebook_agent  # of examples/
 from stand_in_run import NUM_STEPS, Strike, stand_in_run
 
 import mempipe
+from mempipe.actors.cluster import connected
 from mempipe.api.objects import with_names
 from mempipe.api.settings import nested
 from mempipe.loader import load_config
@@ -90,6 +91,22 @@ def test_the_checks_of_the_command_come_first(tmp_path):
     with pytest.raises(mempipe.ConfigError, match="holds no run"):
         mempipe.train(QUICKSTART, output=tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_beside_the_users_own_ray_is_refused_before_it_makes_anything(job, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(
+        mempipe.ConfigError, match=r"connected to Ray already \(ray\.init\).*call ray\.shutdown\(\) first"
+    ):
+        mempipe.train(job.settings())
+    assert not job.run_folder.exists()
+    with pytest.raises(mempipe.ConfigError, match="connected to Ray already"), connected("", name="x"):
+        pass
+
+
+def test_an_object_for_a_folder_that_cannot_be_written_is_one_sentence():
+    with pytest.raises(mempipe.ConfigError, match=r"^output: /proc/runs/r cannot be written: .*; choose another$"):
+        with_names({"reward": {"function": lambda trajectory, question: 0.0}}, folder=Path("/proc/runs/r"))
 
 
 def test_objects_of_a_module_are_named_by_it():
