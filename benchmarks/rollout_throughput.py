@@ -229,8 +229,7 @@ class Contest:
     async def _skewed(self, *, lock_step: bool) -> Measured:
         generate, search = self._engine_and_retriever(stop=False)
         scripts = [
-            Script(seed=f"{self.version}:{i}", questions=list(self.questions.values()))
-            for i in range(self.num_skewed)
+            Script(seed=f"{self.version}:{i}", questions=list(self.questions.values())) for i in range(self.num_skewed)
         ]
         started = time.perf_counter()
         if lock_step:
