@@ -110,7 +110,9 @@ def _offloaded(config: RunConfig, shape: Shape, num_ranks: int, gib: float) -> l
         return [ok(f"{text}, of this machine's {gib:.0f}")]
     settings = {"moments of AdamW": "learner.offload_optimizer", "reference": "reference.on_ranks"}
     off = " or ".join(settings[name] for name in kept)
-    return [fatal(f"{text}, but this machine has {gib:.0f} GiB; set {off} to false, or divide the ranks among more")]
+    return [
+        fatal(f"{text}, but this machine has {gib:.0f} GiB; set {off} to false, or spread the ranks over more machines")
+    ]
 
 
 def _on_cpus(config: RunConfig, shape: Shape, gib: float, *, training: bool) -> list[Finding]:

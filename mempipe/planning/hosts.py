@@ -16,7 +16,7 @@ def offloaded(config: RunConfig, shape: Shape, *, num_ranks: int) -> dict[str, i
     """Returns what each of `num_ranks` ranks on GPUs keeps in pinned memory of its machine, by name; {} for nothing.
 
     torch rounds each tensor in pinned memory up to a block whose size is a power of two
-    (`pinned_max_round_threshold_mb` of its allocator). This is documented, and was not measured.
+    (`PowerOf2Ceil` in its CachingHostAllocator, `pinned_max_round_threshold_mb`). This was read, not measured.
     """
     kept: dict[str, int] = {}
     if config.learner.offload_optimizer:
