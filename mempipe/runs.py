@@ -217,7 +217,8 @@ class Run:
             newer, best = [*newer, self.folder / "best"], None
         moved = self.set_aside(dict.fromkeys(newer))
         self.update(num_steps=step, best=best)
-        lines = [f"steps {step + 1} to {done} are trained again"] * (done > step)
+        again = f"step {done} is" if done == step + 1 else f"steps {step + 1} to {done} are"
+        lines = [f"{again} trained again"] * (done > step)
         lines += [f"results of later steps of the earlier start: {moved}"] * bool(moved)
         return "; ".join(lines)
 

@@ -269,6 +269,8 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_at_zero(begun):
     for done in (3, 20):  # the first checkpoint may not have been written yet
         run.update(num_steps=done)
         assert run.restart_at(0) == f"steps 1 to {done} are trained again"
+    run.update(num_steps=3)
+    assert run.restart_at(2) == "step 3 is trained again"
     run.update(num_steps=21)
     with pytest.raises(ConfigError, match="has done 21 steps, but its checkpoints are gone"):
         run.restart_at(0)
