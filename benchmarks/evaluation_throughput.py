@@ -55,6 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.update(environment.EVERY_PROCESS)
     with tempfile.TemporaryDirectory() as folder:
+        run = None
         if arguments.run is not None:
             config = of_run(Path(arguments.run), {"stream": {"groups_in_flight": NUM_IN_FLIGHT}})
         else:
@@ -65,7 +66,7 @@ def main() -> None:
             run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_started(run, config, namespace) if arguments.run is None else config
+            config = config if run is None else warm_started(run, config, namespace)
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
             server = vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)

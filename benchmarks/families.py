@@ -100,7 +100,7 @@ class Family:
     """A part of the sentence that refuses it; "" for a family that is trained."""
 
 
-QWEN = dict(template="qwen2_5", special=CHATML, eos="<|im_end|>")
+QWEN: dict[str, Any] = dict(template="qwen2_5", special=CHATML, eos="<|im_end|>")
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(example="Qwen/Qwen2.5-3B-Instruct", config="Qwen2Config", **QWEN),
     "qwen3": Family(
@@ -364,7 +364,8 @@ def save_family(family: Family, folder: Path) -> None:
     """Saves model, tokenizer, chat template and stop tokens as a Hugging Face folder."""
     tokenizer = build_tokenizer(family)
     tokenizer.save_pretrained(folder)
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in (family.eos, *family.stops)]
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary[token] for token in (family.eos, *family.stops)]
     config = network(family, vocab_size=len(tokenizer), eos_token_id=ids)
     if family.refused:  # only its config is read
         config.architectures = [family.config.replace("Config", "ForCausalLM")]

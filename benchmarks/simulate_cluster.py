@@ -133,7 +133,8 @@ class EngineReplica:
         self._running: list[tuple[float, int, Message]] = []  # by the progress at which each is done
         self._waiting: deque[Message] = deque()
         self._progress, self._since, self._turn, self._count = 0.0, 0.0, 0, 0
-        self._paused, self._drained = False, None
+        self._paused = False
+        self._drained: Callable[[], None] | None = None
 
     @property
     def load(self) -> int:

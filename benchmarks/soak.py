@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -174,7 +174,7 @@ class Soak:
 
 def measure(marked: Marked) -> dict[str, float]:
     """Returns what the service's processes hold together."""
-    total, folders = Counter[str](), set[Path]()
+    total, folders = defaultdict[str, float](float), set[Path]()
     for process in marked.processes():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             total["memory, MiB"] += process.memory_full_info().uss / 2**20

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def main() -> None:
             print(f"| {phase} | {value:.0f} | {usage.by_phase[phase]:.1f} |")
         print(f"| all | {sum(seconds.values()):.0f} | {usage.total:.1f} |")
         print("\n| process | started | CPU-s |\n|---|---|---|")
-        for name, value in usage.by_role.most_common():
+        for name, value in sorted(usage.by_role.items(), key=lambda item: -item[1]):
             if usage.num_processes[name]:
                 print(f"| {name} | {usage.num_processes[name]} | {value:.1f} |")
         used.append(usage.total)
@@ -106,8 +106,8 @@ class Usage:
     """CPU-seconds of processes, by their role and by the phase in which they were used."""
 
     def __init__(self) -> None:
-        self.by_phase = Counter[str]()
-        self.by_role = Counter[str]()
+        self.by_phase = defaultdict[str, float](float)
+        self.by_role = defaultdict[str, float](float)
         self.num_processes = Counter[str]()
         self._known: dict[tuple[int, float], tuple[str, float]] = {}
 

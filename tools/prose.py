@@ -117,8 +117,9 @@ def python_strings(source: str) -> Iterator[tuple[int, str]]:
             parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
             yield node.lineno, "".join(map(str, parts))
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped
-        if is_text and len(node.value.split()) >= 3:
+        if id(node) in skipped or not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if len(node.value.split()) >= 3:
             yield node.lineno, node.value
 
 
