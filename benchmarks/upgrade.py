@@ -1,10 +1,11 @@
 """New versions of agent, engine and index while clients ask: is anybody refused, and is an answer ever a mixture?
 
-    python -m benchmarks.upgrade runs/quickstart [--requests 1000] [--clients 8]
+    python -m benchmarks.upgrade runs/quickstart [--requests 1000] [--clients 8] [--cluster]
 
 Starts the service of a finished run on this machine. Clients ask held-out questions one after the other. Meanwhile the
-agent gets another name, then the engine other weights, then the index other passages, and each is deployed as SIGHUP of
-`mempipe serve` does it. Every reply names its agent, weights and index. The exit code is 1 if a request was not
+agent gets another name, then the engine other weights, then the index other passages. Each is deployed as SIGHUP of
+`mempipe serve` does it; with `--cluster` as `serve deploy` does it on a cluster of one node (docs/serving.md), with
+jobs/configs/agent_service.yaml. Every reply names its agent, weights and index. The exit code is 1 if a request was not
 answered, if a reply names versions that were never deployed together, if its passages are not of its index, or if two
 replies of the same versions to the same question differ in a message or a memory.
 """
@@ -12,21 +13,25 @@ replies of the same versions to the same question differ in a message or a memor
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
+import secrets
 import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from benchmarks.soak import held_out
@@ -35,10 +40,12 @@ from mempipe.retrieval.build import build_index
 from mempipe.retrieval.retriever import Retriever
 from mempipe.serve.agent import LocalService, served_agent
 from mempipe.serve.config import AgentServiceConfig
+from mempipe.serve.http import front
 from mempipe.serve.served_run import resolve
 from mempipe.storage.checksums import write_checksums
 from mempipe.types import Passage
-from tools.processes import free_ports
+from tools.processes import ROOT, Marked, free_ports, run
+from tools.ray_head import BIN, Head, ray_head
 
 NOISE = 0.01
 """Noise of the other weights, in relation to each tensor's deviation."""
@@ -46,6 +53,8 @@ NEW = "new/"
 """How the ids of the other index's passages begin."""
 REST_S = 2.0
 """Time between two upgrades."""
+STATUS_EVERY_S = 1.0
+CONFIG = ROOT / "jobs" / "configs" / "agent_service.yaml"
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,15 @@ class Seen:
     statuses: Counter[str] = field(default_factory=Counter)
     replies: Counter[Versions] = field(default_factory=Counter)
     mixed: list[str] = field(default_factory=list)
-    _messages: dict[tuple[Versions, str], list[Any]] = field(default_factory=dict)
+    _messages: dict[tuple[Versions, str, str], list[Any]] = field(default_factory=dict)
     _indexes: dict[bool, str | None] = field(default_factory=dict)
 
-    def note(self, reply: dict[str, Any]) -> None:
-        """Compares a reply with the other ones of the same versions."""
+    def note(self, reply: dict[str, Any], *, partition: str) -> None:
+        """Compares a reply with the other ones of the same versions. Several partitions may have the same question."""
         versions = Versions(reply["model"], reply["model_version"], reply["index"])
         self.replies[versions] += 1
         messages = [[turn["action"], turn["memory_after"]] for turn in reply["turns"]]
-        if self._messages.setdefault((versions, reply["question"]), messages) != messages:
+        if self._messages.setdefault((versions, reply["question"], partition), messages) != messages:
             self.mixed.append(f"two replies of {versions} to {reply['question']!r} differ")
         searches = [search for turn in reply["turns"] for search in turn["searches"]]
         are_new = {passage["id"].startswith(NEW) for search in searches for passage in search["passages"]}
@@ -110,15 +119,13 @@ def other_index(folder: str, partitions: set[str], *, to: Path) -> str:
 
 def upgraded(
     url: str,
-    local: LocalService,
-    upgrades: Sequence[dict[str, Any]],
-    settings: dict[str, Any],
+    upgrades: Sequence[Callable[[], object]],
     questions: Sequence[tuple[str, str]],
     *,
     num_requests: int,
     num_clients: int,
 ) -> Seen:
-    """Deploys one upgrade after the other while clients ask; ends after both. `questions` are texts and partitions."""
+    """Calls one upgrade after the other while clients ask; ends after both. `questions` are texts and partitions."""
     seen, over, lock, numbers = Seen(), threading.Event(), threading.Lock(), itertools.count()
 
     def client() -> None:
@@ -134,15 +141,14 @@ def upgraded(
             with lock:
                 seen.statuses[str(answer.status_code)] += 1
                 if answer.status_code == 200:
-                    seen.note(answer.json())
+                    seen.note(answer.json(), partition=partition)
 
     with ThreadPoolExecutor(num_clients) as pool:
         working = [pool.submit(client) for _ in range(num_clients)]
         try:
             for upgrade in upgrades:
                 time.sleep(REST_S)
-                settings |= upgrade
-                local.deploy(resolve(parse_section(settings, AgentServiceConfig)))
+                upgrade()
             time.sleep(REST_S)
         finally:
             over.set()
@@ -161,12 +167,104 @@ def faults(seen: Seen, *, num_upgrades: int) -> list[str]:
     return found
 
 
+class OnLocalServe:
+    """The service as `mempipe serve` runs it."""
+
+    def __init__(self, local: LocalService, settings: dict[str, Any]) -> None:
+        self._local, self._settings = local, settings
+
+    def change(self, **changes: Any) -> None:
+        """Deploys the service with changed settings."""
+        self._settings |= changes
+        self._local.deploy(resolve(parse_section(self._settings, AgentServiceConfig)))
+
+    def weights(self, folder: str) -> None:
+        """Deploys other weights."""
+        self.change(checkpoint=folder)
+
+
+class OnCluster:
+    """The service as `serve deploy jobs/configs/agent_service.yaml` runs it on a cluster."""
+
+    def __init__(self, head: Head, settings: dict[str, Any], *, file: Path, port: int) -> None:
+        """`settings` are those of the service; they replace the ones of the shipped config, which goes to `file`."""
+        self._head, self._file = head, file
+        self._config = yaml.safe_load(CONFIG.read_text())
+        self._config["http_options"]["port"] = port
+        for application in self._config["applications"]:
+            application["args"] = settings
+        self.url = f"http://127.0.0.1:{port}"
+
+    def deploy(self) -> None:
+        """Deploys the config as it is now; waits until all applications run. Raises RuntimeError if one fails."""
+        self._file.write_text(yaml.safe_dump(self._config))
+        self._serve("deploy", str(self._file))
+        wanted = {application["name"] for application in self._config["applications"]}
+        while True:
+            states = yaml.safe_load(self._serve("status"))["applications"]
+            running = {name for name, state in states.items() if state["status"] == "RUNNING"}
+            failed = [state["message"] for state in states.values() if "FAILED" in state["status"]]
+            if failed:
+                raise RuntimeError("\n".join(failed))
+            if running == wanted == set(states):
+                return
+            time.sleep(STATUS_EVERY_S)
+
+    def change(self, **changes: Any) -> None:
+        """Deploys the agents with changed settings."""
+        agents = self._agents()
+        agents["args"] = agents["args"] | changes
+        self.deploy()
+
+    def weights(self, folder: str) -> None:
+        """Deploys other weights: engines next to the old ones, then the agents turn to them, then the old ones go."""
+        old, *others = self._config["applications"]
+        new = copy.deepcopy(old) | {"name": "generator-new"}
+        new["args"]["checkpoint"] = folder
+        self._config["applications"] = [old, new, *others]
+        self.deploy()
+        (agent,) = self._agents()["deployments"]
+        agent["user_config"] = {"generator": new["name"]}
+        self.deploy()
+        time.sleep(REST_S)
+        self._config["applications"].remove(old)
+        self.deploy()
+
+    def _agents(self) -> dict[str, Any]:
+        return self._config["applications"][-1]
+
+    def _serve(self, *arguments: str) -> str:
+        marked = Marked({**self._head.marked.environment, "RAY_DASHBOARD_ADDRESS": self._head.dashboard})
+        done = run([str(BIN / "serve"), *arguments], marked=marked, cwd=ROOT)
+        if done.returncode:
+            raise RuntimeError(f"serve {arguments[0]} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+
+@contextmanager
+def on_local_serve(settings: dict[str, Any]) -> Iterator[tuple[str, OnLocalServe]]:
+    with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
+        yield url, OnLocalServe(local, settings)
+
+
+@contextmanager
+def on_cluster(settings: dict[str, Any]) -> Iterator[tuple[str, OnCluster]]:
+    """Yields the service on a cluster that asks for a token."""
+    environment = {front.VARIABLE: front.PATH, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    with ray_head(environment, installed=True) as head:
+        (port,) = free_ports(1)
+        service = OnCluster(head, settings, file=Path(settings["state"]) / "service.yaml", port=port)
+        service.deploy()
+        yield service.url, service
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what answered and the faults; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--cluster", action="store_true", help="`serve deploy` on a cluster of one node")
     asked = parser.parse_args(argv)
     questions = [(each.question, each.partition) for each in held_out(asked.run)]
     with tempfile.TemporaryDirectory() as folder:
@@ -176,21 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         index = other_index(
             main_config.retrieval.index, {partition for _, partition in questions}, to=Path(folder) / "index"
         )
-        upgrades = [
-            {"name": "another"},
-            {"checkpoint": weights},
-            {"settings": {"retrieval": {"index": index}}},
-        ]
-        with served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
-            seen = upgraded(
-                url,
-                local,
-                upgrades,
-                settings,
-                questions,
-                num_requests=asked.requests,
-                num_clients=asked.clients,
-            )
+        with (on_cluster if asked.cluster else on_local_serve)(settings) as (url, service):
+            upgrades: list[Callable[[], object]] = [
+                lambda: service.change(name="another"),
+                lambda: service.weights(weights),
+                lambda: service.change(settings={"retrieval": {"index": index}}),
+            ]
+            seen = upgraded(url, upgrades, questions, num_requests=asked.requests, num_clients=asked.clients)
     print("| agent | weights | index | answers |\n|---|---|---|---|")
     for versions, number in seen.replies.items():
         print(f"| {versions.agent} | {versions.weights} | {(versions.index or 'none')[:12]} | {number:,} |")

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 from miniature import FEW_PROCESSES, MINIATURE, QUICKSTART, SHORT_WARM_START, train_command
-from ray_head import BIN, Head, ray_head
 from trained import GRAMMAR, NUM_QUESTIONS, check_trained
 
 from mempipe.engines.checkpoint import latest, read_state
 from mempipe.tracking.tracker import read_metrics
 from tools.processes import ROOT, Marked, Running, command_line
+from tools.ray_head import BIN, Head, ray_head
 
 CONFIG = QUICKSTART.with_name("quickstart_mem1.yaml")
 NUM_STEPS = 6

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 from miniature import FEW_PROCESSES, MINIATURE, QUICKSTART, SHORT_WARM_START
-from ray_head import AUTHENTICATION, BIN, Head, ray_head
 
 from mempipe.config import RunConfig
 from mempipe.retrieval.manifest import check_index
 from tools.processes import ROOT, Marked, run
+from tools.ray_head import AUTHENTICATION, BIN, Head, ray_head
 
 pytestmark = pytest.mark.jobs
 NUM_STEPS = 2

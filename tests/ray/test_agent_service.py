@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
 
-from benchmarks.upgrade import faults, other_index, upgraded
+from benchmarks.upgrade import OnLocalServe, faults, other_index, upgraded
 from mempipe.config import RunConfig
 from mempipe.data.partitions import main_partition
 from mempipe.data.qa import read_questions
@@ -439,9 +439,10 @@ def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running,
     partition = running.questions[0].partition
     index = other_index(world.retrieval.index, {partition}, to=tmp_path / "index")
     of_run = {**running.settings["settings"], "retrieval": {"index": index}}
-    upgrades = [{"name": "another"}, {"settings": of_run}]
+    service = OnLocalServe(running.local, running.settings)
+    upgrades = [lambda: service.change(name="another"), lambda: service.change(settings=of_run)]
     questions = [(question.text, partition) for question in running.questions]
-    seen = upgraded(running.url, running.local, upgrades, running.settings, questions, num_requests=30, num_clients=2)
+    seen = upgraded(running.url, upgrades, questions, num_requests=30, num_clients=2)
     assert faults(seen, num_upgrades=len(upgrades)) == []
     assert seen.statuses["200"] >= 30
     assert {versions.agent for versions in seen.replies} == {"another", running.run.name}

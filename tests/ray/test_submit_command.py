@@ -11,9 +11,9 @@ from pathlib import Path
 
 import counted_job
 import pytest
-from ray_head import AUTHENTICATION, BIN, Head, ray_head
 
 from tools.processes import ROOT, Marked, Running, run
+from tools.ray_head import AUTHENTICATION, BIN, Head, ray_head
 
 TOKEN_FILE = Path(".ray", "auth_token")
 of_one_state = pytest.mark.parametrize("place", ["token"], indirect=True)

@@ -21,7 +21,7 @@ def seen_of(*replies: dict[str, Any]) -> Seen:
     seen = Seen()
     for each in replies:
         seen.statuses["200"] += 1
-        seen.note(each)
+        seen.note(each, partition="p")
     return seen
 
 
@@ -42,6 +42,12 @@ def test_versions_that_follow_one_another_are_no_fault():
 def test_a_mixture_is_a_fault(replies, fault):
     (found,) = faults(seen_of(*replies), num_upgrades=2)
     assert fault in found
+
+
+def test_the_same_question_in_two_partitions_has_two_answers():
+    seen = seen_of(reply("1"))
+    seen.note(reply("1", memory="other"), partition="q")
+    assert faults(seen, num_upgrades=0) == []
 
 
 def test_a_refused_request_is_a_fault():
