@@ -22,8 +22,8 @@ ENGINE_STEP_S = 0.003
 """Seconds of an engine step in addition to the GPU's work: scheduling, sampling, detokenising."""
 STORE_BYTES_PER_SECOND = 1e9
 """Weights as bytes: packed, copied to the object store and from there into an engine."""
-DRIVER_S_PER_MILLION = 0.2
-"""Seconds of the driver for a million tokens (`benchmarks/driver_step.py`: 0.15 to 0.18 on an idle core)."""
+DRIVER_S_PER_MILLION = 0.05
+"""Seconds of the driver for a million tokens (`benchmarks/driver_step.py`: 0.045 on an idle core)."""
 CHUNKS = 8
 """Chunks of a text, which in truth its length decides: an assumption for agents that read."""
 INJECTED = {"question", "memory", "observation", "chunk", "document", "marks"}

@@ -145,6 +145,36 @@ def test_doctor_tells_memory_seconds_and_what_a_step_waits_for():
     assert "a step on" not in without
 
 
+PRESETS = {
+    "MemSearcher 3B": "memsearcher_qwen2.5-3b",
+    "MemSearcher 7B": "memsearcher_qwen2.5-7b",
+    "MEM1 7B": "mem1_qwen2.5-7b",
+    "MemTrain 4B": "memtrain_qwen3-4b",
+    "MemAgent 7B": "memagent_qwen2.5-7b",
+}
+
+
+def seconds_rows() -> list[list[str]]:
+    """Returns the cells of the table of presets in docs/scale.md."""
+    page = (CONFIGS.parents[1] / "docs" / "scale.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| Mem") or "| MEM1" in line]
+    return [row for row in rows if row[0] in PRESETS and len(row) == 11]
+
+
+def test_the_page_has_the_seconds_of_every_preset():
+    assert {row[0] for row in seconds_rows()} == {*PRESETS}
+
+
+@pytest.mark.parametrize("row", seconds_rows(), ids=lambda row: f"{row[0]} on {row[1]}")
+def test_the_seconds_in_the_page_are_those_of_doctor(row):
+    preset, gpus, _, *numbers, waits_for = row
+    config = load_config(CONFIGS / f"{PRESETS[preset]}.yaml")
+    made = plan(config, Demand.of_training(config), [int(gpus)], gpu_bytes=int(H100.usable_gib * GIB))
+    costs = step_costs(made.applied(config), KNOWN[config.model.path], made, H100)
+    seconds = [costs.generate, costs.longest, costs.reference, costs.learn, costs.sync, costs.total]
+    assert [*numbers, waits_for] == [*(f"{each:.0f}" for each in (costs.tokens / 1e6, *seconds)), costs.bottleneck]
+
+
 def test_a_type_without_a_number_is_refused(capsys):
     assert main(["doctor", str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), "--gpu", "H100"]) == 2
     assert "--devices N" in capsys.readouterr().err
