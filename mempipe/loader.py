@@ -20,6 +20,9 @@ from mempipe.settings import ConfigError, Section
 
 C = TypeVar("C", bound=Section)
 
+SHIPPED = Path(__file__).parents[1] / "jobs" / "configs"
+"""The configs that come with mempipe, in the repository and in an installed package."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the run that a YAML file describes, with `key=value` overrides (values are YAML). Raises ConfigError."""
@@ -100,10 +103,20 @@ def load_values(
     return values
 
 
+def config_file(path: str | Path) -> Path:
+    """Returns the file of a config. Where there is no file `path`, this is the config that comes with mempipe and has
+    this name (`quickstart`) or this place in the repository (`jobs/configs/quickstart.yaml`), if there is one."""
+    path = Path(path)
+    shipped = SHIPPED / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
+    is_name = path.parent in (Path(), Path("jobs/configs"))
+    return shipped if is_name and not path.exists() and shipped.is_file() else path
+
+
 def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns all that a YAML file holds, with `key=value` overrides. Raises ConfigError when it holds no settings."""
+    """Returns all that a YAML file (`config_file`) holds, with `key=value` overrides. Raises ConfigError when it holds
+    no settings."""
     try:
-        text = Path(path).read_text()
+        text = config_file(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         absent = str(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"cannot read config {path}: {_unreadable(Path(path), error)}", absent=absent) from error
@@ -128,7 +141,11 @@ def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
         return (
             f"it is a folder; its settings are in {inside}" if inside.is_file() else "it is a folder, not a YAML file"
         )
-    advice = "; the config comes first, then the settings" if "=" in str(path) else ""
+    advice = ""
+    if "=" in str(path):
+        advice = "; the config comes first, then the settings"
+    elif near := difflib.get_close_matches(path.stem, [file.stem for file in SHIPPED.glob("*.yaml")], n=3):
+        advice = f"; configs with such a name come with mempipe: {', '.join(near)}"
     return f"{error.strerror}{advice}"
 
 

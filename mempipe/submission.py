@@ -234,7 +234,7 @@ def _entrypoint(command: Sequence[str], path: Path, folder: Path, words: Sequenc
     in them as text."""
     python = ["python", "-m", "mempipe.cli", *command]
     inside = path.resolve()
-    if inside.is_relative_to(folder.resolve()):
+    if inside.is_file() and inside.is_relative_to(folder.resolve()):
         inside = inside.relative_to(folder.resolve())
         if inside.parts[0] not in _not_shipped(folder) and not set(inside.parts) & {*NEVER_SHIPPED}:
             return (*python, str(inside), *words)

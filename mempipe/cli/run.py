@@ -22,7 +22,7 @@ def add_commands(commands: Any) -> None:
 
 def _add_jobs(commands: Any) -> None:
     train = add_command(commands, "train", run_job, "train an agent: CONFIG [key=value ...]", continues=True)
-    train.add_argument("config", help="a YAML file, e.g. jobs/configs/quickstart.yaml")
+    train.add_argument("config", help="a YAML file, or the name of one that comes with mempipe, e.g. quickstart")
     train.add_argument(
         "overrides", nargs="*", default=[], help="key=value with dotted keys, e.g. algorithm.group_size=16"
     )

@@ -9,7 +9,7 @@ import yaml
 from mempipe.agents.memsearcher import MemSearcherCompat
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.loader import load_config, load_job, load_values, parse_config
+from mempipe.loader import SHIPPED, load_config, load_job, load_values, parse_config, read_values
 from mempipe.masking.cloze import ClozeConfig
 from mempipe.settings import ConfigError
 from mempipe.template import config_lines
@@ -147,6 +147,20 @@ def test_what_is_meant_in_place_of_a_config_is_said(tmp_path):
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ConfigError, match=r"run: it is a folder; its settings are in .*/run/config\.yaml$"):
         load_config(tmp_path / "run")
+
+
+def test_a_config_that_comes_with_mempipe_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    shipped = {file.name: read_values(file) for file in SHIPPED.glob("*.yaml")}
+    assert "quickstart.yaml" in shipped
+    monkeypatch.chdir(tmp_path)
+    for name, values in shipped.items():
+        assert read_values(f"jobs/configs/{name}") == values
+        assert read_values(name.removesuffix(".yaml")) == read_values(name) == values
+    Path("quickstart.yaml").write_text("name: mine\n")
+    assert read_values("quickstart.yaml") == {"name": "mine"}
+    for missing in ("elsewhere/quickstart", f"{tmp_path}/quickstart", "quickstart.yml"):
+        with pytest.raises(ConfigError, match=r"No such file or directory; .*come with mempipe: quickstart"):
+            read_values(missing)
 
 
 def test_a_section_that_a_file_leaves_empty_has_its_defaults_and_takes_overrides(tmp_path):

@@ -238,6 +238,12 @@ def test_the_printed_command_submits_what_mempipe_submits(folder, tmp_path, insi
     assert submitted["runtime_env"] == job.runtime_env == {"working_dir": str(folder), "excludes": EXCLUDES}
 
 
+@pytest.mark.parametrize("name", ["quickstart", "jobs/configs/quickstart.yaml"])
+def test_a_config_that_comes_with_mempipe_travels_as_text(folder, tmp_path, name):
+    *_, text = checked_job(name, [f"output={tmp_path}"]).entrypoint[:5]
+    assert yaml.safe_load(text) == yaml.safe_load((ROOT / "jobs" / "configs" / "quickstart.yaml").read_text())
+
+
 @pytest.mark.slow  # an interpreter each
 @pytest.mark.parametrize("place", ["../elsewhere/my count.yaml", "runs/count.yaml", ".venv/count.yaml", "mine/a.yaml"])
 def test_a_config_that_is_not_shipped_travels_as_text(folder, tmp_path, place):
