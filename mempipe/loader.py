@@ -44,7 +44,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, kind: str = "")
 def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexConfig:
     """Returns the index that a YAML file describes, with `key=value` overrides; of passages or texts an index that is
     searched by words. Raises ConfigError."""
-    if not str(path).endswith((".yaml", ".yml")):
+    path = config_file(path)
+    if path.suffix not in (".yaml", ".yml"):
         settings = parse_overrides(overrides)
         if "corpus" in settings:
             raise ConfigError(
@@ -108,8 +109,11 @@ def config_file(path: str | Path) -> Path:
     this name (`quickstart`) or this place in the repository (`jobs/configs/quickstart.yaml`), if there is one."""
     path = Path(path)
     shipped = SHIPPED / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
-    is_name = path.parent in (Path(), Path("jobs/configs"))
-    return shipped if is_name and not path.exists() and shipped.is_file() else path
+    return shipped if _may_be_shipped(path) and not path.exists() and shipped.is_file() else path
+
+
+def _may_be_shipped(path: Path) -> bool:
+    return path.parent in (Path(), Path("jobs/configs"))
 
 
 def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -132,6 +136,10 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     return values
 
 
+def _shipped_names() -> list[str]:
+    return sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+
+
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
     """Returns why a config cannot be read, and what may be meant instead."""
     if isinstance(error, UnicodeDecodeError):
@@ -144,7 +152,7 @@ def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
     advice = ""
     if "=" in str(path):
         advice = "; the config comes first, then the settings"
-    elif near := difflib.get_close_matches(path.stem, [file.stem for file in SHIPPED.glob("*.yaml")], n=3):
+    elif _may_be_shipped(path) and (near := difflib.get_close_matches(path.stem, _shipped_names(), n=3)):
         advice = f"; configs with such a name come with mempipe: {', '.join(near)}"
     return f"{error.strerror}{advice}"
 

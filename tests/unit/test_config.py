@@ -9,7 +9,7 @@ import yaml
 from mempipe.agents.memsearcher import MemSearcherCompat
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
-from mempipe.loader import SHIPPED, load_config, load_job, load_values, parse_config, read_values
+from mempipe.loader import SHIPPED, load_config, load_index_config, load_job, load_values, parse_config, read_values
 from mempipe.masking.cloze import ClozeConfig
 from mempipe.settings import ConfigError
 from mempipe.template import config_lines
@@ -158,9 +158,12 @@ def test_a_config_that_comes_with_mempipe_is_found_by_name_from_any_folder(tmp_p
         assert read_values(name.removesuffix(".yaml")) == read_values(name) == values
     Path("quickstart.yaml").write_text("name: mine\n")
     assert read_values("quickstart.yaml") == {"name": "mine"}
-    for missing in ("elsewhere/quickstart", f"{tmp_path}/quickstart", "quickstart.yml"):
-        with pytest.raises(ConfigError, match=r"No such file or directory; .*come with mempipe: quickstart"):
-            read_values(missing)
+    with pytest.raises(ConfigError, match=r"quickstrat: No such file or directory; .* come with mempipe: quickstart"):
+        read_values("quickstrat")
+    for elsewhere in ("elsewhere/quickstart", f"{tmp_path}/quickstart"):
+        with pytest.raises(ConfigError, match=r"No such file or directory$"):
+            read_values(elsewhere)
+    assert load_index_config("index_wiki18_e5") == load_index_config(SHIPPED / "index_wiki18_e5.yaml")
 
 
 def test_a_section_that_a_file_leaves_empty_has_its_defaults_and_takes_overrides(tmp_path):
