@@ -7,7 +7,6 @@ nodes share, so that finished work survives a kill.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,9 @@ def stream_segments(config: IndexConfig, files: list[CorpusFile], *, folder: Pat
 
 
 def _encoders(config: IndexConfig, folder: Path) -> Pool:
-    gpus, cpus = (int(ray.cluster_resources().get(kind, 0)) for kind in ("GPU", "CPU"))
-    size = config.num_encoders or gpus or max(math.floor(cpus / CPUS_PER_ENCODER), 1)
-    options = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": min(CPUS_PER_ENCODER, cpus) - SOURCE_CPUS}
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    cpus = max(min(CPUS_PER_ENCODER, max(nodes)), 1)  # an encoder that fits on no node would be waited for without end
+    size = config.num_encoders or gpus or max(sum(count // cpus for count in nodes), 1)
+    options = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": cpus - SOURCE_CPUS}
     return Pool(stage=SegmentEncoder, arguments=[folder, config.encoder], size=size, options=options)
