@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mempipe.data.input_files import ROWS, input_files
 from mempipe.retrieval.manifest import read_manifest
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, Section
 from mempipe.storage.checksums import record_of
 from mempipe.storage.files import sha256
 from mempipe.storage.json_files import read_object, write_object
@@ -42,6 +44,15 @@ def _is_nothing(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_nothing, value.values()))
     return value is None or value in ("", [])
+
+
+def completed(saved: Mapping[str, Any], kind: type[Section]) -> dict[str, Any]:
+    """Returns saved settings of this kind with the defaults of those that this version of mempipe knows and an earlier
+    one did not."""
+    try:
+        return kind.model_validate(saved).model_dump(mode="json")
+    except ValidationError:  # a setting that is gone, or damage: the comparison names it
+        return dict(saved)
 
 
 def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints, latest
 from mempipe.masking.cloze import MANIFEST
-from mempipe.provenance import MADE_OF, changed_inputs, differences, read_record, write_record
+from mempipe.provenance import MADE_OF, changed_inputs, completed, differences, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.storage.files import LOCK_FILE, lock, write_text
 from mempipe.storage.json_files import read_object
@@ -388,15 +388,7 @@ def saved_settings(folder: Path) -> dict[str, Any]:
             f"{file} is damaged ({' '.join(str(error).split())}); copy the YAML file that the run was started with "
             "to it, with its overrides written into it, and --resume continues"
         ) from error
-    return _completed(saved)
-
-
-def _completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run with the defaults of those that this version knows and the run did not."""
-    try:
-        return RunConfig.model_validate(saved).model_dump(mode="json")
-    except ValidationError:  # a setting that is gone, or damage: the comparison names it
-        return saved
+    return completed(saved, RunConfig)
 
 
 def unfinished(folder: Path) -> str:

@@ -14,12 +14,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mempipe.config import RunConfig
 from mempipe.data.trajectories import records_to_table
+from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
-from mempipe.provenance import differences, read_record, write_record
+from mempipe.evaluation.suite import Benchmark
+from mempipe.provenance import completed, differences, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import read_table, write_table
 from mempipe.types import EndReason, Group, from_row
@@ -30,6 +33,8 @@ _FREE = (
     "weights_sha256",  # by which earlier versions knew the weights: it changed with the files' times
 )
 """Settings that may change when an evaluation is resumed."""
+_KINDS = {"run": RunConfig, "sampling": SamplingConfig, "benchmark": Benchmark}
+"""Those of the settings that are sections."""
 _GROUP = "group"  # the column of the whole trajectories
 
 
@@ -233,4 +238,9 @@ def _parts(folder: Path) -> list[Path]:
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     unknown = {"model_sha256", "index_sha256"} - before.keys()  # of an earlier version
+    before, now = (_completed(settings) for settings in (before, now))
     return [name for name, *_ in differences(before, now, free=(*_FREE, *unknown))]
+
+
+def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: completed(value, _KINDS[name]) if name in _KINDS else value for name, value in settings.items()}

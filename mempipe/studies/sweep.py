@@ -20,7 +20,7 @@ from mempipe.config import DEFAULT_AGENT, RunConfig
 from mempipe.evaluation.results import SETTINGS, read_result_state
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
 from mempipe.loader import load_values, parse_section, section_values
-from mempipe.provenance import differences, model_sha256
+from mempipe.provenance import completed, differences, model_sha256
 from mempipe.settings import ConfigError
 from mempipe.storage.files import write_text
 from mempipe.studies.budgets import MARGIN, BudgetStudy, study_runs
@@ -169,7 +169,8 @@ def check_same(folder: Path, planned: Sequence[Trial]) -> None:
             file = _config_file(folder, trial, command)
             if not file.exists():
                 continue
-            differing = [name for name, *_ in differences(_kept(file), config.model_dump(mode="json"), free=_FREE)]
+            kept, wanted = completed(_kept(file), type(config)), config.model_dump(mode="json")
+            differing = [name for name, *_ in differences(kept, wanted, free=_FREE)]
             if differing:
                 raise ConfigError(
                     f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "

@@ -173,7 +173,7 @@ class Scripted:
             for benchmark in suite["benchmarks"]:
                 assert Path(benchmark["file"]).is_file()
                 path = Path(suite["output"]) / suite["name"] / run["name"] / benchmark["name"]
-                results = ResultFolder(path, {"run": run["name"]})
+                results = ResultFolder(path, {"run": {"name": run["name"]}})
                 if results.finished:
                     continue
                 right = self.rights[run["name"]] + (seed == 2)

@@ -16,6 +16,7 @@ from trace_builders import group as two_turns
 from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, read_questions, write_questions
+from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
@@ -324,6 +325,17 @@ def test_results_of_other_settings_are_not_continued(tmp_path):
     ResultFolder(tmp_path, {**settings, "run": {**settings["run"], "ray_address": "other"}})
     with pytest.raises(ConfigError, match=r"other settings \(num_samples, run\.budget\.max_turns\)"):
         ResultFolder(tmp_path, {"run": {**settings["run"], "budget": {"max_turns": 6}}, "num_samples": 2})
+
+
+def test_results_of_a_version_without_a_setting_are_those_of_its_default(tmp_path):
+    run = RunConfig().model_dump(mode="json")
+    older = {**run, "reference": {k: v for k, v in run["reference"].items() if k != "on_ranks"}}
+    sampling = {"temperature": 1.0}
+    ResultFolder(tmp_path, {"run": older, "sampling": sampling}).open()
+    assert ResultFolder(tmp_path, {"run": run, "sampling": SamplingConfig().model_dump(mode="json")}).done() == set()
+    run["reference"]["on_ranks"] = True
+    with pytest.raises(ConfigError, match=r"other settings \(run\.reference\.on_ranks\)"):
+        ResultFolder(tmp_path, {"run": run, "sampling": sampling})
 
 
 def test_a_damaged_folder_is_refused(tmp_path):

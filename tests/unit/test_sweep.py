@@ -244,6 +244,17 @@ def test_a_sweep_starts_once_and_goes_on_with_the_same_trials_only(tmp_path):
         check_same(sweep.folder, trials(config(tmp_path, num_samples=3)))
 
 
+def test_a_trial_of_a_version_without_a_setting_has_its_default(tmp_path):
+    sweep = config(tmp_path)
+    begin(sweep, trials(sweep), resume="never")
+    for trial in trials(sweep):
+        for _, file in write_configs(sweep.folder, trial):
+            values = yaml.safe_load(file.read_text())
+            assert values.pop("questions_per_part")
+            file.write_text(yaml.safe_dump(values))
+    check_same(sweep.folder, trials(sweep))
+
+
 def test_trials_side_by_side_are_as_many_as_the_gpus_hold(tmp_path):
     generation = {"num_replicas": 1, "tensor_parallel": 2}
     sweep = config(tmp_path, runs=[{"name": "m", "settings": {"model": {"path": "m"}, "generation": generation}}])
