@@ -233,9 +233,13 @@ class OnCluster:
     def _agents(self) -> dict[str, Any]:
         return self._config["applications"][-1]
 
+    def command(self, *arguments: str) -> list[str]:
+        """Returns the command line of Ray Serve with these arguments."""
+        return [str(BIN / "serve"), *arguments]
+
     def _serve(self, *arguments: str) -> str:
         marked = Marked({**self._head.marked.environment, "RAY_DASHBOARD_ADDRESS": self._head.dashboard})
-        done = run([str(BIN / "serve"), *arguments], marked=marked, cwd=ROOT)
+        done = run(self.command(*arguments), marked=marked, cwd=ROOT)
         if done.returncode:
             raise RuntimeError(f"serve {arguments[0]} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
