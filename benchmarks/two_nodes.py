@@ -22,6 +22,7 @@ import os
 import random
 import secrets
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -116,6 +117,16 @@ class Relay:
         """Returns the bytes of both directions until that time."""
         there, back = next(((there, back) for at, there, back in self.samples if at >= when), self.num_bytes)
         return there, back
+
+
+def missing() -> str:
+    """Returns what this machine lacks for two namespaces and a link between them; "" if it has all."""
+    lacks = {
+        "root": os.geteuid() != 0,
+        "/dev/net/tun": not Path("/dev/net/tun").exists(),
+        "the command ip": shutil.which("ip") is None,
+    }
+    return ", ".join(name for name, is_missing in lacks.items() if is_missing)
 
 
 def ip(*words: str) -> None:
@@ -263,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then, too
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     arguments = parser.parse_args(argv)
+    if lacks := missing():
+        parser.error(f"two network namespaces need what this machine lacks: {lacks}")
     relay = Relay(delay_s=arguments.delay_ms / 1000, loss=arguments.loss)
     # Not of a temporary folder's usual depth: sockets need a short path.
     with (

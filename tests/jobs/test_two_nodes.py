@@ -3,23 +3,17 @@ interrupted for longer than Ray waits for a node."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks.two_nodes import JOBS
+from benchmarks.two_nodes import JOBS, missing
 from tools.processes import Marked, run
 
 pytestmark = [
     pytest.mark.jobs,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not Path("/dev/net/tun").exists() or shutil.which("ip") is None,
-        reason="network namespaces need root, /dev/net/tun and iproute2",
-    ),
+    pytest.mark.skipif(bool(missing()), reason=f"two network namespaces need {missing()}"),
 ]
 
 
