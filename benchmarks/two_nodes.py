@@ -46,7 +46,7 @@ from mempipe.tracking.tracker import read_metrics
 from tools.processes import Marked, Running
 from tools.ray_head import BIN, Head
 
-NAMES = ("mempipe-0", "mempipe-1")
+NAMES = tuple(f"mp-{os.getpid()}-{node}" for node in range(2))
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT, DASHBOARD = 6379, 8265  # a namespace has all ports of its own
 MTU = 9000
@@ -273,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cut", type=float, default=0.0, metavar="SECONDS", help="interrupt the link during training")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then, too
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--folder", type=Path, help="an absolute path of files, short for sockets (default: temporary)")
     arguments = parser.parse_args(argv)
     if lacks := missing():
         parser.error(f"two network namespaces need what this machine lacks: {lacks}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +27,11 @@ pytestmark = [
     ],
     ids=["lossy", "cut"],
 )
-def test_jobs_end_on_two_nodes(tmp_path, arguments, jobs):
+def test_jobs_end_on_two_nodes(arguments, jobs):
     marked = Marked()
-    command = [sys.executable, "-m", "benchmarks.two_nodes", *arguments]
-    done = run(command, marked=marked, cwd=tmp_path)
+    with tempfile.TemporaryDirectory(prefix="mp-", dir="/tmp") as folder:
+        command = [sys.executable, "-m", "benchmarks.two_nodes", *arguments, "--folder", folder]
+        done = run(command, marked=marked, cwd=Path(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^\| ([a-z]+) \| \d", done.stdout, re.MULTILINE) == jobs
     assert re.findall(r"^\| (\d+) \| ", done.stdout, re.MULTILINE) == ["2", "3", "4", "5", "6"]
