@@ -99,7 +99,8 @@ def load_values(
     values = read_values(path, overrides)
     found, wanted = kind_of(values), BUILT_IN_KINDS[kind] if isinstance(kind, str) else kind
     if wanted is not None and found is not None and found != wanted:
-        raise ConfigError(f"{path} describes {found.described}, not {wanted.described}; `{found.command}` takes it")
+        what = str(path) if Path(path).exists() else f"{path} is not here, and the config of this name in mempipe"
+        raise ConfigError(f"{what} describes {found.described}, not {wanted.described}; `{found.command}` takes it")
     values.pop(OWN, None)
     return values
 

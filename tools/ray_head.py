@@ -1,4 +1,5 @@
-"""The head node of a Ray cluster with a dashboard, as `ray start --head` makes it, for tests that submit jobs."""
+"""The head node of a Ray cluster with a dashboard, as `ray start --head` makes it, for tests and
+benchmarks that submit jobs or deploy services."""
 
 from __future__ import annotations
 

@@ -160,6 +160,8 @@ def test_a_config_that_comes_with_mempipe_is_found_by_name_from_any_folder(tmp_p
     assert read_values("quickstart.yaml") == {"name": "mine"}
     with pytest.raises(ConfigError, match=r"quickstrat: No such file or directory; .* come with mempipe: quickstart"):
         read_values("quickstrat")
+    with pytest.raises(ConfigError, match=r"^quickstart is not here, and the config of this name in mempipe describes"):
+        load_values("quickstart", kind="evaluation")
     for elsewhere in ("elsewhere/quickstart", f"{tmp_path}/quickstart"):
         with pytest.raises(ConfigError, match=r"No such file or directory$"):
             read_values(elsewhere)
