@@ -1,15 +1,16 @@
 """Jobs on two Ray nodes that share files and nothing else: do they end as on one node, and what crosses the wire?
 
-    python -m benchmarks.two_nodes [--delay-ms 10] [--loss 0.01] [--cut SECONDS] [--jobs index train evaluate serve]
+    python -m benchmarks.two_nodes [--delay-ms 10] [--loss 0.01] [--jobs index train evaluate serve] [--cut JOB SECONDS]
 
 Both nodes run on this machine, each in a network namespace of its own, which needs root. Their only link is a relay in
 this process: it delays every packet, drops a share of them and counts bytes. Each node has its own object store, so
 objects travel over the link. Ray places roles on either node by chance.
 
 The jobs are submitted as users do it (`mempipe submit`, `serve deploy`): an index of generated passages, the
-quickstart in short with two learner ranks and two engines, an evaluation of it, and its service. `--cut` interrupts the
-link for so long after the second step of the training. Prints the bytes of each job, and of each step of the training,
-from the first node (the head) to the second and back. The exit code is 1 if a job fails.
+quickstart in short with two learner ranks and two engines, an evaluation of it, and its service, which answers 32
+questions. `--cut` interrupts the link for so long, after the second step of `train` or the fourth answer of `serve`.
+Prints the bytes of each job, and of each step of the training, from the first node (the head) to the second and back,
+and the seconds of the slowest answer. The exit code is 1 if a job fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -61,6 +62,7 @@ TRAINING = [
     "world.num_validation_questions=32",
     "generation.num_replicas=2",
     "checkpoint.every_steps=1",
+    "tracking.enabled=false",
 ]
 OWN_FOLDERS = 'mkdir "$0/other" && mount --bind "$0/other" "$0/ray" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 """Gives a node its own temporary folder of Ray and its own shared memory."""
@@ -70,8 +72,11 @@ import sys
 import httpx
 url, body, count = sys.argv[1:]
 for _ in range(int(count)):
-    httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=60).raise_for_status()
+    answer = httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=300)
+    print(answer.raise_for_status().elapsed.total_seconds(), flush=True)
 """
+"""Prints the seconds of every answer. It runs on the first node, since nothing else reaches the service."""
+CUT_AFTER_STEPS, CUT_AFTER_ANSWERS = 2, 4
 
 
 @dataclass
@@ -190,13 +195,17 @@ def two_nodes(folder: Path) -> Iterator[Head]:
 
 
 class Jobs:
-    """The jobs of a user of the cluster; all files are in `folder`."""
+    """The jobs of a user of the cluster; all files are in `folder`. Each raises RuntimeError if it fails."""
 
-    def __init__(self, head: Head, relay: Relay, folder: Path, *, cut_s: float) -> None:
-        self._head, self._relay, self._folder, self._cut_s = head, relay, folder, cut_s
-        self.run = folder / "runs" / "two-nodes"
+    def __init__(self, head: Head, relay: Relay, folder: Path, *, cut: Mapping[str, float]) -> None:
+        """`cut` has the seconds for which the link is interrupted, by the name of the job."""
+        self._head, self._relay, self._folder, self._cut = head, relay, folder, cut
+        self._run = folder / "runs" / "two-nodes"
+        self._shipped = folder / "shipped"
+        self._shipped.mkdir()
+        self.seconds_of_answers: list[float] = []
 
-    def index(self) -> str:
+    def index(self) -> None:
         """Builds an index of vectors and words."""
         chance = random.Random(0)
         words = [f"word{number}" for number in range(2000)]
@@ -204,54 +213,65 @@ class Jobs:
         corpus = self._folder / "corpus.jsonl"
         corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
         values = {"corpus": [str(corpus)], "encoder": {"kind": "hashing", "dimension": 256}, "lexical": True}
-        return self._submit(self._written("index.yaml", values), f"output={self._folder / 'index'}")
+        self._end(self._submitted(self._written("index.yaml", values), f"output={self._folder / 'index'}"))
 
-    def train(self) -> str:
-        """Trains for a few steps on two ranks and two engines; meanwhile the link is cut, if that is wanted."""
-        return self._submit("quickstart", *TRAINING, f"name={self.run.name}", f"output={self.run.parent}", cut=True)
+    def train(self) -> None:
+        """Trains for a few steps on two ranks and two engines."""
+        training = self._submitted("quickstart", *TRAINING, f"name={self._run.name}", f"output={self._run.parent}")
+        if "train" in self._cut:
+            training.wait_until(lambda: len(self._steps()) >= CUT_AFTER_STEPS)
+            self._relay.cut(self._cut["train"])
+        self._end(training)
 
-    def evaluate(self) -> str:
+    def evaluate(self) -> None:
         """Evaluates what was trained."""
-        questions = {"name": "held-out", "file": str(self.run / "world" / "validation.parquet"), "num_questions": 32}
-        values = {"name": "table", "runs": [{"name": "trained", "config": str(self.run)}], "benchmarks": [questions]}
-        return self._submit(self._written("suite.yaml", values), f"output={self._folder}")
+        questions = {"name": "held-out", "file": str(self._held_out), "num_questions": 32}
+        runs = [{"name": "trained", "config": str(self._run)}]
+        values = {"name": "table", "runs": runs, "benchmarks": [questions], "tracking": {"enabled": False}}
+        self._end(self._submitted(self._written("suite.yaml", values), f"output={self._folder}"))
 
-    def serve(self) -> str:
+    def serve(self) -> None:
         """Deploys what was trained, and asks it."""
-        settings = {"run": str(self.run), "state": str(self._folder / "service")}
+        settings = {"run": str(self._run), "state": str(self._folder / "service")}
         service = Service(self._head, settings, file=self._folder / "service.yaml", port=8000)
         service.deploy()
-        example = read_questions(self.run / "world" / "validation.parquet")[0]
+        example = read_questions(self._held_out)[0]
         body = json.dumps({"question": example.text, "partition": example.partition})
-        return self._run(sys.executable, "-c", ASK, f"{service.url}/v1/answer", body, str(NUM_ASKED))
+        asking = self._started(sys.executable, "-c", ASK, f"{service.url}/v1/answer", body, str(NUM_ASKED))
+        if "serve" in self._cut:
+            asking.wait_until(lambda: asking.stdout.count("\n") >= CUT_AFTER_ANSWERS)
+            self._relay.cut(self._cut["serve"])
+        self.seconds_of_answers = [float(line) for line in self._end(asking).split()]
 
     def seconds_and_bytes(self) -> Iterator[tuple[int, float, int, int]]:
         """Yields the number of each step after the first, its seconds, and the bytes there and back."""
-        rows = [row for row in read_metrics(self.run / "metrics.jsonl") if "reward" in row]
-        for before, row in pairwise(rows):
+        for before, row in pairwise(self._steps()):
             there, back = (b - a for a, b in zip(*map(self._relay.until, (before["time"], row["time"])), strict=True))
             yield int(row["step"]), row["seconds/step"], there, back
 
-    def _submit(self, *words: str, cut: bool = False) -> str:
-        mempipe = [sys.executable, "-m", "mempipe.cli", "submit", *words, "tracking.enabled=false"]
-        return self._run(*mempipe[: None if cut else -1], f"--address={self._head.dashboard}", cut=cut)
+    @property
+    def _held_out(self) -> Path:
+        return self._run / "world" / "validation.parquet"
 
-    def _run(self, *command: str, cut: bool = False) -> str:
-        """Returns what a command on the first node wrote. Raises RuntimeError if it fails."""
-        mine = self._folder / "mine"  # what is shipped
-        mine.mkdir(exist_ok=True)
-        running = Running(inside(0, *command), marked=self._head.marked, cwd=mine, writes=self._folder)
-        if cut and self._cut_s:
-            running.wait_until(lambda: self._num_steps() >= 2)
-            self._relay.cut(self._cut_s)
+    def _steps(self) -> list[dict[str, float]]:
+        file = self._run / "metrics.jsonl"
+        return [row for row in read_metrics(file) if "reward" in row] if file.exists() else []
+
+    def _submitted(self, *words: str) -> Running:
+        command = [sys.executable, "-m", "mempipe.cli", "submit", *words]
+        return self._started(*command, f"--address={self._head.dashboard}")
+
+    def _started(self, *command: str) -> Running:
+        """Returns a command at work on the first node, in the folder that `mempipe submit` ships."""
+        return Running(inside(0, *command), marked=self._head.marked, cwd=self._shipped, writes=self._folder)
+
+    @staticmethod
+    def _end(running: Running) -> str:
+        """Returns what a command has written when it has ended."""
         ended = running.wait()
         if ended.returncode:
             raise RuntimeError(f"it ended with {ended.returncode}\n{ended.stdout}{ended.stderr}")
         return ended.stdout
-
-    def _num_steps(self) -> int:
-        file = self.run / "metrics.jsonl"
-        return sum("reward" in row for row in read_metrics(file)) if file.exists() else 0
 
     def _written(self, name: str, values: object) -> str:
         (self._folder / name).write_text(yaml.safe_dump(values))
@@ -270,21 +290,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--delay-ms", type=float, default=10.0, help="of every packet, in either direction")
     parser.add_argument("--loss", type=float, default=0.01, help="share of packets that are dropped")
-    parser.add_argument("--cut", type=float, default=0.0, metavar="SECONDS", help="interrupt the link during training")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then, too
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--cut", nargs=2, metavar=("JOB", "SECONDS"), help="interrupt the link: train or serve")
     parser.add_argument("--folder", type=Path, help="an absolute path of files, short for sockets (default: temporary)")
     arguments = parser.parse_args(argv)
     if lacks := missing():
         parser.error(f"two network namespaces need what this machine lacks: {lacks}")
+    cut = {}
+    if arguments.cut:
+        job, seconds = arguments.cut
+        if job not in ("train", "serve") or not seconds.isdecimal():
+            parser.error(f"--cut is {job} {seconds}; it takes train or serve, and whole seconds")
+        cut[job] = float(seconds)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then, too
     relay = Relay(delay_s=arguments.delay_ms / 1000, loss=arguments.loss)
-    # Not of a temporary folder's usual depth: sockets need a short path.
-    with (
-        tempfile.TemporaryDirectory(prefix="mp-", dir="/tmp") as folder,
-        linked(relay),
-        two_nodes(Path(folder)) as head,
-    ):
-        jobs = Jobs(head, relay, Path(folder), cut_s=arguments.cut)
+    with ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-", dir="/tmp")))
+        stack.enter_context(linked(relay))
+        jobs = Jobs(stack.enter_context(two_nodes(folder)), relay, folder, cut=cut)
         print("| job | seconds | MB to the second node | MB back |\n|---|---|---|---|", flush=True)
         for name in arguments.jobs:
             started, before = time.monotonic(), list(relay.num_bytes)
@@ -296,6 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             there, back = (b - a for a, b in zip(before, relay.num_bytes, strict=True))
             seconds = time.monotonic() - started
             print(f"| {name} | {seconds:.0f} | {there / 1e6:.1f} | {back / 1e6:.1f} |", flush=True)
+        if jobs.seconds_of_answers:
+            print(f"\nslowest of {len(jobs.seconds_of_answers)} answers: {max(jobs.seconds_of_answers):.1f} s")
         if "train" in arguments.jobs:
             print("\n| step | seconds | MB to the second node | MB back |\n|---|---|---|---|")
             for step, seconds, there, back in jobs.seconds_and_bytes():

@@ -145,9 +145,7 @@ def _ask_hub(name: str) -> str | None:
             answers.append("the hub gives it to accepted users only; set HF_TOKEN to the token of one")
         except RepositoryNotFoundError:
             answers.append("the hub has no model of that name that HF_TOKEN may see")
-        except (
-            Exception
-        ) as error:  # the thread must not raise: the library raises errors of many kinds, also without network
+        except Exception as error:  # of many kinds, also without network; the thread must not raise
             answers.append(f"the Hugging Face hub cannot be reached ({_short(error)}); name a folder instead")
 
     thread = threading.Thread(target=ask, daemon=True)  # a name server that is silent keeps no time limit

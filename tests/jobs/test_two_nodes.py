@@ -23,7 +23,7 @@ pytestmark = [
     ("arguments", "jobs"),
     [
         (["--delay-ms", "10", "--loss", "0.01"], JOBS),
-        (["--delay-ms", "1", "--loss", "0", "--cut", "100", "--jobs", "train"], ["train"]),
+        (["--delay-ms", "1", "--loss", "0", "--cut", "train", "100", "--jobs", "train"], ["train"]),
     ],
     ids=["lossy", "cut"],
 )
@@ -32,6 +32,7 @@ def test_jobs_end_on_two_nodes(arguments, jobs):
     with tempfile.TemporaryDirectory(prefix="mp-", dir="/tmp") as folder:
         command = [sys.executable, "-m", "benchmarks.two_nodes", *arguments, "--folder", folder]
         done = run(command, marked=marked, cwd=Path(folder))
+        assert (Path(folder) / "runs" / "two-nodes" / "huggingface").is_dir()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^\| ([a-z]+) \| \d", done.stdout, re.MULTILINE) == jobs
     assert re.findall(r"^\| (\d+) \| ", done.stdout, re.MULTILINE) == ["2", "3", "4", "5", "6"]
