@@ -10,7 +10,7 @@ The jobs are submitted as users do it (`mempipe submit`, `serve deploy`): an ind
 quickstart in short with two learner ranks and two engines, an evaluation of it, and its service, which answers 32
 questions. `--cut` interrupts the link for so long, after the second step of `train` or the fourth answer of `serve`.
 Prints the bytes of each job, and of each step of the training, from the first node (the head) to the second and back,
-and the seconds of the slowest answer. The exit code is 1 if a job fails.
+and how many replies of the service were 503 and how long the slowest took. The exit code is 1 if a job fails.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ OWN_FOLDERS = 'mkdir "$0/other" && mount --bind "$0/other" "$0/ray" && mount -t 
 NUM_ASKED = 32
 ASK = """
 import sys
+import time
 import httpx
 url, body, count = sys.argv[1:]
 for _ in range(int(count)):
     answer = httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=300)
-    print(answer.raise_for_status().elapsed.total_seconds(), flush=True)
+    print(answer.status_code, answer.elapsed.total_seconds(), flush=True)
+    time.sleep(float(answer.headers.get("retry-after", 0)))
 """
-"""Prints the seconds of every answer. It runs on the first node, since nothing else reaches the service."""
+"""Prints status and seconds of every reply, and waits as long as a refusal asks for. It runs on the first node, since nothing else reaches the service."""
 CUT_AFTER_STEPS, CUT_AFTER_ANSWERS = 2, 4
 
 
@@ -203,7 +205,8 @@ class Jobs:
         self._run = folder / "runs" / "two-nodes"
         self._shipped = folder / "shipped"
         self._shipped.mkdir()
-        self.seconds_of_answers: list[float] = []
+        self.replies: list[tuple[int, float]] = []
+        """Status and seconds of each."""
 
     def index(self) -> None:
         """Builds an index of vectors and words."""
@@ -241,7 +244,10 @@ class Jobs:
         if "serve" in self._cut:
             asking.wait_until(lambda: asking.stdout.count("\n") >= CUT_AFTER_ANSWERS)
             self._relay.cut(self._cut["serve"])
-        self.seconds_of_answers = [float(line) for line in self._end(asking).split()]
+        replies = map(str.split, self._end(asking).splitlines())
+        self.replies = [(int(status), float(seconds)) for status, seconds in replies]
+        if self.replies[-1][0] != 200 or {status for status, _ in self.replies} - {200, 503}:
+            raise RuntimeError(f"replies with status and seconds: {self.replies}")
 
     def seconds_and_bytes(self) -> Iterator[tuple[int, float, int, int]]:
         """Yields the number of each step after the first, its seconds, and the bytes there and back."""
@@ -319,8 +325,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             there, back = (b - a for a, b in zip(before, relay.num_bytes, strict=True))
             seconds = time.monotonic() - started
             print(f"| {name} | {seconds:.0f} | {there / 1e6:.1f} | {back / 1e6:.1f} |", flush=True)
-        if jobs.seconds_of_answers:
-            print(f"\nslowest of {len(jobs.seconds_of_answers)} answers: {max(jobs.seconds_of_answers):.1f} s")
+        if jobs.replies:
+            refused = sum(status == 503 for status, _ in jobs.replies)
+            print(
+                f"\nof {len(jobs.replies)} replies {refused} were 503; the slowest took {max(seconds for _, seconds in jobs.replies):.1f} s"
+            )
         if "train" in arguments.jobs:
             print("\n| step | seconds | MB to the second node | MB back |\n|---|---|---|---|")
             for step, seconds, there, back in jobs.seconds_and_bytes():
