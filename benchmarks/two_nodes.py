@@ -77,7 +77,8 @@ for _ in range(int(count)):
     print(answer.status_code, answer.elapsed.total_seconds(), flush=True)
     time.sleep(float(answer.headers.get("retry-after", 0)))
 """
-"""Prints status and seconds of every reply, and waits as long as a refusal asks for. It runs on the first node, since nothing else reaches the service."""
+"""Prints status and seconds of every reply, and waits as long as a refusal asks for. It runs on the first node, since
+nothing else reaches the service."""
 CUT_AFTER_STEPS, CUT_AFTER_ANSWERS = 2, 4
 
 
@@ -327,9 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"| {name} | {seconds:.0f} | {there / 1e6:.1f} | {back / 1e6:.1f} |", flush=True)
         if jobs.replies:
             refused = sum(status == 503 for status, _ in jobs.replies)
-            print(
-                f"\nof {len(jobs.replies)} replies {refused} were 503; the slowest took {max(seconds for _, seconds in jobs.replies):.1f} s"
-            )
+            slowest = max(seconds for _, seconds in jobs.replies)
+            print(f"\nof {len(jobs.replies)} replies {refused} were 503; the slowest took {slowest:.1f} s")
         if "train" in arguments.jobs:
             print("\n| step | seconds | MB to the second node | MB back |\n|---|---|---|---|")
             for step, seconds, there, back in jobs.seconds_and_bytes():
