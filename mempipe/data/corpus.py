@@ -111,7 +111,7 @@ class SeenIds:
 def corpus_files(sources: str | Path | Sequence[str | Path]) -> list[CorpusFile]:
     """Returns the files of a corpus.
 
-    A source is a `.jsonl`, `.jsonl.gz` or `.parquet` file, a folder of them or a list of any, local or by fsspec URL.
+    A source is a file that ends in `JSONL` or `PARQUET`, a folder of them or a list of any, local or by fsspec URL.
 
     Raises ConfigError for what does not exist, has another suffix, or is a folder without such files.
     """

@@ -17,7 +17,8 @@ import fsspec
 from mempipe.settings import ConfigError
 from mempipe.storage.files import sha256
 
-JSONL, PARQUET, JSON, CSV = (".jsonl", ".jsonl.gz"), (".parquet",), (".json",), (".csv", ".tsv")
+JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+PARQUET, JSON, CSV = (".parquet",), (".json",), (".csv", ".tsv")
 ROWS = (*JSONL, *PARQUET, *JSON, *CSV)
 """The suffixes of all files that have rows."""
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<path>[^/].*)")

@@ -1,7 +1,7 @@
 """Question files, read into one record: `Question`.
 
-A file is `.jsonl`, `.jsonl.gz`, `.json`, `.csv`, `.tsv` or `.parquet` (`mempipe.data.rows`), local or by URL; its rows
-may have any usual shape (`mempipe.data.shapes`).
+A file is `.jsonl` or `.ndjson` (also gzipped), `.json`, `.csv`, `.tsv` or `.parquet` (`mempipe.data.rows`), local or by
+URL; its rows may have any usual shape (`mempipe.data.shapes`).
 """
 
 from __future__ import annotations

@@ -122,14 +122,16 @@ def question_text(value: object, name: str) -> str:
     """Returns the question of a text, or of chat messages. Raises BadRow, also for several messages of the user."""
     if not isinstance(value, list):
         return checked_text(value, name)
-    contents = [_message_text(message) for message in value if as_object(message).get("role") == "user"]
+    asked = [i for i, message in enumerate(value) if _is_users(message)]
+    contents = [_message_text(value[i]) for i in asked]
     if len(contents) > 1:
-        last = next(i for i in reversed(range(len(value))) if as_object(value[i]).get("role") == "user") - len(value)
+        last = asked[-1] - len(value)
+        text = "content" if "content" in value[last] else "value"
         raise BadRow(
             "ambiguous",
             f"{name} has {len(contents)} messages of the user; the question may be the first, "
             f"{shown(contents[0])!r}, or the last, {shown(contents[-1])!r}; set data.columns.question, e.g. to "
-            f"{name}.{last}.content",
+            f"{name}.{last}.{text}",
         )
     if not contents or not contents[0]:
         raise BadRow(
@@ -219,9 +221,14 @@ def quoted(value: object) -> str:
     return repr(value[:_SHOWN]) if isinstance(value, str) else shown(value)
 
 
+def _is_users(message: object) -> bool:
+    """Returns whether a message is one of the user's: of OpenAI's role user, or from ShareGPT's human."""
+    return as_object(message).get("role") == "user" or as_object(message).get("from") in ("human", "user")
+
+
 def _message_text(message: object) -> str:
     """Returns the text of a message, whose content may be a list of parts; "" for one that is not text alone."""
-    content = as_object(message).get("content")
+    content = find(message, ("content", "value")) if isinstance(message, dict) else None
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     words = [text for text in texts if isinstance(text, str)]

@@ -43,7 +43,7 @@ from mempipe.types import Question, from_row, to_row
 
 QUESTION = ("question", "problem", "query", "utterance", "extra_info.question")
 """Fields that hold a question and nothing else."""
-PROMPTS = ("prompt", "input", "messages", "responses_create_params.input")
+PROMPTS = ("prompt", "input", "messages", "conversations", "responses_create_params.input")
 """Fields that hold a question, perhaps with instructions around it: a text, or chat messages with one of the user's."""
 ANSWERS = (
     "golden_answers",

@@ -141,9 +141,10 @@ def test_files_that_are_cut_or_of_another_kind_are_refused(tmp_path):
     whole.write_bytes(whole.read_bytes()[:-20])
     assert "truncated or not parquet" in refusal(whole)
     assert refusal(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'} does not exist"
-    assert "ends in neither .jsonl, .jsonl.gz nor .parquet" in refusal(write(tmp_path / "c.txt", ROWS[0]))
+    suffixes = ".jsonl, .jsonl.gz, .ndjson, .ndjson.gz"
+    assert f"ends in neither {suffixes} nor .parquet" in refusal(write(tmp_path / "c.txt", ROWS[0]))
     (tmp_path / "empty").mkdir()
-    assert "is a folder without a file that ends in .jsonl, .jsonl.gz or .parquet" in refusal(tmp_path / "empty")
+    assert f"is a folder without a file that ends in {suffixes} or .parquet" in refusal(tmp_path / "empty")
 
 
 def test_parquet_refusals_name_the_row(tmp_path):

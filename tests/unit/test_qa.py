@@ -353,7 +353,8 @@ def test_bad_rows_are_counted_by_kind_and_passed_over_up_to_the_limit(tmp_path):
 def test_a_folder_of_question_files_is_one(tmp_path):
     jsonl(tmp_path / "data" / "a.jsonl", FLASHRAG)
     (tmp_path / "data" / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(FLASHRAG | {"id": "q2"}).encode()))
-    assert [(q.id, q.source) for q in read_questions(tmp_path / "data")] == [("q1", "a"), ("q2", "b")]
+    jsonl(tmp_path / "data" / "c.ndjson", FLASHRAG | {"id": "q3"})
+    assert [(q.id, q.source) for q in read_questions(tmp_path / "data")] == [("q1", "a"), ("q2", "b"), ("q3", "c")]
 
 
 class _Quiet(SimpleHTTPRequestHandler):

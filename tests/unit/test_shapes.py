@@ -127,6 +127,11 @@ ROWS = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}], "answer": GOLD},
         [GOLD],
     ),
+    (
+        "ShareGPT",
+        {"conversations": [{"from": "system", "value": "Answer."}, {"from": "human", "value": ASKED}], "answer": GOLD},
+        [GOLD],
+    ),
 ]
 
 
@@ -230,6 +235,10 @@ def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_p
             },
             "messages has 2 messages of the user; the question may be the first, 'Who wrote Emma?', or the last, "
             "'And?'; set data.columns.question, e.g. to messages.-1.content",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Who?"}, {"from": "human", "value": "And?"}], "answer": "a"},
+            "'Who?', or the last, 'And?'; set data.columns.question, e.g. to conversations.-1.value",
         ),
         (
             {"question": "Who?", "choices": ["Ann", "Bo"], "answer": 1},
