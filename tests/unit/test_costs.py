@@ -175,6 +175,32 @@ def test_the_seconds_in_the_page_are_those_of_doctor(row):
     assert [*numbers, waits_for] == [*(f"{each:.0f}" for each in (costs.tokens / 1e6, *seconds)), costs.bottleneck]
 
 
+def more_gpus_rows() -> list[list[str]]:
+    """Returns the cells of the table of docs/scale.md that adds GPUs to one preset."""
+    page = (CONFIGS.parents[1] / "docs" / "scale.md").read_text().partition("## More GPUs")[2]
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
+
+
+def test_the_page_adds_gpus_five_times():
+    assert [row[0] for row in more_gpus_rows()] == ["8", "16", "32", "64", "128"]
+
+
+@pytest.mark.parametrize("row", more_gpus_rows(), ids=lambda row: f"{row[0]} GPUs")
+def test_the_seconds_of_more_gpus_in_the_page_are_those_of_doctor(row):
+    gpus, roles, *numbers, waits_for = row
+    ranks, engines, references = map(int, roles.split(", "))
+    costs, _ = planned(
+        f"learner.num_ranks={ranks}",
+        f"generation.num_replicas={engines}",
+        f"reference.num_replicas={references}",
+        f"stream.num_drivers={gpus}",
+        gpus=int(gpus),
+    )
+    seconds = [costs.generate, costs.longest, costs.reference, costs.learn, costs.sync, costs.total]
+    gpu_hours = costs.total * 664 * int(gpus) / 3600
+    assert [*numbers, waits_for] == [*(f"{each:.0f}" for each in (*seconds, gpu_hours)), costs.bottleneck]
+
+
 def test_a_type_without_a_number_is_refused(capsys):
     assert main(["doctor", str(CONFIGS / "memsearcher_qwen2.5-3b.yaml"), "--gpu", "H100"]) == 2
     assert "--devices N" in capsys.readouterr().err
