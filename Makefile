@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 SEED   ?= 1
 GPU    := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
-AMX    := $(shell grep -m1 -o amx_bf16 /proc/cpuinfo 2>/dev/null)
+BF16   := $(shell grep -m1 -o -w -e amx_bf16 -e avx512_bf16 /proc/cpuinfo 2>/dev/null)
 WORKERS ?= $(if $(GPU),0,2)
-# A GPU, and a CPU with AMX, multiply in bfloat16 several times as fast; other CPUs are faster in float32.
-DTYPE  ?= $(if $(GPU)$(AMX),bfloat16,float32)
+# A GPU, and a CPU with instructions for bfloat16, multiply several times as fast in it; other CPUs not.
+DTYPE  ?= $(if $(GPU)$(BF16),bfloat16,float32)
 MERGE  := $(if $(filter float32,$(DTYPE)),true,false)
 SUFFIX := $(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 
