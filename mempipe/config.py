@@ -18,6 +18,7 @@ from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.data.config import DataConfig, WorldConfig
 from mempipe.engines.config import (
     CANARY_TOLERANCE,
+    MISMATCH_TOLERANCE,
     CheckpointConfig,
     EndpointConfig,
     GenerationConfig,
@@ -216,8 +217,9 @@ class RunConfig(Section):
 
     @property
     def mismatch_tolerance(self) -> float:
-        """Returns `generation.mismatch_tolerance`, or the canary's."""
-        return self.generation.mismatch_tolerance or self.canary_tolerance
+        """Returns `generation.mismatch_tolerance`, the canary's that is set, or what follows from the model's dtype."""
+        generation = self.generation
+        return generation.mismatch_tolerance or generation.canary_tolerance or MISMATCH_TOLERANCE[self.model.dtype]
 
     @model_validator(mode="before")
     @classmethod

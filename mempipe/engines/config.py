@@ -65,9 +65,13 @@ class SamplingConfig(Section):
 FEWEST_TOKENS = 64
 """Tokens of a learner step over which a mean |Δ log-prob| is judged at least: single tokens of 16-bit kernels differ by
 several times the mean. Not tuned."""
-CANARY_TOLERANCE = {"float32": 0.001, "bfloat16": 0.05}
+CANARY_TOLERANCE = {"float32": 0.001, "bfloat16": 0.1}
 """Default of `generation.canary_tolerance` by model.dtype. float32: ten times 1e-4, within which the tests of engines
-hold. bfloat16: assumed. Checksums find wrong weights; the canary finds wrong computation."""
+hold. bfloat16: about twice what rounding causes in SmolLM2 (docs/methods.md). Checksums find wrong weights; the canary
+finds wrong computation."""
+MISMATCH_TOLERANCE = {"float32": 0.001, "bfloat16": 0.05}
+"""Default of `generation.mismatch_tolerance` by model.dtype: sampled tokens are likelier than those of the canary, and
+rounding changes the log-prob of a likely token less. bfloat16: assumed."""
 
 
 class GenerationConfig(Section):
@@ -105,11 +109,12 @@ class GenerationConfig(Section):
     algorithm.max_off_policy_steps of at least 1: without, nothing is in flight at a sync."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |Δ log-prob| between learner and engine on the canary prompts after a sync; null: .001 where
-    model.dtype is float32, .05 where it is bfloat16. A single token may differ by 20 times as much."""
+    model.dtype is float32, .1 where it is bfloat16. A single token may differ by 20 times as much."""
     mismatch_tolerance: float | None = Field(None, gt=0)
     """Largest mean |Δ log-prob| between engine and learner over those tokens of a learner step that the learner's own
-    version sampled, before its first update; null: as canary_tolerance. Above half of it the run and its report warn;
-    above it the run ends before the update. Fewer than 64 such tokens are not judged."""
+    version sampled, before its first update; null: as canary_tolerance where that is set, else .001 where
+    model.dtype is float32 and .05 where it is bfloat16. Above half of it the run and its report warn; above it the run
+    ends before the update. Fewer than 64 such tokens are not judged."""
 
     @model_validator(mode="after")
     def _shares_with_one_worker(self) -> GenerationConfig:

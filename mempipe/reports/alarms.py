@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 from typing import Any
 
-from mempipe.engines.config import CANARY_TOLERANCE, FEWEST_TOKENS
+from mempipe.engines.config import FEWEST_TOKENS, MISMATCH_TOLERANCE
 
 MISMATCH = "learner/same_version/abs_logprob_diff"
 FEWEST_STEPS = 8
@@ -28,7 +28,7 @@ def mismatch_alarm(metrics: Sequence[Mapping[str, float]], settings: Mapping[str
     learner's own version exceeded half of generation.mismatch_tolerance. None otherwise."""
     generation, dtype = settings.get("generation") or {}, (settings.get("model") or {}).get("dtype", "bfloat16")
     tolerances = (generation.get(name) for name in ("mismatch_tolerance", "canary_tolerance"))
-    tolerance = next((value for value in tolerances if value), CANARY_TOLERANCE[dtype])
+    tolerance = next((value for value in tolerances if value), MISMATCH_TOLERANCE[dtype])
     gaps = {row["step"]: row[MISMATCH] for row in metrics if MISMATCH in row and _is_judged(row)}
     wide = {step: gap for step, gap in gaps.items() if not gap <= tolerance / 2}
     if not wide:

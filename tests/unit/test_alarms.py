@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mempipe.engines.config import CANARY_TOLERANCE, FEWEST_TOKENS
+from mempipe.engines.config import FEWEST_TOKENS, MISMATCH_TOLERANCE
 from mempipe.engines.proof import SamplingMismatch, check_sampled
 from mempipe.reports.alarms import MISMATCH, alarms, mismatch_alarm
 
@@ -20,7 +20,7 @@ def rows(*gaps: float, tokens: float = 1000.0) -> list[dict[str, float]]:
 
 
 def test_the_alarm_comes_at_half_of_what_ends_the_run():
-    half = CANARY_TOLERANCE["bfloat16"] / 2
+    half = MISMATCH_TOLERANCE["bfloat16"] / 2
     assert mismatch_alarm(rows(0.01, half), BFLOAT16) is None
     told = mismatch_alarm(rows(0.01, 0.03, 0.02, 0.04), BFLOAT16)
     assert told is not None and told in alarms(rows(0.01, 0.03, 0.02, 0.04), BFLOAT16)
