@@ -225,32 +225,29 @@ def _wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return F.linear(x.float(), weight, None if bias is None else bias.float())
 
 
-def shrink_by_one_adapter(
-    self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float
-) -> None:
-    """Writes x [T, inputs] times the adapter's first matrix into y [T, rank]; zero for a token without an adapter.
-
-    vLLM's own CPU path copies the adapter for every token, since each could have another one: prompts take twenty times
-    as long. An engine here serves one adapter, in slot 0 of `w_t_all` [1, 1, rank, inputs].
-    """
-    states = _maybe_in_blocks(self, F.linear)(x.to(y.dtype), w_t_all[0, 0].to(y.dtype), None)
-    has_adapter = self.token_lora_indices[: len(states)] >= 0
-    y.view(-1, y.shape[-1])[:, : states.shape[1]] = scale * states * has_adapter.unsqueeze(1)
-
-
-def expand_by_one_adapter(
+def add_one_adapter(
     self: PunicaWrapperCPU,
     y: torch.Tensor,
     x: torch.Tensor,
-    w_t_all: torch.Tensor,
-    y_offset: int,
-    y_slice_size: int,
-    add_inputs: bool = True,
+    lora_a_stacked: Sequence[torch.Tensor],
+    lora_b_stacked: Sequence[torch.Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **_: Any,
 ) -> None:
-    """Adds x [T, rank] times the adapter's second matrix to a slice of y [T, outputs]."""
-    states = _maybe_in_blocks(self, F.linear)(x.to(y.dtype), w_t_all[0, 0].to(y.dtype), None)
-    part = y[:, y_offset : y_offset + y_slice_size]
-    part.copy_(part + states if add_inputs else states)
+    """Adds the adapter's product with x [T, inputs] to y [T, outputs], whose columns are cut into `output_slices`;
+    nothing for a token without an adapter.
+
+    vLLM's own CPU path copies the adapter for every token, since each could have another one: prompts take twenty times
+    as long. An engine here serves one adapter, in slot 0 of each part ([1, 1, rank, inputs] and [1, 1, outputs, rank]).
+    Both products are of the model's dtype, as in the learner: in float32 they take up to twice as long.
+    """
+    product = _maybe_in_blocks(self, F.linear)
+    factors = (scale * (self.token_lora_indices[: len(x)] >= 0)).to(x.dtype).unsqueeze(1)
+    start = 0
+    for first, second, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        y[:, start : start + size] += product(product(x, first[0, 0], None) * factors, second[0, 0], None)
+        start += size
 
 
 def end_with(frontend: psutil.Process) -> None:
@@ -268,8 +265,7 @@ def install() -> None:
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
-        PunicaWrapperCPU._apply_shrink = shrink_by_one_adapter
-        PunicaWrapperCPU._apply_expand = expand_by_one_adapter
+        PunicaWrapperCPU.add_lora_linear = add_one_adapter
         # vLLM compiles one small sampling function even in eager mode, which costs 15 s at start.
         torch.compiler.set_stance("force_eager")
     frontend = int(os.environ[FRONTEND_PID])
