@@ -164,7 +164,7 @@ def _attempt(each: Traced) -> dict[str, Any]:
         "reward": attempt.reward,
         "end_reason": str(attempt.end_reason),
         "turns": len(attempt.contexts),
-        "tokens": sum(len(context.token_ids) for context in attempt.contexts),
+        "tokens": sum(len(context.loss_mask) for context in attempt.contexts),
         "memory": (last.memory_after or last.memory_before) if last is not None else "",
     }
 

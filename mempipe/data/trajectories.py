@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from mempipe.settings import ConfigError
-from mempipe.storage.parquet import parquet_writer, read_metadata, read_table
+from mempipe.storage.parquet import parquet_writer, read_metadata, read_row_groups
 from mempipe.types import Column, Group, Question, Trajectory, from_row, to_row
 
 T = TypeVar("T")
@@ -33,6 +33,8 @@ _GROUPS_PER_ROW_GROUP = 64
 _ADVICE = "delete it to have it made again, or copy it again from where it came"
 _MADE_OF = b"made_of"  # a key of the schema's metadata
 _PACKED = pa.schema([("group", pa.large_binary())])
+PER_TOKEN = ("token_ids", "logprobs", "policy_versions", "ref_logprobs")
+"""Fields of a context that only training needs. `loss_mask` stays: it counts tokens, and what was sampled."""
 
 
 @functools.cache
@@ -97,17 +99,28 @@ def write_trajectories(path: str | Path, groups: Iterable[Group], *, made_of: Ma
     return num_rows
 
 
-def read_trajectories(path: str | Path) -> list[Group]:
-    """Returns the groups of the file in the order in which they were written. Raises ConfigError for a file that cannot
-    be read, is damaged, or holds no trajectories.
+def read_trajectories(path: str | Path, *, tokens: bool = True) -> list[Group]:
+    """Returns the groups of the file in the order in which they were written; without `tokens` their contexts have
+    those of `PER_TOKEN` empty, which are most of a file. Raises ConfigError for a file that cannot be read, is damaged,
+    or holds no trajectories.
     """
-    rows_of: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, Group] = {}
     try:
-        for row in read_table(Path(path), advice=_ADVICE).to_pylist():
-            rows_of.setdefault(row["group_id"], []).append(row)
-        return [_group(rows) for rows in rows_of.values()]
+        for table in read_row_groups(Path(path), advice=_ADVICE, without=() if tokens else PER_TOKEN):
+            for row in table.to_pylist():
+                if not tokens:
+                    add_no_tokens(row)
+                group = groups.setdefault(row["group_id"], _group(row))
+                group.trajectories.append(from_row(Trajectory, row))
+        return list(groups.values())
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} holds no trajectories ({type(error).__name__} {error}); {_ADVICE}") from error
+
+
+def add_no_tokens(row: dict[str, Any]) -> None:
+    """Puts empty lists into the row of a trajectory that was read without the fields of `PER_TOKEN`."""
+    for context in [*row["contexts"], *(recall["context"] for recall in row.get("recalls") or [])]:
+        context.update({name: [] for name in PER_TOKEN})
 
 
 def read_made_of(path: str | Path) -> dict[str, Any] | None:
@@ -141,13 +154,13 @@ def _trajectory_rows(groups: Iterable[Group]) -> Iterator[list[dict[str, Any]]]:
         yield [shared | to_row(trajectory) for trajectory in group.trajectories]
 
 
-def _group(rows: list[dict[str, Any]]) -> Group:
-    first = rows[0]
+def _group(row: dict[str, Any]) -> Group:
+    """Returns the group of the row's trajectory, without any."""
     return Group(
-        id=first["group_id"],
-        question=from_row(Question, _part(first, "question_", [f.name for f in dataclasses.fields(Question)])),
-        trajectories=[from_row(Trajectory, row) for row in rows],
-        **_part(first, "group_", _GROUP_FIELDS),
+        id=row["group_id"],
+        question=from_row(Question, _part(row, "question_", [f.name for f in dataclasses.fields(Question)])),
+        trajectories=[],
+        **_part(row, "group_", _GROUP_FIELDS),
     )
 
 

@@ -33,24 +33,24 @@ class Recorded:
     groups: list[Group]
 
 
-def read_recorded(path: Path) -> Iterator[Recorded]:
-    """Yields the recorded groups at `path`, file by file and set by set.
+def read_recorded(path: Path, *, tokens: bool = True) -> Iterator[Recorded]:
+    """Yields the recorded groups at `path`, file by file and set by set; without `tokens` as in `read_trajectories`.
 
     Raises ConfigError for what cannot be read, and at the end for what holds no trajectories.
     """
     num_trajectories = 0
-    for recorded in _found(path):
+    for recorded in _found(path, tokens=tokens):
         num_trajectories += sum(len(group.trajectories) for group in recorded.groups)
         yield recorded
     if not num_trajectories:
         raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
 
 
-def _found(path: Path) -> Iterator[Recorded]:
+def _found(path: Path, *, tokens: bool) -> Iterator[Recorded]:
     if path.is_file():
         if path.suffix.lower() != ".parquet":
             raise ConfigError(f"{path} is not a .parquet file; give the folder of a run or an evaluation")
-        yield _file(path)
+        yield _file(path, tokens=tokens)
         return
     if not path.is_dir():
         raise ConfigError(
@@ -58,22 +58,25 @@ def _found(path: Path) -> Iterator[Recorded]:
         )
     whole = path / "trajectories.parquet"
     if files := [whole] if whole.exists() else sorted(path.glob("evaluation/*.parquet")):
-        yield from map(_file, files)
+        yield from (_file(file, tokens=tokens) for file in files)
         return
     for folder in sorted(file.parent for depth in range(_DEPTH) for file in path.glob("*/" * depth + SETTINGS)):
-        yield _set(folder, phase="/".join(folder.relative_to(path.parent if folder == path else path).parts))
+        phase = "/".join(folder.relative_to(path.parent if folder == path else path).parts)
+        yield _set(folder, phase=phase, tokens=tokens)
 
 
-def _file(path: Path) -> Recorded:
+def _file(path: Path, *, tokens: bool) -> Recorded:
     if path.match("part-*.parquet") and (path.parent / SETTINGS).exists():
-        return _set(path, phase=f"{path.parent.parent.name}/{path.parent.name}")
-    return Recorded(place=path, phase="", settings=_config_beside(path), groups=read_trajectories(path))
+        return _set(path, phase=f"{path.parent.parent.name}/{path.parent.name}", tokens=tokens)
+    return Recorded(place=path, phase="", settings=_config_beside(path), groups=read_trajectories(path, tokens=tokens))
 
 
-def _set(place: Path, *, phase: str) -> Recorded:
+def _set(place: Path, *, phase: str, tokens: bool) -> Recorded:
     """Reads the folder of a set, or one part of it."""
     state = read_result_state(place if place.is_dir() else place.parent)
-    return Recorded(place=place, phase=phase, settings=state["settings"]["run"], groups=read_groups(place))
+    return Recorded(
+        place=place, phase=phase, settings=state["settings"]["run"], groups=read_groups(place, tokens=tokens)
+    )
 
 
 def _config_beside(file: Path) -> Mapping[str, Any]:

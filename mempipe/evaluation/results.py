@@ -8,14 +8,14 @@ settings are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mempipe.config import RunConfig
-from mempipe.data.trajectories import records_to_table
+from mempipe.data.trajectories import PER_TOKEN, add_no_tokens, records_to_table
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
@@ -24,7 +24,7 @@ from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_hist
 from mempipe.evaluation.suite import Benchmark
 from mempipe.provenance import completed, differences, read_record, write_record
 from mempipe.settings import ConfigError
-from mempipe.storage.parquet import read_table, write_table
+from mempipe.storage.parquet import read_row_groups, write_table
 from mempipe.types import EndReason, Group, from_row
 
 SETTINGS = "settings.json"
@@ -210,26 +210,33 @@ def read_results(folder: Path) -> list[ResultRow]:
     return [from_row(ResultRow, row) for row in _read_parts(folder, _COLUMNS)]
 
 
-def read_groups(folder: Path) -> list[Group]:
+def read_groups(folder: Path, *, tokens: bool = True) -> list[Group]:
     """Reads the whole trajectories of all parts in a folder, or of one part; a group without any belongs to a question
-    that failed.
+    that failed. Without `tokens` as in `read_trajectories`.
 
     Raises ConfigError as `read_results` does.
     """
-    return [from_row(Group, row[_GROUP]) for row in _read_parts(folder, ["question_id", _GROUP])]
+    groups = []
+    for row in _read_parts(folder, ["question_id", _GROUP], without=() if tokens else PER_TOKEN):
+        for trajectory in row[_GROUP]["trajectories"] if not tokens else ():
+            add_no_tokens(trajectory)
+        groups.append(from_row(Group, row[_GROUP]))
+    return groups
 
 
-def _read_parts(folder: Path, columns: list[str]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for part in _parts(folder):
-        # An older version's part may lack a column that has a default.
-        rows += read_table(part, columns=columns, advice="delete it to have its questions asked again").to_pylist()
+def _read_parts(folder: Path, columns: Sequence[str], *, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yields the rows of all parts. An older version's part may lack a column that has a default."""
     seen: set[str] = set()
-    for row in rows:
-        if row["question_id"] in seen:
-            raise ConfigError(f"{folder} has two rows for question {row['question_id']!r}; delete the newer part")
-        seen.add(row["question_id"])
-    return rows
+    advice = "delete it to have its questions asked again"
+    for part in _parts(folder):
+        for table in read_row_groups(part, columns=columns, advice=advice, without=without):
+            for row in table.to_pylist():
+                if row["question_id"] in seen:
+                    raise ConfigError(
+                        f"{folder} has two rows for question {row['question_id']!r}; delete the newer part"
+                    )
+                seen.add(row["question_id"])
+                yield row
 
 
 def _parts(folder: Path) -> list[Path]:

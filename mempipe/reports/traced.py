@@ -36,8 +36,8 @@ class Traced:
 
 
 def read_traced(path: Path) -> list[Traced]:
-    """Returns all trajectories that `read_recorded` finds. Raises ConfigError as it does."""
-    return [traced for recorded in read_recorded(path) for traced in _traced(recorded)]
+    """Returns all trajectories that `read_recorded` finds, without their tokens. Raises ConfigError as it does."""
+    return [traced for recorded in read_recorded(path, tokens=False) for traced in _traced(recorded)]
 
 
 def _traced(recorded: Recorded) -> list[Traced]:

@@ -59,6 +59,29 @@ def read_table(path: Path, *, advice: str, columns: Sequence[str] | None = None)
         raise _damaged(path, error, advice) from error
 
 
+def read_row_groups(
+    path: Path, *, advice: str, columns: Sequence[str] | None = None, without: Sequence[str] = ()
+) -> Iterator[pa.Table]:
+    """Yields the table that `read_table` returns in parts, one row group after the other, so that a large file is never
+    in memory at once. Fields that `without` names are not read, however deep in lists and structs they are."""
+    check_parquet(path, advice=advice)
+    try:
+        with pq.ParquetFile(path) as file:
+            leaves = [file.schema.column(i).path for i in range(len(file.schema))]
+            places = [leaf.split(".") for leaf in leaves]
+            read = [
+                leaf
+                for leaf, place in zip(leaves, places, strict=True)
+                if (columns is None or place[0] in columns) and not set(place).intersection(without)
+            ]
+            for number in range(file.num_row_groups):
+                table = file.read_row_group(number, columns=read)
+                table.validate(full=True)
+                yield table.replace_schema_metadata()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error, advice) from error
+
+
 def read_metadata(path: Path, *, advice: str) -> dict[bytes, bytes]:
     """Returns the metadata that the schema was written with. Raises ConfigError as `read_table` does."""
     check_parquet(path, advice=advice)

@@ -16,6 +16,7 @@ from trace_builders import group as two_turns
 from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, read_questions, write_questions
+from mempipe.data.trajectories import PER_TOKEN
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
 from mempipe.evaluation.cells import Cell
@@ -299,6 +300,8 @@ def test_parts_come_back_in_order_with_whole_trajectories_and_metric_definitions
     whole = read_groups(tmp_path / "r")
     assert [each.question.context for each in whole] == ["", "", ""], "the text that was read is skipped"
     assert [each.trajectories for each in whole] == [group(i, "Nile").trajectories for i in range(3)]
+    bare = [each.trajectories[0].contexts[0] for each in read_groups(tmp_path / "r", tokens=False)]
+    assert bare == [replace(each.trajectories[0].contexts[0], **dict.fromkeys(PER_TOKEN, [])) for each in whole]
     schema = pq.read_schema(tmp_path / "r" / "part-00000.parquet")
     assert json.loads(schema.metadata[b"metrics"]).keys() == METRICS.keys()
 

@@ -26,6 +26,7 @@ from mempipe.types import (
     Group,
     Passage,
     Question,
+    Recall,
     Search,
     TrainingSample,
     Trajectory,
@@ -200,3 +201,31 @@ def test_a_column_reads_as_a_list():
     assert list(column) == [5, 6, 7] and type(next(iter(column))) is int and column.index(6) == 1
     assert pickle.loads(pickle.dumps(column)) == column
     assert not Column(np.array([]))
+
+
+def without_tokens(group: Group) -> Group:
+    def bare(context: Context) -> Context:
+        return dataclasses.replace(context, token_ids=[], logprobs=[], policy_versions=[], ref_logprobs=[])
+
+    return dataclasses.replace(
+        group,
+        trajectories=[
+            dataclasses.replace(
+                trajectory,
+                contexts=[bare(context) for context in trajectory.contexts],
+                recalls=[dataclasses.replace(recall, context=bare(recall.context)) for recall in trajectory.recalls],
+            )
+            for trajectory in group.trajectories
+        ],
+    )
+
+
+def test_a_file_is_read_without_the_tokens_of_its_contexts(tmp_path):
+    recall = Recall(context=make_context(ref_logprobs=[0.5, 0.5, 0.5]), step=1, chunk=0, target=["x"], answer="x")
+    groups = [make_group(f"g{i}") for i in range(150)]  # more than a row group holds
+    groups[70].trajectories[0] = dataclasses.replace(groups[70].trajectories[0], recalls=[recall])
+    write_trajectories(tmp_path / "t.parquet", groups)
+    assert read_trajectories(tmp_path / "t.parquet") == groups
+    bare = read_trajectories(tmp_path / "t.parquet", tokens=False)
+    assert bare == [without_tokens(group) for group in groups]
+    assert bare[0].trajectories[0].contexts[0].num_sampled_tokens == 2
