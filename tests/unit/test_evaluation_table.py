@@ -301,7 +301,7 @@ def test_parts_come_back_in_order_with_whole_trajectories_and_metric_definitions
     assert [each.question.context for each in whole] == ["", "", ""], "the text that was read is skipped"
     assert [each.trajectories for each in whole] == [group(i, "Nile").trajectories for i in range(3)]
     bare = [each.trajectories[0].contexts[0] for each in read_groups(tmp_path / "r", tokens=False)]
-    assert bare == [replace(each.trajectories[0].contexts[0], **dict.fromkeys(PER_TOKEN, [])) for each in whole]
+    assert bare == [replace(each.trajectories[0].contexts[0], **{name: [] for name in PER_TOKEN}) for each in whole]
     schema = pq.read_schema(tmp_path / "r" / "part-00000.parquet")
     assert json.loads(schema.metadata[b"metrics"]).keys() == METRICS.keys()
 
