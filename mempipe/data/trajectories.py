@@ -34,7 +34,7 @@ _ADVICE = "delete it to have it made again, or copy it again from where it came"
 _MADE_OF = b"made_of"  # a key of the schema's metadata
 _PACKED = pa.schema([("group", pa.large_binary())])
 PER_TOKEN = ("token_ids", "logprobs", "policy_versions", "ref_logprobs")
-"""Fields of a context that only training needs. `loss_mask` stays: it counts tokens, and what was sampled."""
+"""Fields of a context that only training needs. `loss_mask` is not among them: it counts the sampled tokens."""
 
 
 @functools.cache

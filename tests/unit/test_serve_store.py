@@ -184,6 +184,16 @@ async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
     assert (await open_store(tmp_path).claim("session-1", "ann", for_s=5)).memory == "known"
 
 
+@pytest.mark.parametrize("table", ["sessions", "documents", "responses", "replies"])
+def test_no_statement_reads_every_row_of_a_table(tmp_path, table):
+    open_store(tmp_path)
+    with sqlite3.connect(tmp_path / "service.sqlite") as database:
+        ending = f"DELETE FROM {table} WHERE expires_at<=1"
+        counted = f"SELECT SUM(num_bytes) FROM {table}" if table != "sessions" else f"SELECT COUNT(*) FROM {table}"
+        plans = [database.execute(f"EXPLAIN QUERY PLAN {query}").fetchall() for query in (ending, counted)]
+    assert all("INDEX" in step[3] for plan in plans for step in plan), plans
+
+
 async def test_an_owner_keeps_so_many_bytes_and_all_together_so_many(tmp_path):
     store = open_store(tmp_path, max_owner_bytes=100, max_bytes=150)
     mine, others = await store.create_document("ann"), await store.create_document("bob")

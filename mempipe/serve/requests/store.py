@@ -51,6 +51,13 @@ CREATE TABLE IF NOT EXISTS replies (
     owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, holder TEXT NOT NULL, status INTEGER, headers TEXT,
     body BLOB, num_bytes INTEGER NOT NULL, expires_at REAL NOT NULL, PRIMARY KEY (owner, key)
 );
+CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (expires_at);
+CREATE INDEX IF NOT EXISTS documents_by_end ON documents (expires_at);
+CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at);
+CREATE INDEX IF NOT EXISTS replies_by_end ON replies (expires_at);
+CREATE INDEX IF NOT EXISTS documents_bytes ON documents (owner, num_bytes);
+CREATE INDEX IF NOT EXISTS responses_bytes ON responses (owner, num_bytes);
+CREATE INDEX IF NOT EXISTS replies_bytes ON replies (owner, num_bytes);
 """
 _LEAST_FREE = 64 * 2**20
 """Bytes of the disk that stay free: what comes from outside must not fill it."""
