@@ -35,7 +35,8 @@ from mempipe.types import Completion, EndReason, FinishReason, Group, Passage, Q
 WORDS = [f"w{i}" for i in range(20_000)]
 SEARCHES = 200
 GROUP_SIZE = 8
-LEAST_SECONDS = 0.02
+LEAST = {"seconds": 0.02, "mib": 8}
+"""Smaller values are not told from noise."""
 Work = Callable[[], object]
 
 
@@ -110,15 +111,15 @@ def line(name: str, points: Sequence[Point]) -> str:
     last = points[-2:]
     return (
         f"| {name} | {' '.join(f'{size:,}' for size in sizes)} {CURVES[name].of} | "
-        f"{' '.join(f'{value:.3g}' for value in seconds)} | {exponent(last, 'seconds', least=LEAST_SECONDS)} | "
-        f"{CURVES[name].expected:g} | {' '.join(f'{value:.0f}' for value in mib)} | {exponent(last, 'mib', least=8)} |"
+        f"{' '.join(f'{value:.3g}' for value in seconds)} | {exponent(last, 'seconds')} | "
+        f"{CURVES[name].expected:g} | {' '.join(f'{value:.0f}' for value in mib)} | {exponent(last, 'mib')} |"
     )
 
 
-def exponent(points: Sequence[Point], part: str, *, least: float) -> str:
+def exponent(points: Sequence[Point], part: str) -> str:
     """Returns the slope between two points; "–" where either is too small to tell."""
     values = [getattr(point, part) for point in points]
-    if len(points) < 2 or min(values) < least:
+    if len(points) < 2 or min(values) < LEAST[part]:
         return "–"
     return f"{math.log(values[1] / values[0]) / math.log(points[1].size / points[0].size):.2f}"
 
@@ -130,13 +131,15 @@ def plot(curves: dict[str, list[Point]], file: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    colors = plt.get_cmap("Paired")(range(12))
     for axes, part, label in zip(panels, ("seconds", "mib"), ("CPU-seconds", "MiB on top"), strict=True):
-        for name, points in curves.items():
-            shown = [(point.size, value) for point in points if (value := getattr(point, part)) > 0]
-            axes.plot([size for size, _ in shown], [value for _, value in shown], "o-", ms=3, label=name)
+        for (name, points), color in zip(curves.items(), colors, strict=False):
+            shown = [(point.size, value) for point in points if (value := getattr(point, part)) >= LEAST[part]]
+            style = {"ms": 3, "color": color, "label": name}
+            axes.plot([size for size, _ in shown], [value for _, value in shown], "o-", **style)
         axes.set(xscale="log", yscale="log", xlabel="size of the work", ylabel=label)
-    panels[1].legend(fontsize=7, loc="best")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(file)
 
 
