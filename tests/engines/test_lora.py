@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.proof import CanaryFailed, StaleWeights, check_canary, check_held
 from mempipe.engines.weights import pack_weights
+from mempipe.environment import FRONTEND_PID
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
@@ -198,3 +201,22 @@ async def test_a_damaged_adapter_stops_sampling_until_a_whole_one_comes(adapted)
         await adapted.generator.score(CANARY[0])
     await adapted.sync()
     assert await adapted.generator.score(CANARY[0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_each_part_of_a_joined_layer_gets_its_adapter_and_a_token_without_one_none(monkeypatch, dtype, tolerance):
+    monkeypatch.setenv(FRONTEND_PID, str(os.getpid()))
+    from mempipe.engines.vllm_worker import add_one_adapter
+
+    torch.manual_seed(0)
+    x, before, parts = torch.randn(6, 8, dtype=dtype), torch.randn(6, 7, dtype=dtype), (4, 3)
+    first = [torch.randn(1, 1, RANK, 8, dtype=dtype) / 4 for _ in parts]
+    second = [torch.randn(1, 1, size, RANK, dtype=dtype) / 4 for size in parts]
+    with_adapter = torch.tensor([0, 0, -1, 0, -1, 0])
+    found = before.clone()
+    wrapper = SimpleNamespace(token_lora_indices=torch.cat([with_adapter, torch.tensor([-1, -1])]))
+    add_one_adapter(wrapper, found, x, first, second, 2.0, parts, buffer=None)
+    added = [2.0 * x.float() @ a[0, 0].float().T @ b[0, 0].float().T for a, b in zip(first, second, strict=True)]
+    expected = before.float() + torch.cat(added, dim=1) * (with_adapter >= 0).unsqueeze(1)
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[with_adapter < 0], before[with_adapter < 0])
