@@ -54,7 +54,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What one size cost."""
+    """Holds the CPU-seconds and the memory of one size."""
 
     size: int
     seconds: float

@@ -312,7 +312,8 @@ def _of_rows(rows: list[Question | Mapping[str, Any]], columns: Columns) -> list
     with tempfile.TemporaryDirectory() as folder:  # so that rows are read as a file of them is
         file = Path(folder) / "questions.jsonl"
         try:
-            file.write_text("".join(f"{json.dumps(dict(row), default=_plain)}\n" for row in rows))  # type: ignore[arg-type]
+            lines = [json.dumps(dict(row), default=_plain) for row in rows]  # type: ignore[arg-type]
+            file.write_text("".join(f"{line}\n" for line in lines))
         except TypeError as error:
             raise ConfigError(f"questions holds a value that JSON cannot hold: {error}") from error
         try:

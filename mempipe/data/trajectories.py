@@ -110,8 +110,9 @@ def read_trajectories(path: str | Path, *, tokens: bool = True) -> list[Group]:
             for row in table.to_pylist():
                 if not tokens:
                     add_no_tokens(row)
-                group = groups.setdefault(row["group_id"], _group(row))
-                group.trajectories.append(from_row(Trajectory, row))
+                if row["group_id"] not in groups:
+                    groups[row["group_id"]] = _group(row)
+                groups[row["group_id"]].trajectories.append(from_row(Trajectory, row))
         return list(groups.values())
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} holds no trajectories ({type(error).__name__} {error}); {_ADVICE}") from error
@@ -155,7 +156,7 @@ def _trajectory_rows(groups: Iterable[Group]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _group(row: dict[str, Any]) -> Group:
-    """Returns the group of the row's trajectory, without any."""
+    """Returns the group that the row's trajectory belongs to, still without trajectories."""
     return Group(
         id=row["group_id"],
         question=from_row(Question, _part(row, "question_", [f.name for f in dataclasses.fields(Question)])),

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.jobs  # `make test` has the same of a tiny model (test_
 NUM_UPDATES = 3
 TOLERANCE = 0.1
 """Of the mean: engine and learner were seen 0.050 apart on a CPU, whose bfloat16 kernels differ more than a GPU's. The
-presets allow 0.05."""
+default of generation.canary_tolerance is the same."""
 TEXTS = (
     "The river Aare flows through Bern, the capital of Switzerland, and meets the Rhine near Koblenz.",
     "Who wrote the novel that the film is based on? It was written by an engineer from Lisbon.",

@@ -84,7 +84,8 @@ async def test_the_pool_hands_the_seed_to_the_engine(seed):
         async def ask(self, *arguments: Any) -> None:
             asked.append(arguments)
 
-    pool = GeneratorPool([None], config=GenerationConfig(), sampling=SamplingConfig(), stop_token_ids=[3])  # type: ignore[list-item]
+    replicas: list[Any] = [None]
+    pool = GeneratorPool(replicas, config=GenerationConfig(), sampling=SamplingConfig(), stop_token_ids=[3])
     pool._lines = [Line()]  # type: ignore[list-item]
     await asyncio.wait_for(pool.generate([1], max_tokens=2, seed=seed), timeout=60)
     assert asked == [("generate", [1], 2, SamplingConfig(), [3], seed)]
