@@ -23,6 +23,7 @@ from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
+from mempipe.garbage import no_collections
 from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest
 
@@ -37,7 +38,8 @@ class LearnerActor:
     Learner in the same process."""
 
     def __init__(self) -> None:
-        import mempipe.engines.learner  # noqa: F401  # takes seconds, while the other roles start
+        with no_collections():
+            import mempipe.engines.learner  # noqa: F401  # takes seconds, while the other roles start
 
     def address(self) -> tuple[str, int]:
         """Returns this node's address, and a port that is free on it."""

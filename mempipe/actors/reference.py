@@ -12,6 +12,7 @@ import pyarrow as pa
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.garbage import no_collections
 from mempipe.rl.advantages import has_signal
 from mempipe.rl.samples import to_samples
 from mempipe.types import Group, Trajectory
@@ -29,7 +30,8 @@ class ReferenceStage:
     """Adds `ref_logprobs` to every context. When an actor dies, another one scores its groups again."""
 
     def __init__(self, config: RunConfig) -> None:
-        from mempipe.engines.reference import ReferenceModel  # torch is imported only in the process that scores
+        with no_collections():  # torch is imported only in the process that scores
+            from mempipe.engines.reference import ReferenceModel
 
         learner = config.learner
         self._model = ReferenceModel(

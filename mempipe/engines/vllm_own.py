@@ -27,13 +27,13 @@ class OwnEngine:
 
     def __init__(self, settings: VllmSettings) -> None:
         """Loads the model, and blocks the event loop while it does."""
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self._folder = Path(tempfile.mkdtemp(prefix="mempipe-"))
         try:
             folder = environment.engine_folder(str(self._folder), temporary=settings.num_threads is not None)
             with engine_environment(settings.variables | folder):
+                from vllm import AsyncEngineArgs
+                from vllm.v1.engine.async_llm import AsyncLLM
+
                 self._vllm: AsyncLLM = AsyncLLM.from_engine_args(
                     AsyncEngineArgs(**settings.arguments, enable_log_requests=False),
                     stat_loggers=[step_listener(settings.listen)],

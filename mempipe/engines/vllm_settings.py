@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig
+from mempipe.garbage import no_collections
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
@@ -112,12 +113,12 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
     """Sets `variables` in the environment of this process while an engine starts in it, or in a child that inherits
     them. Afterwards the environment is as it was before, also where vLLM changed it; an engine of this process has
     cached its variables by then. Engines start one after the other, also from several threads. vLLM is only imported
-    inside this block.
+    inside this block, where Python collects no garbage; vLLM does so when its engine is made.
     """
-    import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before vLLM
-    from vllm import envs
+    with _ENVIRONMENT, no_collections():
+        import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before vLLM
+        from vllm import envs
 
-    with _ENVIRONMENT:
         before = dict(os.environ)
         os.environ.update(variables)
         envs.disable_envs_cache()  # an earlier engine of this process has cached its own variables

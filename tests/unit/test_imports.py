@@ -176,6 +176,7 @@ LAYERS = [
         "http_client",
         "environment",
         "beacons",
+        "garbage",
         "credentials",
         "facts",
         "moved",
