@@ -4,6 +4,7 @@ after every run. What tests of several folders use is here too.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -82,6 +83,7 @@ def smollm2_import(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]
 
 def pytest_configure() -> None:
     leave_nothing_behind()
+    gc.disable()  # collecting the tests makes no garbage, and half of its time went into looking for some
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,6 +92,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ray)
         if COSTLY & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no later collection looks at all test modules and their libraries again
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is left at the end, libraries would call a leak
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -434,13 +434,14 @@ def test_new_weights_take_over_without_a_failed_request(running):
 
 
 def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running, world, tmp_path):
-    """Last: afterwards another index is served. `python -m benchmarks.upgrade` does so with many requests."""
+    """Last: afterwards another index is served. `python -m benchmarks.upgrade` makes one after the other, with many
+    requests."""
     until_ready(running)
     partition = running.questions[0].partition
     index = other_index(world.retrieval.index, {partition}, to=tmp_path / "index")
     of_run = {**running.settings["settings"], "retrieval": {"index": index}}
     service = OnLocalServe(running.local, running.settings)
-    upgrades = [lambda: service.change(name="another"), lambda: service.change(settings=of_run)]
+    upgrades = [lambda: service.change(name="another", settings=of_run)]
     questions = [(question.text, partition) for question in running.questions]
     seen = upgraded(running.url, upgrades, questions, num_requests=30, num_clients=2)
     assert faults(seen, num_upgrades=len(upgrades)) == []

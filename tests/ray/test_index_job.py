@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from mempipe.retrieval.build import IndexBuild, encode_segment
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import make_encoder
 from mempipe.retrieval.retriever import Query, Retriever
+from mempipe.settings import ConfigError
+from mempipe.streams.segments import stream_segments
 from tools.processes import Marked, Running, run
 
 NUM_PASSAGES = 10_000
@@ -97,48 +100,66 @@ def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_
     assert contents(folder / "killed") == contents(folder / "undisturbed")
 
 
-def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder):
+@pytest.fixture(scope="module")
+def bad_row(folder: Path) -> str:
+    """Writes a corpus with a bad row to `folder`; returns what is to be said of it."""
     lines = (folder / "a.jsonl").read_text().splitlines()[:1000]
     (folder / "bad.jsonl").write_text("\n".join([*lines, '{"id": "x"}', ""]))
+    return (
+        f"{folder / 'bad.jsonl'}, line 1001: text is missing; a passage needs `contents`, or `title` and `text` (or "
+        "content, passage, body, paragraph_text)"
+    )
+
+
+@pytest.mark.jobs
+def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder, bad_row):
     command = command_of(folder, "refused", f"corpus=[{folder / 'bad.jsonl'}]")
     done = run(command, marked=Marked(), cwd=folder)
     assert done.returncode == 2
-    reason = (
-        "text is missing; a passage needs `contents`, or `title` and `text` (or content, passage, body, paragraph_text)"
-    )
-    assert done.stderr.strip().splitlines() == [f"error: {folder / 'bad.jsonl'}, line 1001: {reason}"]
+    assert done.stderr.strip().splitlines() == [f"error: {bad_row}"]
 
 
-def test_shards_on_actors_answer_as_the_whole_index_does(folder):
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[None]:
+    with connected("", name="shards"):
+        yield
+
+
+def test_a_bad_row_is_a_mistake_with_its_file_and_line_behind_ray_too(folder, bad_row, on_ray):
+    corpus = folder / "bad.jsonl"
+    config = IndexConfig.model_validate({**settings_of(folder, "bad"), "corpus": [str(corpus)]})
+    files = corpus_files(corpus)
+    with pytest.raises(ConfigError) as raised:
+        list(stream_segments(config, files, folder=IndexBuild(config, files).folder))
+    assert str(raised.value) == bad_row
+
+
+def test_shards_on_actors_answer_as_the_whole_index_does(folder, on_ray):
     config = RetrievalConfig(index=str(folder / "undisturbed"), shard_actors=3, num_replicas=2)
     whole = Retriever(config.index)
     rng = random.Random(1)
     queries = [
         Query(text=" ".join(f"word{rng.randrange(2000)}" for _ in range(4)), num_passages=1 + i % 9) for i in range(200)
     ]
-    with connected("", name="shards"):
-        shards = [
-            start_actor(ShardActor, {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}, config, i)
-            for i in range(3)
+    shards = [
+        start_actor(ShardActor, {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 8}, config, i) for i in range(3)
+    ]
+    sizes = ray.get([shard.shape.remote() for shard in shards])
+    assert [count for count, _ in sizes] == [3_500, 3_500, 3_000]
+    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+    replicas = [start_actor(RetrieverActor, options, config, shards) for _ in range(2)]
+
+    async def ask_all() -> list[Any]:
+        pool = RetrieverPool(replicas, config=config)
+        asked = [
+            asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[:100]
         ]
-        sizes = ray.get([shard.shape.remote() for shard in shards])
-        assert [count for count, _ in sizes] == [3_500, 3_500, 3_000]
-        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
-        replicas = [start_actor(RetrieverActor, options, config, shards) for _ in range(2)]
+        await asked[0]
+        ray.kill(shards[1], no_restart=False)
+        asked += [
+            asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition="")) for q in queries[100:]
+        ]
+        return await asyncio.gather(*asked)
 
-        async def ask_all() -> list[Any]:
-            pool = RetrieverPool(replicas, config=config)
-            asked = [
-                asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition=""))
-                for q in queries[:100]
-            ]
-            await asked[0]
-            ray.kill(shards[1], no_restart=False)
-            asked += [
-                asyncio.create_task(pool.search(q.text, num_passages=q.num_passages, partition=""))
-                for q in queries[100:]
-            ]
-            return await asyncio.gather(*asked)
-
-        found = asyncio.run(ask_all())
+    found = asyncio.run(ask_all())
     assert found == whole.search(queries)

@@ -1,4 +1,6 @@
-"""A local cluster and its actors leave nothing in the temporary folder, whether a run ends, fails or is killed."""
+"""A local cluster cannot be reached from another machine, and it and its actors leave nothing in the temporary folder,
+whether a run ends, fails or is killed.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,33 @@ import tempfile
 from pathlib import Path
 
 RUN = """
-import os, sys, tempfile
+import ipaddress, os, sys, tempfile
 from pathlib import Path
 from mempipe.actors.handles import start_actor
 from mempipe.actors.cluster import connected
-import ray
+import psutil, ray
 
 class Leaver:
     def leave(self):
         return tempfile.mkstemp()[1]
 
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+def check_ports(leaver):
+    addresses = {ray.util.get_node_ip_address(), ray.get(leaver.address.remote())}
+    assert addresses == {"127.0.0.1"}, addresses
+    me = psutil.Process()
+    sockets = [each for process in (me, *me.children(recursive=True)) for each in process.net_connections()]
+    listening = [ipaddress.ip_address(each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN]
+    open_to_others = [str(each) for each in listening if not (getattr(each, "ipv4_mapped", None) or each).is_loopback]
+    assert len(listening) > 5 and not open_to_others, open_to_others
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ  # another cluster may be asked for later
+
 with connected("", name="leaver", logs=Path(sys.argv[1])):
-    left = ray.get(start_actor(Leaver, {}).leave.remote())
+    leaver = start_actor(Leaver, {})
+    left = ray.get(leaver.leave.remote())
+    check_ports(leaver)
     assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700
     assert os.path.dirname(left) == tempfile.gettempdir() != os.environ["SHARED"], left
     assert not Path("/tmp/ray").exists() or not any("_%d" % os.getpid() in f.name for f in Path("/tmp/ray").iterdir())
@@ -39,7 +56,7 @@ def run(shared: str, logs: Path, end: str) -> int:
     return subprocess.run([sys.executable, "-c", RUN, str(logs), end], env=environment, timeout=300).returncode
 
 
-def test_a_cluster_leaves_nothing_in_the_temporary_folder(tmp_path):
+def test_a_cluster_is_on_the_loopback_address_and_leaves_nothing_in_the_temporary_folder(tmp_path):
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="mp-") as shared:
         assert run(shared, tmp_path / "logs", "killed") == -signal.SIGKILL
         assert run(shared, tmp_path / "logs", "ends") == 0

@@ -53,7 +53,7 @@ class Place:
         return (self.home / TOKEN_FILE).read_text().strip() if self.state == "token" else "no token"
 
 
-@pytest.fixture(scope="module", params=["disabled", "token"])
+@pytest.fixture(scope="module", params=[pytest.param("disabled", marks=pytest.mark.jobs), "token"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("user")
     shutil.copy(counted_job.__file__, folder)

@@ -102,6 +102,7 @@ def held_at_once(question: Question) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_a_memory_of_the_claims_must_choose_and_a_choice_fits_at_every_length(seed, tmp_path):
     """Documents of the trained length never fit whole, and what a reader must keep fits those that are longer."""
@@ -209,6 +210,7 @@ def without_section(text: str, number: int) -> list[str]:
     return [line for line in (before + after).splitlines() if not line.startswith(f"| {number} |")]
 
 
+@pytest.mark.slow
 def test_the_runner_trains_evaluates_and_writes_what_a_claim_says(tmp_path, page, capsys):
     script = Scripted(SHARES)
     claims.main(command(tmp_path, page, "--claim", "6"), run=script)
@@ -232,6 +234,7 @@ def test_the_runner_trains_evaluates_and_writes_what_a_claim_says(tmp_path, page
     assert f"model.path={tmp_path / 'runs' / 'seed-2' / 'pretext' / 'huggingface'}" in trained[2]
 
 
+@pytest.mark.slow
 def test_claims_share_what_they_need_and_an_interrupted_one_resumes(tmp_path, page):
     script = Scripted(SHARES, fails_at="full")
     with pytest.raises(SystemExit, match=r"claim 6: `python -m mempipe.cli train .*` ended with exit code 3"):
@@ -247,12 +250,14 @@ def test_claims_share_what_they_need_and_an_interrupted_one_resumes(tmp_path, pa
     assert "**Not shown**" in section(page, 5)
 
 
+@pytest.mark.slow
 def test_a_difference_below_zero_contradicts_a_claim(tmp_path, page):
     claims.main(command(tmp_path, page, "--claim", "6"), run=Scripted({"full": 4, "alone": 6}))
     assert "**Contradicted**" in section(page, 6)
     assert f"| 6 | {CLAIMS[6].title} | contradicted |" in page.read_text()
 
 
+@pytest.mark.slow
 def test_with_other_settings_no_page_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(claims, "PAGE", tmp_path / "no_page.md")
     claims.main(command(tmp_path, None, "--claim", "6", "num_steps=2"), run=Scripted(SHARES))

@@ -23,5 +23,6 @@ def test_an_exponent_is_the_slope_between_the_largest_two_sizes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_can_be_measured(name):
-    point = measured(CURVES[name], 12)
-    assert point.size == 12 and point.seconds > 0
+    size = min(12, CURVES[name].sizes[0])
+    point = measured(CURVES[name], size)
+    assert point.size == size and point.seconds > 0

@@ -79,6 +79,7 @@ def test_moments_in_the_machines_memory_change_no_bit_of_an_update_or_a_checkpoi
     compare_on_ranks(0, 29500, qwen2, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_their_shards_of_the_moments_in_the_machines_memory(qwen2, tmp_path):
     run_two_ranks(compare_on_ranks, qwen2, tmp_path, 2)
 

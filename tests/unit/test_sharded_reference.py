@@ -119,6 +119,7 @@ def test_one_rank_scores_as_the_separate_reference_to_the_last_digit(qwen2, tmp_
     compare_on_ranks(0, 29500, qwen2, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_two_ranks_score_as_the_separate_reference_to_the_last_digit(qwen2, tmp_path):
     run_two_ranks(compare_on_ranks, qwen2, tmp_path, 2)
 
