@@ -134,11 +134,11 @@ def make_rollout(
     In training with budget.memory_choices every group draws one of them, by its id and the run's seed, so that a group
     that is played again has the same. Raises as `make_renderer` does.
     """
-    variants = _variants(config) if training else [config]
+    variants = budget_variants(config) if training else [config]
     players = [(variant, make_renderer(variant, tokenizer=tokenizer)) for variant in variants]
 
     async def rollout(question: Question, *, trajectory_id: str, group_id: str, member: int) -> Trajectory:
-        variant, renderer = _drawn(players, config, group_id)
+        variant, renderer = drawn_variant(players, config, group_id)
         asked: GenerateFn = generate
         if config.ordered:
             asked = RequestSeeds(config.seed, group_id=group_id, member=member).given_to(generate)
@@ -152,24 +152,25 @@ def make_gold_logprobs(config: RunConfig, *, tokenizer: Tokenizer, score: ScoreF
     """Returns a function that scores log p(golden answer | question, memory) under the policy in training, with the
     memory limit that its group has drawn. Raises as `make_renderer` does.
     """
-    renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in _variants(config)]
+    renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in budget_variants(config)]
 
     async def gold_logprobs(question: Question, memory: str, *, group_id: str) -> list[float]:
-        probe = _drawn(renderers, config, group_id).answer_probe(question, memory)
+        probe = drawn_variant(renderers, config, group_id).answer_probe(question, memory)
         return (await score([*probe.prompt, *probe.answer]))[len(probe.prompt) - 1 :]
 
     return gold_logprobs
 
 
-def _variants(config: RunConfig) -> list[RunConfig]:
-    """Returns the config under each limit of budget.memory_choices; itself where there are none."""
+def budget_variants(config: RunConfig) -> list[RunConfig]:
+    """Returns the config under each limit of budget.memory_choices; only the config itself where there are none."""
     choices = getattr(config.budget, "memory_choices", [])
     limits = [config.budget.model_copy(update={"memory_tokens": tokens}) for tokens in choices] or [config.budget]
     return [config.model_copy(update={"budget": limit}) for limit in limits]
 
 
-def _drawn(made: Sequence[T], config: RunConfig, group_id: str) -> T:
-    """Returns the object for the variant that the group draws, by its id and the run's seed."""
+def drawn_variant(made: Sequence[T], config: RunConfig, group_id: str) -> T:
+    """Returns, of the objects made for each of `budget_variants`, the one that the group draws by its id and the run's
+    seed."""
     return random.Random(f"{config.seed}:{group_id}:memory").choice(made)
 
 

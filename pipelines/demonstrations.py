@@ -24,7 +24,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.recorded import read_recorded
 from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
-from mempipe.rollout import find_nothing, make_renderer, run_group
+from mempipe.rollout import budget_variants, drawn_variant, find_nothing, make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
 from mempipe.user_code import load_user_object
@@ -33,7 +33,7 @@ from pipelines.prepare import world_questions, worlds
 TRAJECTORIES_AT_ONCE = 256  # they share the retriever's batches
 
 MakeGenerate = Callable[[Question, str], GenerateFn]
-"""Makes the `generate` of one trajectory, from its question and its id."""
+"""Makes the `generate` of one trajectory, from its question and the id of its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +128,15 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
 
 def scripted_generate(config: RunConfig, noise: Noise, *, num_noted: int = 0) -> MakeGenerate:
     """Returns the function that plays the config's agent by a script. Of the facts in a memory it keeps `num_noted`; 0:
-    those that fit the budget.
+    those that fit the budget. With budget.memory_choices it is the limit that the attempt draws, as in training.
 
     Raises ConfigError for an agent without a script.
     """
+    made = [_scripted(variant, noise, num_noted=num_noted) for variant in budget_variants(config)]
+    return lambda question, group_id: drawn_variant(made, config, group_id)(question, group_id)
+
+
+def _scripted(config: RunConfig, noise: Noise, *, num_noted: int) -> MakeGenerate:
     tokenizer = load_tokenizer(config.model.path)
     closing = make_renderer(config, tokenizer=tokenizer).closing_id
     limit = config.budget.memory_limit
@@ -189,7 +194,8 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
     All of them run in one event loop, in a separate thread: a notebook's main thread has a running one, and the
     connections of a teacher belong to the loop that they were made in.
     """
-    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
+    renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in budget_variants(config)]
     search = find_nothing
     if config.agent_spec.searches:
         together = 1 if config.ordered else MAX_BATCH
@@ -197,6 +203,7 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
 
     async def attempt(i: int, question: Question) -> Group | None:
         group_id = f"{name}/{i}"
+        renderer = drawn_variant(renderers, config, group_id)
         agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=search)
         try:
             group = await run_group(

@@ -52,7 +52,7 @@ class AgentConfig(Section):
     (docs/extending.md)."""
     prompts: str = ""
     """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty:
-    the agent's own.
+    the agent's own. With `base: NAME` a file needs only the texts that differ from that built-in set.
     """
     compat: SerializeAsAny[CompatConfig] = CompatConfig()
     """Behave as published code does where it departs from its paper."""

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
@@ -39,7 +39,7 @@ REPEATABLE = "passage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The base of every agent's prompt set: one text per key. Raises ConfigError for a text with wrong slots."""
+    """Parent of every agent's prompt set: one text per key. Raises ConfigError for a text with wrong slots."""
 
     REQUIRED: ClassVar[dict[str, set[str]]] = {}
     """Slots that the text of a key must hold, in addition to those of `OF_ALL`."""
@@ -80,36 +80,56 @@ P = TypeVar("P", bound=PromptSet)
 
 
 def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None) -> P:
-    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. With
+    """Reads the built-in prompt set of that name, or the YAML file at that path, for the agent of `kind`. A file
+    that names a built-in set as its `base` has the texts of that set, except those that it states itself. With
     `memory`, its limit replaces {memory_tokens} in the texts.
 
     Raises ConfigError, also when the limit changes from group to group and no text states it.
     """
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        known = ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
-        raise ConfigError(
-            f"agent.prompts is {name!r}: neither a built-in prompt set ({known}) nor a file that can be read",
-            absent="" if path.exists() else name,
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
+    values = _read(path, name)
+    if isinstance(values, dict) and "base" in values:
+        values = _base(values["base"], path) | {key: text for key, text in values.items() if key != "base"}
     names = set(kind.names())
     if not isinstance(values, dict) or not names - kind.optional_names() <= set(values) <= names:
         found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {kind.names()}")
+        raise ConfigError(f"agent.prompts: {path} holds {found}, expected the keys {kind.names()}, or a base and some")
     if memory is not None:
         if memory.memory_choices and not any(MEMORY_TOKENS in str(text) for text in values.values()):
             raise ConfigError(
                 f"budget.memory_choices is {memory.memory_choices}, but no text of agent.prompts {name!r} says which "
-                f"of them holds; write {MEMORY_TOKENS} into one"
+                f"of them holds; memsearcher_limit and memagent_limit do, or write {MEMORY_TOKENS} into your own set"
             )
         limit = str(memory.memory_tokens)
         values = {key: t.replace(MEMORY_TOKENS, limit) if isinstance(t, str) else t for key, t in values.items()}
     return kind(**values)
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"agent.prompts is {name!r}: neither a built-in prompt set ({_built_in()}) nor a file that can be read",
+            absent="" if path.exists() else name,
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _base(name: Any, path: Path) -> dict[str, Any]:
+    """Returns the texts of the built-in set that a prompt set changes in part. It has no base itself."""
+    file = BUILT_IN / f"{name}.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"agent.prompts: {path} has base {name!r}, which is not a built-in prompt set ({_built_in()})"
+        )
+    return _read(file, str(name))
+
+
+def _built_in() -> str:
+    return ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
 
 
 def split_slots(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,17 @@ import pytest
 import yaml
 from agent_builders import Library, ScriptedEngine, build_question, build_tokenizer
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.memsearcher import MemSearcherPrompts
 from mempipe.agents.prompt_set import BUILT_IN, load_prompts
 from mempipe.config import RunConfig
+from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_config
-from mempipe.rollout import make_gold_logprobs, make_renderer, make_rollout
+from mempipe.rollout import budget_variants, make_gold_logprobs, make_renderer, make_rollout
 from mempipe.settings import ConfigError
 from mempipe.types import Trajectory
+from pipelines.demonstrations import demonstrations
 
 CHOICES = [2, 4, 8]
 SEARCH = 'look</think><tool_call>{"name": "wikipedia_search", "arguments": {"query": "q"}}</tool_call>'
@@ -109,3 +113,34 @@ def test_a_limit_that_no_prompt_states_is_refused(config):
     with pytest.raises(ConfigError, match=r"no text of agent.prompts 'memsearcher' says which"):
         make_renderer(silent, tokenizer=build_tokenizer())
     assert "{memory_tokens}" in load_prompts(config.agent.prompts, MemSearcherPrompts).system
+
+
+@pytest.mark.parametrize(("agent", "prompts"), [("memsearcher", "memsearcher_limit"), ("memagent", "memagent_limit")])
+def test_a_shipped_set_states_the_limit(agent, prompts):
+    budget = {"memory_tokens": 512, "memory_choices": [128, 512]}
+    config = parse_config({"agent": {"name": agent, "prompts": prompts}, "budget": budget})
+    for variant, limit in zip(budget_variants(config), (128, 512), strict=True):
+        kind = variant.agent_spec.prompts
+        assert kind is not None and isinstance(variant.budget, MemoryBudget)
+        texts = dataclasses.asdict(load_prompts(prompts, kind, memory=variant.budget))
+        assert any(f"in at most {limit} tokens" in text for text in texts.values())
+        make_renderer(variant, tokenizer=build_tokenizer())
+
+
+@pytest.mark.slow
+def test_demonstrations_keep_to_the_limit_that_their_prompt_states(world):
+    changes = {
+        "agent": {"prompts": "tiny_limit"},
+        "budget": {"memory_tokens": 32, "memory_choices": [8, 16, 32]},
+        "warm_start": {"num_clean_trajectories": 48, "num_noisy_trajectories": 0, "num_held_out": 0},
+    }
+    sections = {name: getattr(world, name).model_copy(update=values) for name, values in changes.items()}
+    config = world.model_copy(update=sections)
+    tokenizer = load_tokenizer(config.model.path)
+    longest = dict.fromkeys((8, 16, 32), 0)
+    for group in demonstrations(config).clean:
+        for context in group.trajectories[0].contexts:
+            told = re.search(r"\n(\d+)\n<memory>", tokenizer.decode(context.token_ids[: context.num_prompt_tokens]))
+            assert told is not None and context.num_new_memory_tokens <= int(told[1])
+            longest[int(told[1])] = max(longest[int(told[1])], context.num_new_memory_tokens)
+    assert 0 < longest[8] < longest[16] and longest[32] > 8, "each limit is drawn, and a larger memory holds more"

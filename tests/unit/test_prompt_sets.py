@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from agent_builders import CALL, Library, ScriptedEngine, build_question, build_
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import BUILT_IN as PROMPTS
-from mempipe.agents.prompt_set import split_slots
+from mempipe.agents.prompt_set import load_prompts, split_slots
 from mempipe.agents.protocol import UnfitQuestion, parse_answer, parse_memory
 from mempipe.agents.react import ReactPrompts
 from mempipe.agents.registry import BUILT_IN as AGENTS
@@ -44,7 +45,8 @@ PAIRS = [(agent, prompts) for prompts in SETS for agent in AGENTS if takes(agent
 def texts_of(prompts: str) -> dict[str, str]:
     """The texts of a set, with its slots empty."""
     values = yaml.safe_load((PROMPTS / f"{prompts}.yaml").read_text())
-    return {key: "".join(split_slots(text)[::2]) for key, text in values.items()}
+    texts = texts_of(base) if (base := values.pop("base", "")) else {}
+    return texts | {key: "".join(split_slots(text)[::2]) for key, text in values.items()}
 
 
 def echoes(text: str) -> Iterator[str]:
@@ -112,6 +114,7 @@ async def test_a_golden_answer_is_probed_where_the_policy_would_write_it(agent, 
 
 WITH_INSTRUCTIONS = [("memsearcher", "memsearcher"), ("memagent", "memagent"), ("memtrain", "memtrain")]
 WITH_INSTRUCTIONS += [("mem1", "mem1"), ("react", "react"), ("full_text", "full_text")]
+WITH_INSTRUCTIONS += [("memsearcher", "memsearcher_limit"), ("memagent", "memagent_limit")]
 
 
 @pytest.mark.parametrize(("agent", "prompts"), PAIRS)
@@ -143,3 +146,26 @@ def test_a_text_of_instructions_has_a_slot_for_each_of_both():
     with pytest.raises(ConfigError, match=r"prompts.instructions lacks the slot \{question\}"):
         ReactPrompts(**values | {"instructions": "{instructions}"})
     assert ReactPrompts(**values | {"instructions": ""}).instructions == ""
+
+
+def test_a_set_may_change_some_texts_of_a_built_in_one(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("base: react\nuser: 'Q: {question}'\n")
+    built_in = load_prompts("react", ReactPrompts)
+    assert load_prompts(str(own), ReactPrompts) == dataclasses.replace(built_in, user="Q: {question}")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("base: raect\n", r"own.yaml has base 'raect', which is not a built-in prompt set \(.*react"),
+        ("base: [react]\n", "which is not a built-in prompt set"),
+        ("base: ../../secrets\n", "which is not a built-in prompt set"),
+        ("base: memagent\n", r"own.yaml holds \[.*\], expected the keys \[.*\], or a base and some"),
+        ("base: react\nusre: x\n", r"own.yaml holds \[.*'usre'\], expected the keys"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(tmp_path, text, sentence):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_prompts(str(tmp_path / "own.yaml"), ReactPrompts)
