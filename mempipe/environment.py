@@ -25,7 +25,8 @@ LOCAL_CLUSTER = {
     "RAY_worker_niceness": "0",
     # A node gives up on its own parts after half a minute, which a busy machine may need.
     "RAY_agent_register_timeout_ms": "300000",
-    "RAY_raylet_start_wait_time_s": "120",
+    # A node that is not up by then never is: it has ended because an agent took 15 s to start, and nobody was told.
+    "RAY_raylet_start_wait_time_s": "45",
 }
 """Variables of the Ray node that a run starts for itself."""
 
