@@ -31,16 +31,19 @@ os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, befor
 HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")
 """Folders whose tests go one at a time, since each starts a job, a cluster or an engine."""
 ON_RAY = HEAVY[:2]
+TWO_RANKS = [f"tests/unit/test_{name}.py" for name in ("checkpoint", "learner", "offload", "sharded_reference")]
+"""Files whose scenarios run one after another in the same two processes (`learner_setup.run_two_ranks`)."""
 COSTLY = {"two_ranks", "minilm"}
 """Fixtures that cost seconds: two more interpreters with torch, and a sentence encoder with its library."""
 NUM_SLOWEST = 12
 
 
 class OneHeavyTestAtATime(LoadFileScheduling):
-    """Gives each worker whole files, and all files of a heavy folder to one worker."""
+    """Gives each worker whole files; all files of a heavy folder to one worker, and all that share two ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in HEAVY if nodeid.startswith(folder)), super()._split_scope(nodeid))
+        file = super()._split_scope(nodeid)
+        return "two ranks" if file in TWO_RANKS else next((each for each in HEAVY if nodeid.startswith(each)), file)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing
+import torch.distributed
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -140,20 +144,69 @@ def make_learner(folder: Path, **changes: Any) -> Learner:
     return Learner(LearnerSettings(**made, **arguments), **placement)
 
 
+class TwoRanks:
+    """Two processes that run scenarios one after another. They are fresh interpreters, as learner actors are: a fork of
+    a process that holds the threads of polars, Arrow and OpenMP may crash.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(2)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve_rank, args=(rank, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    @property
+    def usable(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, scenario: Callable[..., None], *arguments: Any) -> None:
+        (port,) = free_ports(1)
+        for connection in self._connections:
+            connection.send((scenario, port, arguments))
+        waiting = {*self._connections}
+        try:
+            while waiting:
+                for connection in multiprocessing.connection.wait(waiting):
+                    if trace := connection.recv():
+                        raise AssertionError(trace)
+                    waiting.remove(connection)
+        except BaseException:  # the other one waits for it
+            for process in self._processes:
+                process.kill()
+                process.join()
+            raise
+
+
+def _serve_rank(rank: int, connection: Connection) -> None:
+    faulthandler.enable()  # a crash below Python says where
+    while True:
+        scenario, port, arguments = connection.recv()
+        try:
+            scenario(rank, port, *arguments)
+        except BaseException:
+            connection.send(traceback.format_exc())
+        else:
+            connection.send("")
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+_two_ranks: list[TwoRanks] = []
+
+
 def run_two_ranks(scenario: Callable[..., None], *arguments: Any) -> None:
     """Runs `scenario(rank, port, *arguments)` in two processes, where `port` is the same free one. Raises what one of
-    them raised.
-
-    They are fresh interpreters, as learner actors are: a fork of a process that holds the threads of polars, Arrow and
-    OpenMP may crash.
+    them raised. The processes stay for the next scenario: importing torch takes them longer than the scenario.
     """
-    (port,) = free_ports(1)
-    torch.multiprocessing.spawn(_run_rank, args=(scenario, port, *arguments), nprocs=2)
-
-
-def _run_rank(rank: int, scenario: Callable[..., None], port: int, *arguments: Any) -> None:
-    faulthandler.enable()  # a crash below Python says where
-    scenario(rank, port, *arguments)
+    if not (_two_ranks and _two_ranks[-1].usable):
+        _two_ranks.append(TwoRanks())
+    _two_ranks[-1].run(scenario, *arguments)
 
 
 def assert_close(
