@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     prepare_process()
     try:
+        _check_working_folder()
         with signals_interrupt():
             return arguments.command(arguments) or 0
     except ConfigError as error:
@@ -47,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
+
+
+def _check_working_folder() -> None:
+    """Raises ConfigError if the working folder has been removed: every relative path would be a bare "No such file"."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder of this command was removed; change to another folder") from error
 
 
 def _is_fault(error: Exception) -> bool:

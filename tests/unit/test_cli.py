@@ -146,6 +146,16 @@ def test_options_that_are_none_are_refused(words, capsys):
         main(["train", "c.yaml", "seed=1", *words])
 
 
+def test_a_working_folder_that_was_removed_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor", "any.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the working folder of this command was removed; change to another folder\n"
+    )
+
+
 def test_data_world_prints_passages_and_answerable_questions(capsys):
     assert main(["data", "world", "--seed", "3", "--questions", "3"]) == 0
     out = capsys.readouterr().out
