@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 SEED   ?= 1
 GPU    := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 BF16   := $(shell grep -m1 -o -w -e amx_bf16 -e avx512_bf16 /proc/cpuinfo 2>/dev/null)
-WORKERS ?= $(if $(GPU),0,3)
+WORKERS ?= $(if $(GPU),0,2)
 # A GPU, and a CPU with instructions for bfloat16, multiply several times as fast in it; other CPUs not.
 DTYPE  ?= $(if $(GPU)$(BF16),bfloat16,float32)
 MERGE  := $(if $(filter float32,$(DTYPE)),true,false)
@@ -15,6 +15,8 @@ SUFFIX := $(if $(filter-out 1,$(SEED)),-seed-$(SEED))
 # Several processes share the cores: an idle OpenMP thread must sleep, not spin (up to 8x in decoding).
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
+# A run starts dozens of processes, and each would compile the package again where this is set.
+export PYTHONDONTWRITEBYTECODE :=
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
@@ -30,7 +32,7 @@ real: setup  ## train a real language model on Wikipedia text: CORPUS=FILE for y
 		model.dtype=$(DTYPE) model.lora_merge=$(MERGE) $(if $(CORPUS),data.corpus=$(CORPUS)) --resume-if-exists
 
 test: setup lint  ## test every promise and every real part on the devices of this machine
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # three for two cores: tests wait too; a GPU takes one test
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # a test on a GPU needs it alone, so WORKERS is 0 there
 
 test-fast: setup  ## run the tests without cluster, engine and training, seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance

@@ -60,8 +60,9 @@ def run_trials(
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_SIGINT_HANDLER": "1"}
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
     os.environ |= {"RAY_AIR_NEW_OUTPUT": "0"}  # its tables; `_Progress` says what happens
-    # It warns about missing files of loggers that are off.
-    logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
+    # It warns about missing files of loggers that are off, and about half a second of its own on a busy machine.
+    for name in ("ray.tune.analysis.experiment_analysis", "ray.tune.utils.util"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(_run, {"cpu": _CPUS}),

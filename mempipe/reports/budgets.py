@@ -236,10 +236,10 @@ def _seed_heads(*, seeds: bool, trained: bool) -> list[str]:
 
 def _measured_cells(measured: Measured, model: ModelSize | None, *, seeds: bool, trained: bool) -> list[str]:
     by_seed = ", ".join(f"{100 * score:.1f}" for score in measured.by_seed)
-    over = _percent(measured.over_trainings) if measured.over_trainings else "–"
+    over = _percent(measured.over_trainings, least=0.0) if measured.over_trainings else "–"
     cache = "–" if model is None else _size(measured.largest_context * model.cache_bytes_per_token)
     cost = [f"{measured.tokens_per_question:,.0f}", f"{measured.seconds_per_question:.2f}"]
-    scores = [_percent(measured.score), *[by_seed] * seeds, *[over] * trained]
+    scores = [_percent(measured.score, least=0.0), *[by_seed] * seeds, *[over] * trained]
     return [*scores, *cost, f"{measured.largest_context:,.0f}", cache]
 
 
@@ -265,6 +265,9 @@ def _points(share: float) -> str:
     return f"{value} point{'s' * (value != '1')}"
 
 
-def _percent(interval: Interval) -> str:
-    ends = f"({100 * interval.low:.1f} to {100 * interval.high:.1f})" if interval.is_bounded else NO_INTERVAL
+def _percent(interval: Interval, *, least: float = -1.0) -> str:
+    """Writes a share, or by default a difference of shares. The interval of a few trainings may exceed the range of
+    shares, so it is cut at `least` and at 1."""
+    low, high = max(interval.low, least), min(interval.high, 1.0)
+    ends = f"({100 * low:.1f} to {100 * high:.1f})" if interval.is_bounded else NO_INTERVAL
     return f"{100 * interval.value:.1f} {ends}"

@@ -288,6 +288,12 @@ def test_trainings_that_differ_say_more_than_their_questions():
     assert "by training | over trainings" in text and "60.0, 66.0, 63.0 | 63.0 (55.5 to 70.5)" in text
 
 
+def test_an_interval_over_two_trainings_ends_where_shares_end():
+    text = "\n".join(budget_lines(trained({4: [0.72, 0.95], 8: [0.95, 0.97]})))
+    assert "72.0, 95.0 | 83.5 (0.0 to 100.0)" in text and "95.0, 97.0 | 96.0 (83.3 to 100.0)" in text
+    assert "-12.5 (-100.0 to 100.0)" in text
+
+
 def test_trainings_that_agree_are_enough_and_one_training_is_said_to_be_one():
     same = trained({4: [0.60, 0.66, 0.63], 8: [0.601, 0.66, 0.63]})
     assert told(same) == {"nq": ["enough"]}
