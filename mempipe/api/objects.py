@@ -1,13 +1,12 @@
 """Python objects where a config takes a name: a user-defined reward, tool or agent.
 
 Workers import such an object by its module's name, as they do for `mempipe train`. An object of a notebook or of the
-script that runs has no module that they could import: it is written, as cloudpickle writes it, into a separate module
-in the folder of the run.
+script that runs has no module that they could import: cloudpickle writes it to a file in the folder of the run, next to
+a module that reads it.
 """
 
 from __future__ import annotations
 
-import base64
 import importlib
 import inspect
 import os
@@ -20,17 +19,19 @@ from typing import Any
 
 from mempipe.agents.registry import AgentSpec
 from mempipe.settings import ConfigError
-from mempipe.storage.files import write_text
+from mempipe.storage.files import whole_file, write_text
 
 _MODULE = '''\
-"""Made by mempipe.train: what a notebook or a script passed as a Python object. Delete it with the run."""
+"""Made by mempipe.train: what a notebook or a script passed as Python objects. Delete it with the run."""
 
-import base64
+from pathlib import Path
 
 import cloudpickle
 
-{names} = cloudpickle.loads(base64.b64decode({data!r}))
+globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes()))
 '''
+"""The text never changes: Python takes compiled code for that of a newer text of the same size and second, so the
+objects are in a separate file."""
 
 
 def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any]:
@@ -102,16 +103,17 @@ class _Passed:
         import cloudpickle
 
         try:
-            data = base64.b64encode(cloudpickle.dumps(tuple(self._objects.values()))).decode()
+            data = cloudpickle.dumps(self._objects)
         except Exception as error:  # whatever the object's own state raises
             names = ", ".join(self._objects)
             raise ConfigError(
                 f"{names} cannot be sent to other processes ({error}); put it into a separate module"
             ) from error
-        names = ", ".join(self._objects) + ","
         folder = self._folder / "python"
         try:
-            write_text(folder / f"{self._module}.py", _MODULE.format(names=names, data=data))
+            with whole_file(folder / f"{self._module}.pickle") as partial:
+                partial.write_bytes(data)
+            write_text(folder / f"{self._module}.py", _MODULE)
         except OSError as error:
             raise ConfigError(f"output: {self._folder} cannot be written: {error.strerror}; choose another") from error
         _importable(folder.absolute())

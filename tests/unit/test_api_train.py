@@ -133,7 +133,9 @@ def test_an_object_without_a_module_is_one_that_other_processes_import(tmp_path,
 
 
 def test_another_object_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    """Within a second too, where Python keeps compiled code."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     for value in (1.0, 2.0):
         named = with_names({"reward": {"function": lambda *_, value=value: value}}, folder=tmp_path / "again")
         assert load_user_object(named["reward"]["function"], setting="s")() == value
