@@ -88,9 +88,7 @@ def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None
     """
     built_in = BUILT_IN / f"{name}.yaml"
     path = built_in if built_in.is_file() else Path(name)
-    values = _read(path, name)
-    if isinstance(values, dict) and "base" in values:
-        values = _base(values["base"], path) | {key: text for key, text in values.items() if key != "base"}
+    values = _texts(path, name)
     names = set(kind.names())
     if not isinstance(values, dict) or not names - kind.optional_names() <= set(values) <= names:
         found = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
@@ -106,30 +104,27 @@ def load_prompts(name: str, kind: type[P], *, memory: MemoryBudget | None = None
     return kind(**values)
 
 
-def _read(path: Path, name: str) -> Any:
+def _texts(path: Path, name: str) -> Any:
+    """Returns what the file of a prompt set holds, over the texts of its base, which may have a base itself."""
+    built_in = sorted(file.stem for file in BUILT_IN.glob("*.yaml"))
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"agent.prompts is {name!r}: neither a built-in prompt set ({_built_in()}) nor a file that can be read",
+            f"agent.prompts is {name!r}: neither a built-in prompt set ({', '.join(built_in)}) nor a file that can be "
+            "read",
             absent="" if path.exists() else name,
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"agent.prompts: {path} is not YAML: {' '.join(str(error).split())}") from error
-
-
-def _base(name: Any, path: Path) -> dict[str, Any]:
-    """Returns the texts of the built-in set that a prompt set changes in part. It has no base itself."""
-    file = BUILT_IN / f"{name}.yaml"
-    if not file.is_file():
+    if not isinstance(values, dict) or "base" not in values:
+        return values
+    base = values.pop("base")
+    if base not in built_in:
         raise ConfigError(
-            f"agent.prompts: {path} has base {name!r}, which is not a built-in prompt set ({_built_in()})"
+            f"agent.prompts: {path} has base {base!r}, which is not a built-in prompt set ({', '.join(built_in)})"
         )
-    return _read(file, str(name))
-
-
-def _built_in() -> str:
-    return ", ".join(sorted(file.stem for file in BUILT_IN.glob("*.yaml")))
+    return _texts(BUILT_IN / f"{base}.yaml", base) | values
 
 
 def split_slots(text: str) -> list[str]:

@@ -11,6 +11,7 @@ import yaml
 from agent_builders import CALL, Library, ScriptedEngine, build_question, build_tokenizer
 
 from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.memsearcher import MemSearcherPrompts
 from mempipe.agents.prompt_set import BUILT_IN as PROMPTS
 from mempipe.agents.prompt_set import load_prompts, split_slots
 from mempipe.agents.protocol import UnfitQuestion, parse_answer, parse_memory
@@ -153,6 +154,10 @@ def test_a_set_may_change_some_texts_of_a_built_in_one(tmp_path):
     own.write_text("base: react\nuser: 'Q: {question}'\n")
     built_in = load_prompts("react", ReactPrompts)
     assert load_prompts(str(own), ReactPrompts) == dataclasses.replace(built_in, user="Q: {question}")
+    own.write_text("base: tiny_limit\npassage: '{title}: {text}'\n")  # which has a base itself
+    chained = load_prompts(str(own), MemSearcherPrompts)
+    assert chained == dataclasses.replace(load_prompts("tiny_limit", MemSearcherPrompts), passage="{title}: {text}")
+    assert "{memory_tokens}" in chained.user
 
 
 @pytest.mark.parametrize(
