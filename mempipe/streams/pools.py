@@ -67,7 +67,7 @@ def stream_tables(
                 pool.stage,
                 fn_constructor_args=list(pool.arguments),
                 batch_format="pyarrow",
-                batch_size=None,
+                batch_size=1,  # a block; for actors with GPUs Ray Data insists on a number
                 compute=ActorPoolStrategy(
                     size=pool.size,
                     max_concurrent_calls_per_actor=pool.calls_at_once,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 
@@ -26,6 +27,7 @@ from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB
 from mempipe.settings import ConfigError
+from mempipe.streams.pools import Pool, stream_tables
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
@@ -212,6 +214,28 @@ def test_vectors_have_gpus_of_their_own(gpu_cluster):
     with stubs(8), launch_rollout_actors(config, "placement") as actors:
         (holder,) = gpus_of([*actors.retrievers.values()])
         assert len(holder) == 2 and not {*holder} & {*gpus_of([*actors.generators.values()])[0]}
+
+
+class WithGpu:
+    """A stage of a stream that says which GPUs it sees."""
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return batch.append_column("gpus", pa.array([gpus] * len(batch)))
+
+
+def test_what_a_stream_computes_on_gpus_comes_row_by_row(gpu_cluster):
+    """References score and encoders encode in pools of Ray Data, which lays down rules of its own for GPUs."""
+
+    def read() -> Iterator[pa.Table]:
+        yield from (pa.table({"number": [number], "rows": [["a", "b"]]}) for number in range(5))
+
+    for options in ({"num_cpus": 0, "num_gpus": 0.25}, {"num_cpus": 1, "num_gpus": 1}):
+        pool = Pool(stage=WithGpu, arguments=[], size=2, options=options)
+        tables = list(stream_tables(read, [pool], rows="numbers"))
+        assert [len(table) for table in tables] == [1] * 5
+        assert sorted(table["number"][0].as_py() for table in tables) == list(range(5))
+        assert all(table["gpus"][0].as_py() for table in tables)
 
 
 def test_nothing_is_left_behind(gpu_cluster):
