@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Sequence
@@ -41,6 +42,10 @@ class OwnEngine:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        # vLLM looks for this variable again whenever it reads a message, and both processes must find the same.
+        os.environ.update(
+            {name: settings.variables[name] for name in environment.PICKLED_HANDLES if name in settings.variables}
+        )
         reader = self._vllm.output_handler
         assert reader is not None, "vLLM reads outputs from the moment it is built inside an event loop"
         self.died: asyncio.Future[None] = reader

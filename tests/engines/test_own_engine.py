@@ -26,9 +26,12 @@ from tiny_qwen2 import (
     prompts,
 )
 
+from mempipe import environment
+from mempipe.engines import generator as module
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.proof import canary_gap
+from mempipe.engines.vllm_settings import engine_variables
 from mempipe.engines.weights import WeightHandle, pack_weights
 from mempipe.types import Completion
 from tools.processes import GONE_WITHIN_S
@@ -173,3 +176,20 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+async def test_an_engine_that_is_sent_handles_answers_calls(model_path, temporary, monkeypatch):
+    """Both processes must agree on how results are written: `ipc` makes the engine's write their types."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name in environment.PICKLED_HANDLES:
+        monkeypatch.delenv(name, raising=False)
+    chosen = engine_variables
+    monkeypatch.setattr(
+        module, "engine_variables", lambda *args, **kwargs: chosen(*args, **kwargs) | environment.PICKLED_HANDLES
+    )
+    generator = make_generator(model_path, engine_process="own")
+    await generator.start()
+    try:
+        assert (await generator.held_weights()).checksums
+    finally:
+        await generator.shutdown()
