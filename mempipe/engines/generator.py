@@ -193,8 +193,9 @@ class Generator:
         assert rows is not None, "prompt_logprobs were asked for"
         if from_cache and not num_cached:
             return []
-        first = num_cached + 1  # vLLM fills only the rows that it computed
-        scored = zip(token_ids[first:], rows[first:], strict=True)
+        first = num_cached + 1  # vLLM fills only the rows that it computed; on a GPU it leaves the others out
+        num_computed = len(token_ids) - first
+        scored = zip(token_ids[first:], rows[len(rows) - num_computed :], strict=True)
         return [row[token].logprob for token, row in scored if row is not None]
 
     async def held_weights(self) -> HeldWeights:

@@ -257,6 +257,20 @@ async def test_promise_5_canaries_are_scored_from_the_prefix_cache_too(generator
     assert await generator.score_from_cache(fresh[:65]) == []
     assert len(await generator.score_from_cache(fresh)) == 200 - 6 * 32 - 1, "the first call has cached the whole"
 
+    whole = generator._run
+
+    async def only_what_was_computed(*arguments: Any) -> Any:
+        """vLLM's runner on a GPU leaves the rows out that were found in the cache."""
+        output = await whole(*arguments)
+        output.prompt_logprobs = [None, *output.prompt_logprobs[(output.num_cached_tokens or 0) + 1 :]]
+        return output
+
+    again = await generator.score_from_cache(fresh)
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "_run", only_what_was_computed)
+        assert await generator.score_from_cache(fresh) == again
+        assert len(await generator.score(fresh)) == 199
+
     async def keep_the_cache(*, running: bool) -> bool:
         return True
 
