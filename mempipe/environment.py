@@ -110,5 +110,9 @@ def engine_folder(folder: str, *, temporary: bool) -> dict[str, str]:
 IN_PROCESS_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """A single CPU worker lives in the engine's own process: one process and one hop less."""
 
+NO_FUSED_SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""FlashInfer's sampler gives no log-probs of what it sampled from, so no completion here may use it. Unless told, an
+engine on a GPU imports it, and warns where it cannot compile it."""
+
 PICKLED_HANDLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """vLLM's `ipc` transfer sends pickled CUDA handles, from a learner to an engine of the same run."""

@@ -101,6 +101,8 @@ def engine_variables(config: GenerationConfig, *, device: str, transfer: str) ->
     )
     if transfer == "ipc":
         variables |= environment.PICKLED_HANDLES
+    if device == "cuda":
+        variables |= environment.NO_FUSED_SAMPLER
     if device == "cpu":
         variables |= environment.cpu_engine(num_threads=config.num_threads, kv_cache_gib=config.cpu_kv_cache_gib)
         if config.tensor_parallel == 1:
