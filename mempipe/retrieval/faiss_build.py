@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from mempipe.retrieval.config import FaissConfig
 from mempipe.retrieval.encoders import Vectors
-from mempipe.retrieval.vectors import Scored, merge, num_visible_gpus, set_search_parameters
+from mempipe.retrieval.gpu_vectors import faiss_computes, num_visible_gpus
+from mempipe.retrieval.vectors import Scored, merge, set_search_parameters
 from mempipe.settings import ConfigError
 
 EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?")
@@ -34,11 +35,10 @@ def make_index(config: FaissConfig, dimension: int) -> Any:
 
 
 def train_index(index: Any, sample: Vectors) -> None:
-    """Trains the index, with the centroids on GPUs where there are any."""
-    if num_visible_gpus():
-        lists = faiss.try_extract_index_ivf(index)
-        if lists is not None:
-            lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
+    """Trains the index, with the centroids on GPUs where faiss can use some."""
+    lists = faiss.try_extract_index_ivf(index) if num_visible_gpus() else None
+    if lists is not None and faiss_computes():
+        lists.clustering_index = faiss.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d))
     index.train(sample)
 
 

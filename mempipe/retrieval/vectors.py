@@ -8,7 +8,6 @@ ordered by row. So shards answer as one index. Other indexes (IVF, HNSW, transfo
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from threadpoolctl import threadpool_limits
 
 from mempipe.retrieval.encoders import Vectors
 from mempipe.retrieval.fusion import Scored
+from mempipe.retrieval.gpu_vectors import gpu_copy, num_visible_gpus
 from mempipe.settings import ConfigError
 
 Rows = tuple[int, int]
@@ -35,8 +35,6 @@ proposes candidates.
 SCAN_BLOCK = 2**20  # numbers at once, when all rows must be scored after all
 NUM_SPARE = 16
 """Candidates beyond those asked for: faiss rounds scores in another way, which may reorder nearly equal ones."""
-GPU_TEMP_BYTES = 2**28
-"""Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
 
 
 def search_thread(num_threads: int) -> ThreadPoolExecutor:
@@ -83,7 +81,7 @@ class Shard:
             set_search_parameters(self._index, search)
         self.num_vectors, self.dimension = int(self._index.ntotal), int(self._index.d)
         self.is_exhaustive = isinstance(self._index, faiss.IndexFlatCodes)
-        self._gpu_index = None if gpu is None else _gpu_copy(self._index, gpu)
+        self._gpu_index = None if gpu is None else gpu_copy(self._index, gpu)
         self._plain: Vectors | None = None  # a view of the memory-mapped file, [num_vectors, dimension]
         if isinstance(self._index, faiss.IndexFlat):
             self._plain = faiss.rev_swig_ptr(self._index.get_xb(), self.num_vectors * self.dimension).reshape(
@@ -198,11 +196,6 @@ def open_shards(files: Sequence[Path], *, search: str = "") -> VectorIndex:
     return shards[0] if len(shards) == 1 else Shards(shards, num_threads=max(num_gpus, 1))
 
 
-def num_visible_gpus() -> int:
-    """Returns the number of GPUs that faiss can use here; an actor sees only those that it was given."""
-    return faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
-
-
 def merge(parts: Sequence[Scored], count: int) -> Scored:
     """Returns the best `count` of answers about different rows; equal scores by row."""
     if len(parts) == 1:
@@ -249,22 +242,3 @@ def _rank(rows: npt.NDArray[np.int64], vectors: Vectors, query: Vectors, *, coun
     scores = (vectors.astype(np.float64) @ query.astype(np.float64)).astype(np.float32)
     order = np.argsort(-scores, kind="stable")[:count]
     return rows[order], scores[order]
-
-
-def _gpu_copy(index: Any, gpu: int) -> Any:
-    """Returns the index in float16 on a GPU; None for kinds that GPUs cannot search, and when it does not fit.
-
-    A shard is completely on one GPU: faiss cannot split every kind (SQfp16 among them) over several.
-    """
-    options = faiss.GpuClonerOptions()
-    options.useFloat16 = True
-    # Of its own: shards are searched at the same time, and one set of resources serves one search at a time.
-    resources = faiss.StandardGpuResources()
-    resources.setTempMemory(GPU_TEMP_BYTES)
-    try:
-        return faiss.index_cpu_to_gpu(resources, gpu, index, options)
-    except RuntimeError as error:
-        logging.getLogger(__name__).warning(
-            "a faiss %s stays on the CPU, GPU %d cannot hold it: %s", type(index).__name__, gpu, error
-        )
-        return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mempipe.retrieval import vectors
+from mempipe.retrieval import gpu_vectors, vectors
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.types import Passage
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not vectors.num_visible_gpus(), reason="needs a CUDA device and the faiss-gpu package"),
+    pytest.mark.skipif(not gpu_vectors.num_visible_gpus(), reason="needs a CUDA device and the faiss-gpu package"),
 ]
 
 

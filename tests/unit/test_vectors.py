@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mempipe.retrieval import gpu_vectors
 from mempipe.retrieval import vectors as module
+from mempipe.retrieval.gpu_vectors import TorchCopy
 from mempipe.retrieval.vectors import Shard, Shards, merge, open_shards
 from mempipe.settings import ConfigError
 
@@ -152,6 +154,7 @@ class Gpus:
         monkeypatch.setattr(faiss, "GpuClonerOptions", Options, raising=False)
         monkeypatch.setattr(faiss, "get_num_gpus", lambda: self.count, raising=False)
         monkeypatch.setattr(faiss, "index_cpu_to_gpu", self.copy, raising=False)
+        monkeypatch.setattr(gpu_vectors, "faiss_computes", lambda: True)
 
     def copy(self, resources: object, gpu: int, index: faiss.Index, options: object) -> faiss.Index:
         assert options.useFloat16 and all(resources is not other for other in self.resources)
@@ -189,6 +192,47 @@ def test_a_shard_that_no_gpu_can_hold_stays_on_the_cpu_and_says_so(tmp_path, mon
     opened = open_shards([index_file(tmp_path / "a", VECTORS)])
     assert "IndexFlatIP stays on the CPU" in caplog.text
     assert as_lists(opened.search(QUERIES[:1], 3)) == [by_numpy(QUERIES[0], 3)]
+
+
+def test_a_faiss_that_cannot_compute_on_its_gpus_is_found_out_in_another_process(monkeypatch, caplog):
+    """As the wheels for GPUs do on an H100, for which they hold no code; the faiss of this test knows no GPU at all."""
+    gpu_vectors.faiss_computes.cache_clear()
+    assert not gpu_vectors.faiss_computes()
+    assert "faiss cannot use this machine's GPUs: NameError" in caplog.text
+    monkeypatch.setattr(gpu_vectors, "PROBE", "import os; os.abort()")
+    gpu_vectors.faiss_computes.cache_clear()
+    assert not gpu_vectors.faiss_computes()
+    assert "its process ended with -6" in caplog.text
+    monkeypatch.setattr(gpu_vectors, "PROBE", "import faiss")
+    gpu_vectors.faiss_computes.cache_clear()
+    assert gpu_vectors.faiss_computes()
+    gpu_vectors.faiss_computes.cache_clear()
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQfp16", "SQ8"])
+@pytest.mark.parametrize("temporary", [2**28, 8 * 11 * 40])
+def test_where_faiss_has_no_code_for_a_gpu_torch_proposes_the_same_rows(tmp_path, monkeypatch, factory, temporary):
+    """On torch's CPU device, in one block and in many."""
+    Gpus(1).install(monkeypatch)
+    monkeypatch.setattr(gpu_vectors, "faiss_computes", lambda: False)
+    monkeypatch.setattr(gpu_vectors, "TorchCopy", lambda index, device: TorchCopy(index, "cpu"))
+    monkeypatch.setattr(gpu_vectors, "GPU_TEMP_BYTES", temporary)
+    monkeypatch.setattr(gpu_vectors, "BLOCK", 64)
+    monkeypatch.setattr(module, "SCAN_LIMIT", 0)
+    file = index_file(tmp_path / "i", VECTORS, factory)
+    opened, plain = open_shards([file]), Shard(file)
+    assert isinstance(opened._gpu_index, TorchCopy)
+    assert as_lists(opened.search(QUERIES, 7)) == as_lists(plain.search(QUERIES, 7))
+    scores, rows = opened._gpu_index.search(QUERIES[:2], N)
+    assert sorted(rows[0].tolist()) == list(range(N)) and (np.diff(scores) <= 0).all()
+
+
+def test_an_index_that_torch_cannot_search_stays_on_the_cpu_and_says_so(tmp_path, monkeypatch, caplog):
+    Gpus(1).install(monkeypatch)
+    monkeypatch.setattr(gpu_vectors, "faiss_computes", lambda: False)
+    opened = open_shards([index_file(tmp_path / "a", VECTORS, "IVF16,Flat")], search="nprobe=16")
+    assert "IndexIVFFlat stays on the CPU, GPU 0 cannot hold it: faiss has no code for this GPU" in caplog.text
+    assert [rows.tolist() for rows, _ in opened.search(QUERIES[:1], 3)] == [by_numpy(QUERIES[0], 3)[0]]
 
 
 @settings(max_examples=100)
