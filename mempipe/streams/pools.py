@@ -7,6 +7,7 @@ reach the caller under their own name, since Ray Data leaves only their text.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayTaskError
+from ray.util.annotations import RayDeprecationWarning
 
 from mempipe.actors.lost import RoleLost, is_lost, one_line
 from mempipe.settings import ConfigError
@@ -63,18 +65,20 @@ def stream_tables(
     with DataContext.current(context):
         dataset = ray.data.read_datasource(_Source(read, rows), override_num_blocks=1, num_cpus=SOURCE_CPUS)
         for pool in pools:
-            dataset = dataset.map_batches(
-                pool.stage,
-                fn_constructor_args=list(pool.arguments),
-                batch_format="pyarrow",
-                batch_size=1,  # a block; for actors with GPUs Ray Data insists on a number
-                compute=ActorPoolStrategy(
-                    size=pool.size,
-                    max_concurrent_calls_per_actor=pool.calls_at_once,
-                    max_tasks_in_flight_per_actor=pool.calls_at_once,
-                ),
-                **pool.options,
-            )
+            with warnings.catch_warnings():  # Ray Data has no parameter of its own yet for where an actor is placed
+                warnings.simplefilter("ignore", RayDeprecationWarning)
+                dataset = dataset.map_batches(
+                    pool.stage,
+                    fn_constructor_args=list(pool.arguments),
+                    batch_format="pyarrow",
+                    batch_size=1,  # a block; for actors with GPUs Ray Data insists on a number
+                    compute=ActorPoolStrategy(
+                        size=pool.size,
+                        max_concurrent_calls_per_actor=pool.calls_at_once,
+                        max_tasks_in_flight_per_actor=pool.calls_at_once,
+                    ),
+                    **pool.options,
+                )
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except RayTaskError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,16 +125,28 @@ def gpus_of(actors: list[Any]) -> list[list[str]]:
     return [place["gpus"] for place in places(actors)]
 
 
+class WithGpu:
+    """A stage of a stream that says which GPUs it sees."""
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return batch.append_column("gpus", pa.array([gpus] * len(batch)))
+
+
+def streamed(options: Mapping[str, Any]) -> list[pa.Table]:
+    """Five rows that went through a pool of one actor with these resources."""
+
+    def read() -> Iterator[pa.Table]:
+        yield from (pa.table({"number": [number], "rows": [["a", "b"]]}) for number in range(5))
+
+    return list(stream_tables(read, [Pool(stage=WithGpu, arguments=[], size=1, options=options)], rows="numbers"))
+
+
 def reference_gpus(roles: Roles) -> list[list[str]]:
-    """Where Ray Data would start the reference models."""
-    pool = roles.references
-    assert pool is not None
-    actors = [start_actor(Stub, pool.options) for _ in range(pool.size)]
-    try:
-        return gpus_of(actors)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    """Where Ray Data starts the reference model."""
+    assert roles.references is not None and roles.references.size == 1
+    (gpus,) = {table["gpus"][0].as_py() for table in streamed(roles.references.options)}
+    return [gpus.split(",")]
 
 
 @contextmanager
@@ -216,23 +228,10 @@ def test_vectors_have_gpus_of_their_own(gpu_cluster):
         assert len(holder) == 2 and not {*holder} & {*gpus_of([*actors.generators.values()])[0]}
 
 
-class WithGpu:
-    """A stage of a stream that says which GPUs it sees."""
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return batch.append_column("gpus", pa.array([gpus] * len(batch)))
-
-
 def test_what_a_stream_computes_on_gpus_comes_row_by_row(gpu_cluster):
     """References score and encoders encode in pools of Ray Data, which lays down rules of its own for GPUs."""
-
-    def read() -> Iterator[pa.Table]:
-        yield from (pa.table({"number": [number], "rows": [["a", "b"]]}) for number in range(5))
-
     for options in ({"num_cpus": 0, "num_gpus": 0.25}, {"num_cpus": 1, "num_gpus": 1}):
-        pool = Pool(stage=WithGpu, arguments=[], size=2, options=options)
-        tables = list(stream_tables(read, [pool], rows="numbers"))
+        tables = streamed(options)
         assert [len(table) for table in tables] == [1] * 5
         assert sorted(table["number"][0].as_py() for table in tables) == list(range(5))
         assert all(table["gpus"][0].as_py() for table in tables)
