@@ -12,7 +12,7 @@ from shapes import GPU, start_afresh
 
 from mempipe.planning.capacity import GIB
 
-ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_job_gpu"]
+ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_phases_gpu", "test_job_gpu"]
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
 FASTEST = "tokens/s"
 """Of tests with several choices of settings, the one with the most of these is named."""
@@ -70,6 +70,7 @@ def _choices(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
     by_test: dict[str, dict[str, float]] = defaultdict(dict)
     for node, numbers in found.items():
         test, _, choice = node.rpartition("::")[2].removesuffix("]").partition("[")
-        if "=" in choice and FASTEST in numbers:  # other tests are played with several models
-            by_test[test][choice] = numbers[FASTEST]
+        model, _, setting = choice.rpartition("B-")  # of tests that are played with several models
+        if "=" in setting and FASTEST in numbers:
+            by_test[f"{test}[{model}B]" if model else test][setting] = numbers[FASTEST]
     return {test: choices for test, choices in by_test.items() if len(choices) > 1}

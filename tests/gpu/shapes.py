@@ -5,9 +5,12 @@ Without a GPU the same parts run with a tiny model: a rehearsal, which finds mis
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mempipe.config import RunConfig
+from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
+from mempipe.engines.weights import WeightHandle
 from mempipe.loader import load_config
 from mempipe.planning.capacity import KNOWN, Shape
 from mempipe.types import TrainingSample
@@ -111,3 +116,36 @@ def make_samples(shape: Shape, *, seed: int = 0) -> list[TrainingSample]:
         )
         for i in range(CONTEXTS)
     ]
+
+
+def make_siblings(shape: Shape, *, seed: int = 0) -> list[TrainingSample]:
+    """`make_samples` whose contexts begin with the same three quarters, as siblings that read one chunk do."""
+    first, *others = make_samples(shape, seed=seed)
+    shared = 3 * CONTEXT_TOKENS // 4
+    own = [0] * shared + [1] * (CONTEXT_TOKENS - shared)
+    return [
+        replace(
+            sample,
+            token_ids=[*first.token_ids[:shared], *sample.token_ids[shared:]],
+            loss_mask=own,
+            trajectory_tokens=sum(own),
+            logprobs=[old * mine for old, mine in zip(sample.logprobs, own, strict=True)],
+        )
+        for sample in (first, *others)
+    ]
+
+
+class Control:
+    """Reaches the engine from the thread that sends."""
+
+    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
+        self._generator, self._loop = generator, loop
+
+    def connect(self, init_info: dict[str, Any]) -> None:
+        self._wait(self._generator.connect(init_info))
+
+    def load(self, handle: WeightHandle) -> None:
+        self._wait(self._generator.load_weights(handle, handle.version))
+
+    def _wait(self, call: Any) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()

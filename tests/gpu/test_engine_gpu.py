@@ -17,6 +17,7 @@ from shapes import (
     CONTEXT_TOKENS,
     GPU,
     SMALL,
+    Control,
     make_learner,
     make_model,
     make_samples,
@@ -31,7 +32,7 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.engines.learner import Learner
 from mempipe.engines.proof import Proof, check_canary, check_engines
-from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights
+from mempipe.engines.weights import GpuWeightSender, pack_weights
 from mempipe.rl.packing import pack_step
 
 pytestmark = [pytest.mark.gpu, played_anywhere]
@@ -164,19 +165,3 @@ async def test_weights_go_from_learner_to_engine_on_the_gpu(model, can_sleep, me
                 measured |= await proven(generator, learner, version=version, tolerance=config.canary_tolerance)
     finally:
         learner.close()
-
-
-class Control:
-    """Reaches the engine from the thread that sends."""
-
-    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop) -> None:
-        self._generator, self._loop = generator, loop
-
-    def connect(self, init_info: dict[str, Any]) -> None:
-        self._wait(self._generator.connect(init_info))
-
-    def load(self, handle: WeightHandle) -> None:
-        self._wait(self._generator.load_weights(handle, handle.version))
-
-    def _wait(self, call: Any) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result()

@@ -18,6 +18,7 @@ from shapes import (
     make_learner,
     make_model,
     make_samples,
+    make_siblings,
     run_config,
     shape_of,
     start_afresh,
@@ -31,6 +32,8 @@ from mempipe.planning.ledger import rank_needs, reference_needs
 from mempipe.rl.packing import MicroBatch, pack_step
 
 pytestmark = pytest.mark.gpu
+TAUGHT = pytest.StashKey[dict[str, tuple[float, float]]]()
+"""Loss and gradient norm of the siblings' first update, by model, as the first way of computing it gave them."""
 
 
 @pytest.fixture(scope="module", params=[SMALL, LARGE], ids=["0.5B", "3B"])
@@ -73,6 +76,27 @@ def test_updates_fit_in_what_doctor_says_and_move_the_model(model, setting, meas
     measured["tokens/s"] = last["tokens_per_second"]
     if "model_flops_utilization" in last:
         measured["MFU"] = last["model_flops_utilization"]
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["learner.share_prefixes=false", "learner.share_prefixes=true"])
+def test_siblings_that_share_a_prefix_cost_less_and_teach_the_same(model, share, measured, request):
+    name, folder = model
+    config = run_config(folder, f"learner.share_prefixes={share}")
+    skip_unless_it_fits(rank_needs(config, shape_of(name), num_ranks=1, transfer="ipc")["learn"])
+    siblings = make_siblings(shape_of(name))
+    ((batch,),) = pack_step(
+        siblings, num_ranks=1, max_tokens=CONTEXTS * CONTEXT_TOKENS, aggregation="token", share_prefixes=share
+    )
+    learner = make_learner(config)
+    try:
+        first, last = (learner.step([[batch]])[0] for _ in range(2))
+    finally:
+        learner.close()
+    measured["tokens/s"] = sum(len(sample.token_ids) for sample in siblings) / last["seconds"]
+    seen = request.config.stash.setdefault(TAUGHT, {})
+    loss, norm = seen.setdefault(name, (first["loss"], first["grad_norm"]))
+    assert first["loss"] == pytest.approx(loss, rel=0.02)
+    assert first["grad_norm"] == pytest.approx(norm, rel=0.05)
 
 
 def test_the_reference_scores_as_the_learner_does(model, measured):
