@@ -1,7 +1,7 @@
 """Clients of the OpenAI API that no extra installs, unchanged against the agent service.
 
-With `pip install instructor`, or `pip install llama-index-llms-openai-like` in an environment of its own (it needs an
-older openai), these tests run; without them they are skipped.
+With `pip install instructor inspect-ai`, or `pip install llama-index-llms-openai-like` in an environment of its own (it
+needs an older openai), these tests run; without them they are skipped.
 """
 
 from __future__ import annotations
@@ -73,3 +73,26 @@ def test_instructor_is_refused_by_name_where_it_needs_a_tool(service):
     client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
     reply = client.chat.completions.create(model="tiny", messages=said, response_model=None)
     assert reply.choices[0].message.content == GOLD
+
+
+def test_inspect_evaluates_the_agent_on_a_task(service, tmp_path):
+    inspect = pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
+    dataset = pytest.importorskip("inspect_ai.dataset")
+    solver, scorer = pytest.importorskip("inspect_ai.solver"), pytest.importorskip("inspect_ai.scorer")
+    model = pytest.importorskip("inspect_ai.model")
+    task = inspect.Task(
+        dataset=dataset.MemoryDataset([dataset.Sample(id=i, input=TWO_HOPS.text, target=GOLD) for i in (1, 2, 3)]),
+        solver=[solver.system_message("be brief"), solver.generate()],
+        scorer=scorer.exact(),
+    )
+    settings = model.GenerateConfig(max_tokens=60, temperature=0.0, seed=3, max_retries=0)
+    agent = model.get_model(
+        "openai-api/mempipe/tiny", base_url=f"{service.url}/v1", api_key="none", config=settings, memoize=False
+    )
+    (log,) = inspect.eval(task, model=agent, display="none", log_dir=str(tmp_path), fail_on_error=True)
+    assert log.status == "success", log.error
+    assert [sample.output.completion for sample in log.samples] == [GOLD] * 3
+    assert log.results.scores[0].metrics["mean"].value == 1.0
+    usage = log.samples[0].output.usage
+    assert usage.output_tokens and usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert max(service.engine.limits) <= 60
