@@ -12,7 +12,7 @@ from shapes import GPU, start_afresh
 
 from mempipe.planning.capacity import GIB
 
-ORDER = ["test_learner_gpu", "test_shapes_gpu", "test_index_gpu", "test_engine_gpu", "test_phases_gpu", "test_job_gpu"]
+ORDER = [f"test_{name}_gpu" for name in ("learner", "shapes", "index", "engine", "phases", "job", "kills")]
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
 FASTEST = "tokens/s"
 """Of tests with several choices of settings, the one with the most of these is named."""

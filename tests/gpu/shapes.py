@@ -34,6 +34,11 @@ played_anywhere = pytest.mark.skipif(
     reason="needs a CUDA device; MEMPIPE_REHEARSE=1 plays it with a tiny model on CPUs",
 )
 
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
+
+
 PRESET = ROOT / "jobs" / "configs" / "memsearcher_qwen2.5-3b.yaml"
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"
 TINY = Shape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=300, tied=True)

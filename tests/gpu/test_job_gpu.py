@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from miniature import QUICKSTART, train_command
-from shapes import GPU, played_anywhere
+from miniature import FEW_PROCESSES, QUICKSTART, train_command
+from shapes import GPU, needs_gpus, played_anywhere
 
 from mempipe.tracking.tracker import read_metrics
 from tools.processes import ROOT, Marked, run
@@ -15,11 +15,24 @@ from tools.processes import ROOT, Marked, run
 pytestmark = [pytest.mark.gpu, played_anywhere]
 
 
-def test_a_run_is_placed_as_doctor_says_and_trains_what_it_samples(tmp_path, measured):
-    dtype = ["model.dtype=bfloat16"] if GPU else []  # as `make quickstart`
-    doctor = [sys.executable, "-m", "mempipe.cli", "doctor", str(QUICKSTART), f"output={tmp_path}", *dtype]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([], id="as doctor places it"),
+        pytest.param([*FEW_PROCESSES, "placement=separate"], id="weights by nccl", marks=needs_gpus(2)),
+        pytest.param(["placement=colocated"], id="ranks with weights by ipc", marks=needs_gpus(2)),
+        pytest.param(
+            [*FEW_PROCESSES, "placement=separate", "generation.tensor_parallel=2"],
+            id="an engine of two GPUs",
+            marks=needs_gpus(3),
+        ),
+    ],
+)
+def test_a_run_is_placed_as_doctor_says_and_trains_what_it_samples(tmp_path, measured, settings):
+    settings = [*settings, *(["model.dtype=bfloat16"] if GPU else [])]  # as `make quickstart`
+    doctor = [sys.executable, "-m", "mempipe.cli", "doctor", str(QUICKSTART), f"output={tmp_path}", *settings]
     said = subprocess.run(doctor, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    done = run(train_command(tmp_path, dtype), marked=Marked(), cwd=ROOT, writes=tmp_path)
+    done = run(train_command(tmp_path, settings), marked=Marked(), cwd=ROOT, writes=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (plan,) = [line.split("(", 1)[1].rstrip(")") for line in done.stdout.splitlines() if "roles are up" in line]
     assert plan in said and ("GPU" in plan) == GPU
