@@ -60,12 +60,19 @@ class Started:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def started(model_path, temporary, monkeypatch) -> AsyncIterator[Started]:
+    """Its process writes messages as for `ipc`, with the types of results: the caller's must read them so."""
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    chosen, handles = engine_variables, environment.PICKLED_HANDLES
+    for name in handles:  # set by the engine, and gone again after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(module, "engine_variables", lambda *args, **kwargs: chosen(*args, **kwargs) | handles)
     others = engine_processes(psutil.Process())
     generator = make_generator(model_path, engine_process="own", updates_in_flight=True)
     await generator.start()
     own = [process for process in engine_processes(psutil.Process()) if process not in others]
     assert own and left_in(temporary)
+    assert (await generator.held_weights()).checksums
     yield Started(generator, own, [])
     await generator.shutdown()
 
@@ -176,20 +183,3 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-
-
-async def test_an_engine_that_is_sent_handles_answers_calls(model_path, temporary, monkeypatch):
-    """Both processes must agree on how results are written: `ipc` makes the engine's write their types."""
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    for name in environment.PICKLED_HANDLES:
-        monkeypatch.delenv(name, raising=False)
-    chosen = engine_variables
-    monkeypatch.setattr(
-        module, "engine_variables", lambda *args, **kwargs: chosen(*args, **kwargs) | environment.PICKLED_HANDLES
-    )
-    generator = make_generator(model_path, engine_process="own")
-    await generator.start()
-    try:
-        assert (await generator.held_weights()).checksums
-    finally:
-        await generator.shutdown()
