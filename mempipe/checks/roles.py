@@ -65,12 +65,13 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
 def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> list[Finding]:
     """Shows the ledger, and checks that an engine has room for one full context at least."""
     ledger = placed.ledger(config, shape, gpu_bytes=int(gib * GIB))
-    weights = engine_held(config, shape, tensor_parallel=placed.tensor_parallel)
-    room = gib * GIB * config.generation.gpu_memory_utilization - weights
+    held = engine_held(config, shape, tensor_parallel=placed.tensor_parallel)
+    room = gib * GIB * config.generation.gpu_memory_utilization - held
     context = cache_bytes(config, shape, contexts=1, tensor_parallel=placed.tensor_parallel)
     text = (
-        f"engine: weights {weights / GIB:.1f} GiB, KV cache {context / GIB:.2f} GiB per full context; room for "
-        f"{max(0, math.floor(room / context))} of them (generation.max_num_seqs {config.generation.max_num_seqs})"
+        f"engine: weights and working memory {held / GIB:.1f} GiB, KV cache {context / GIB:.2f} GiB per full context; "
+        f"room for {max(0, math.floor(room / context))} of them "
+        f"(generation.max_num_seqs {config.generation.max_num_seqs})"
     )
     table = [ok("\n       ".join(["memory by phase", *ledger.table()]))] if ledger.cards else []
     return [*table, fatal(text) if room < context else ok(text)]
