@@ -11,13 +11,16 @@ import functools
 import logging
 import subprocess
 import sys
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 
 from mempipe.retrieval.encoders import Vectors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GPU_TEMP_BYTES = 2**28
 """Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
@@ -99,11 +102,19 @@ class TorchCopy:
         queries = torch.from_numpy(vectors).to(self._vectors)
         scores = queries.new_empty(len(queries), 0, dtype=torch.float32)
         rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-        size = max(GPU_TEMP_BYTES // (8 * len(queries)), depth)  # a score in float16 and in float32, and room to sort
+        size = max(GPU_TEMP_BYTES // (8 * len(queries)), depth)  # a float32 score, and as much room to sort
         for first in range(0, len(self._vectors), size):
-            block = (queries @ self._vectors[first : first + size].T).float()
+            block = _float32_product(queries, self._vectors[first : first + size].T)
             best = block.topk(min(depth, block.shape[1]))
             scores, rows = torch.cat([scores, best.values], 1), torch.cat([rows, best.indices + first], 1)
             kept = scores.topk(min(depth, scores.shape[1]))
             scores, rows = kept.values, rows.gather(1, kept.indices)
         return scores.cpu().numpy(), rows.cpu().numpy()
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns the product of two float16 matrices. In float16 it would differ from the exact scores by 0.0005 of them,
+    which is more than neighbours among millions of passages differ."""
+    import torch
+
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
