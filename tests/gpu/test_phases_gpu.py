@@ -13,7 +13,17 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from shapes import LARGE, Control, make_learner, make_model, make_samples, needs_gpu, run_config, shape_of
+from shapes import (
+    LARGE,
+    Control,
+    make_learner,
+    make_model,
+    make_samples,
+    needs_gpu,
+    run_config,
+    shape_of,
+    start_afresh,
+)
 
 from mempipe.config import RunConfig
 from mempipe.engines.config import SamplingConfig
@@ -108,6 +118,7 @@ async def two_steps(config: RunConfig, made: Plan, watch: Watch) -> None:
 def test_no_phase_takes_more_than_the_ledger_says(tmp_path, setting, measured, capsys):
     """The ledger's unknowns are the `SPARE` part of a GPU; a third of it may be used."""
     folder = make_model(tmp_path / "model", LARGE)
+    start_afresh()  # the engine takes its part of what is free
     config = run_config(folder, "learner.num_ranks=1", "algorithm.kl_coef=0", setting)
     device = torch.cuda.get_device_properties(0).total_memory
     made = plan(config, Demand(learners=1, engines=1), [1], gpu_bytes=device)
