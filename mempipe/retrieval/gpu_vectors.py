@@ -1,8 +1,8 @@
 """Copies of faiss indexes on GPUs, in float16: they propose candidates, which are scored exactly elsewhere.
 
-faiss searches them where its wheel holds code for the GPU. The wheels of faiss-gpu-cu12 on PyPI up to 1.14.1 hold code
-for compute capabilities 7.0 and 8.x alone, so on an H100 or an H200 faiss ends the whole process at its first kernel.
-There torch searches the indexes that compare every vector.
+faiss searches them where it can use the GPU. The wheels of faiss-gpu-cu12 on PyPI up to 1.14.1 hold code for compute
+capabilities 7.0 and 8.0 alone, as cuobjdump lists it, so it cannot use an H100 or an H200. There torch searches the
+indexes that compare every vector.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gpu_copy(index: Any, gpu: int) -> Candidates | None:
 
     A shard is completely on one GPU: faiss cannot split every kind (SQfp16 among them) over several.
     """
-    reason: Any = "faiss has no code for this GPU, and torch searches only indexes that compare every vector"
+    reason: Any = "faiss cannot use it, and torch searches only indexes that compare every vector"
     try:
         if faiss_computes():
             return _faiss_copy(index, gpu)
@@ -70,7 +70,7 @@ def gpu_copy(index: Any, gpu: int) -> Candidates | None:
     except RuntimeError as error:  # torch's out-of-memory error is one
         reason = error
     logging.getLogger(__name__).warning(
-        "a faiss %s stays on the CPU, GPU %d cannot hold it: %s", type(index).__name__, gpu, reason
+        "a faiss %s stays on the CPU instead of GPU %d: %s", type(index).__name__, gpu, reason
     )
     return None
 

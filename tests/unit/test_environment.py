@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from mempipe.engines.config import GenerationConfig
+from mempipe.engines.vllm_settings import engine_variables
 from mempipe.environment import EVERY_PROCESS
 
 ROWS_OF_MANY_LENGTHS = """
@@ -51,3 +53,12 @@ def test_ray_does_not_warn_of_the_number_of_workers_and_still_reports_a_lost_nod
     command = [sys.executable, "-c", MESSAGES_OF_THE_RAYLET]
     ended = subprocess.run(command, env={**os.environ, **EVERY_PROCESS}, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines() == ["The node with node id 5ac1 has been marked dead"]
+
+
+def test_an_engine_on_a_gpu_samples_by_kernels_that_give_log_probs_and_unpickles_handles_only_for_ipc():
+    by_nccl, by_ipc = (engine_variables(GenerationConfig(), device="cuda", transfer=way) for way in ("nccl", "ipc"))
+    assert by_nccl["VLLM_USE_FLASHINFER_SAMPLER"] == by_ipc["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert by_ipc["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in by_nccl
+    on_cpus = engine_variables(GenerationConfig(), device="cpu", transfer="mempipe_shm")
+    assert not {"VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & on_cpus.keys()

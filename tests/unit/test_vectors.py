@@ -231,7 +231,7 @@ def test_an_index_that_torch_cannot_search_stays_on_the_cpu_and_says_so(tmp_path
     Gpus(1).install(monkeypatch)
     monkeypatch.setattr(gpu_vectors, "faiss_computes", lambda: False)
     opened = open_shards([index_file(tmp_path / "a", VECTORS, "IVF16,Flat")], search="nprobe=16")
-    assert "IndexIVFFlat stays on the CPU, GPU 0 cannot hold it: faiss has no code for this GPU" in caplog.text
+    assert "IndexIVFFlat stays on the CPU instead of GPU 0: faiss cannot use it" in caplog.text
     assert [rows.tolist() for rows, _ in opened.search(QUERIES[:1], 3)] == [by_numpy(QUERIES[0], 3)[0]]
 
 
