@@ -19,7 +19,8 @@ from mempipe.settings import ConfigError
 
 def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
     """Checks that every role has a place there. Without GPUs all run on CPUs and share the machine's memory."""
-    if not devices.num_gpus and config.retrieval.num_gpus and config.retrieval.index:
+    searches = config.retrieval.index or config.world is not None  # a run with a world makes its index
+    if not devices.num_gpus and config.retrieval.num_gpus and searches:
         return [fatal(f"retrieval.num_gpus is {config.retrieval.num_gpus}, but there is no GPU; 0 searches on CPUs")]
     demand = Demand.of_training(config) if training else Demand.of_rollouts(config)
     try:

@@ -366,6 +366,13 @@ def test_float32_on_a_gpu_is_noted(settings):
     assert not any("TF32" in finding.text for finding in check_roles(wide, PLENTY))
 
 
+@pytest.mark.parametrize("settings", [["world={}"], ["world=null", "retrieval.index=index"]])
+def test_gpus_for_vectors_are_refused_where_there_are_none(settings):
+    config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [*settings, "retrieval.num_gpus=1"])
+    (problem,) = fatals(check_roles(config, Devices(num_gpus=0)))
+    assert "retrieval.num_gpus is 1, but there is no GPU" in problem
+
+
 def test_make_quickstart_computes_in_bfloat16_on_a_gpu():
     """`make` itself expands the recipe, for a machine with and without a GPU."""
     for gpu, wanted in (("GPU 0: a card", True), ("", False)):
