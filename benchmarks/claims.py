@@ -192,7 +192,9 @@ def question_file(folder: Path, label: str, seed: int, num_questions: int) -> Pa
     )
     path = folder / "sets" / f"{label}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_questions(path, make_questions(worlds, num_questions, seed=seed, hops=asked.hops))
+    write_questions(
+        path, make_questions(worlds, num_questions, seed=seed, hops=asked.hops, objectives=asked.objectives)
+    )
     return path
 
 

@@ -16,6 +16,7 @@ from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.data.config import DataConfig, WorldConfig
+from mempipe.data.scripted_agents import facts_that_fit
 from mempipe.engines.config import (
     CANARY_TOLERANCE,
     MISMATCH_TOLERANCE,
@@ -355,12 +356,8 @@ class RunConfig(Section):
                 f"reward.information_weight is {self.reward.information_weight}, but agent.name {name!r} writes no "
                 "memory to answer from"
             )
-        hops = max(self.world.unseen_hops, default=0) if self.world is not None else 0
-        if isinstance(self.budget, SearchBudget) and hops >= self.budget.max_turns:
-            raise ValueError(
-                f"world.unseen_hops has {hops}, which takes {hops + 1} turns, but budget.max_turns is "
-                f"{self.budget.max_turns}; raise it"
-            )
+        if self.world is not None:
+            self._world_fits(self.world)
         if self.reward.per_turn and self.agent_spec.grows:
             raise ValueError(
                 f"reward.per_turn is {self.reward.per_turn}, but agent.name {name!r} has one context for the whole "
@@ -371,3 +368,28 @@ class RunConfig(Section):
                 f"reward.format is {self.reward.format!r}, which does not read the messages of agent.name {name!r}"
             )
         return self
+
+    def _world_fits(self, world: WorldConfig) -> None:
+        """Raises ValueError if the agent cannot ask the world's questions within its budget."""
+        if world.objectives > 1 and not self.agent_spec.searches:
+            raise ValueError(
+                f"world.objectives is {world.objectives}, but agent.name {self.agent.name!r} reads the document of one "
+                "question; expected 1, or an agent that searches"
+            )
+        hops = max([*(world.hops if world.objectives > 1 else ()), *world.unseen_hops], default=0)
+        name = "world.unseen_hops" if hops in world.unseen_hops else "world.hops"
+        searches = hops * world.objectives
+        each = f" for each of {world.objectives} objectives" if world.objectives > 1 else ""
+        if isinstance(self.budget, SearchBudget) and searches >= self.budget.max_turns:
+            raise ValueError(
+                f"{name} has {hops}{each}, which takes {searches + 1} turns, but budget.max_turns is "
+                f"{self.budget.max_turns}; raise it"
+            )
+        scripted = self.warm_start is not None and self.warm_start.scripted
+        limits = getattr(self.budget, "memory_choices", None) or [self.budget.memory_limit]
+        held = [facts_that_fit(tokens) for tokens in limits if tokens is not None]
+        if world.objectives > 1 and scripted and min(held, default=searches) < searches:
+            raise ValueError(
+                f"{name} has {hops}{each}, and a demonstration notes {searches} facts for them, but a memory of "
+                f"{min(limits)} tokens holds {min(held)}; raise the memory's limit in budget, or lower {name}"
+            )

@@ -121,7 +121,7 @@ def _questions(config: RunConfig, count: int, *, seed: int) -> Iterable[Question
     script can play."""
     if config.world is not None:
         (train_worlds, _), wanted = worlds(config), config.world
-        asked = {"hops": wanted.hops, "relations": wanted.seen}
+        asked = {"hops": wanted.hops, "relations": wanted.seen, "objectives": wanted.objectives}
         return world_questions(train_worlds, count, setting="warm_start", seed=seed, **asked)
     return list(filter(_text_script(config).can_play, read_questions(config.data.train, columns=config.data.columns)))
 

@@ -107,7 +107,15 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
             ("validation", held_out, count, "world.num_validation_questions", wanted.hops, wanted.seen),
         ]
         for name, of, number, setting, hops, relations in parts:  # validation last: with it all are there
-            asked = world_questions(of, number, setting=setting, seed=config.seed, hops=hops, relations=relations)
+            asked = world_questions(
+                of,
+                number,
+                setting=setting,
+                seed=config.seed,
+                hops=hops,
+                relations=relations,
+                objectives=wanted.objectives,
+            )
             write_questions(run.folder / "world" / f"{name}.parquet", asked)
     if not index.exists():
         passages = (
@@ -138,13 +146,22 @@ def worlds(config: RunConfig) -> tuple[list[World], list[World]]:
 
 
 def world_questions(
-    worlds: Sequence[World], count: int, *, setting: str, seed: int, hops: Sequence[int], relations: Relations
+    worlds: Sequence[World],
+    count: int,
+    *,
+    setting: str,
+    seed: int,
+    hops: Sequence[int],
+    relations: Relations,
+    objectives: int,
 ) -> list[Question]:
     """Returns questions about the worlds. Raises ConfigError that names the `setting` which asks for too many."""
     try:
-        return make_questions(worlds, count, seed=seed, hops=hops, relations=relations)
+        return make_questions(worlds, count, seed=seed, hops=hops, relations=relations, objectives=objectives)
     except ValueError as error:
-        raise ConfigError(f"{setting}: {count} questions of {len(worlds)} worlds (hops {hops}): {error}") from error
+        raise ConfigError(
+            f"{setting}: {count * objectives} questions of {len(worlds)} worlds (hops {hops}): {error}"
+        ) from error
 
 
 def _make_model(folder: Path, *, seed: int, num_layers: int) -> None:

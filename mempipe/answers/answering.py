@@ -26,8 +26,8 @@ from mempipe.answers.errors import ApiError
 from mempipe.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
 from mempipe.answers.same_index import IndexChanged, SameIndex
 from mempipe.config import RunConfig
+from mempipe.data.objectives import joined_texts
 from mempipe.engines.config import SamplingConfig
-from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.loader import parse_section
 from mempipe.request_seeds import RequestSeeds

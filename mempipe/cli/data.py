@@ -112,7 +112,7 @@ def _data_qa(arguments: argparse.Namespace) -> None:
 
 
 def _data_objectives(arguments: argparse.Namespace) -> None:
-    from mempipe.evaluation.benchmarks import write_joined
+    from mempipe.data.qa import write_joined
 
     number = write_joined(arguments.file, arguments.output, objectives=arguments.n, seed=arguments.seed)
     print(f"{number:,} questions of {arguments.n} objectives: {arguments.output}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
+from mempipe.data.objectives import MAX_OBJECTIVES
 from mempipe.data.world import EvidenceOrder, Relations, relation_names
 from mempipe.settings import Section
 
@@ -74,6 +75,8 @@ class WorldConfig(Section):
     """Order of the needed passages in a document: that of the question's chain (reading), its reverse, or one that is
     drawn for each document (random). In reading order a reader knows at once which fact it needs, and never has to keep
     one whose use it learns only later."""
+    objectives: int = Field(1, ge=1, le=MAX_OBJECTIVES)
+    """Questions that are asked as one, about the same world, for agents that search (MEM1, arXiv 2506.15841)."""
     num_layers: int = Field(4, ge=2)
     """Layers of the tiny model; 9 make a model of twice the parameters."""
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from mempipe.data.config import Columns
 from mempipe.data.input_files import ROWS, InputFile, input_files
+from mempipe.data.objectives import MAX_OBJECTIVES, join_objectives
 from mempipe.data.rows import BadRow, BadRows, read_rows
 from mempipe.data.shapes import LeftOut, Reading, content_id, readings
 from mempipe.data.trajectories import arrow_schema
@@ -244,3 +245,24 @@ def describe_questions(file: QuestionFile) -> list[str]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def write_joined(source: str, output: str, *, objectives: int, seed: int | None = None) -> int:
+    """Writes the questions of a file, joined by `join_objectives`, and returns how many there are.
+
+    Raises ConfigError, before anything is written, for fewer than two objectives, for an output that is not a new
+    .parquet file, for questions that have several objectives already, and for too few questions.
+    """
+    if not 2 <= objectives <= MAX_OBJECTIVES:
+        raise ConfigError(f"--n is {objectives}; expected 2 to {MAX_OBJECTIVES} questions to join into one")
+    if not output.endswith(".parquet") or Path(output).exists():
+        problem = "exists" if Path(output).exists() else "is not a .parquet file"
+        raise ConfigError(f"{output} {problem}; name a new .parquet file")
+    questions = list(iter_questions(source))
+    if joined := next((question.id for question in questions if len(question.objectives) > 1), ""):
+        raise ConfigError(f"{source}: question {joined} has several objectives already; give a file of single ones")
+    if len(questions) < objectives:
+        raise ConfigError(f"{source} has {len(questions)} questions; {objectives} are needed to join them into one")
+    together = list(join_objectives(questions, objectives=objectives, seed=seed))
+    write_questions(output, together)
+    return len(together)

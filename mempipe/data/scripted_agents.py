@@ -65,9 +65,12 @@ class ScriptedAgent(ABC):
     """Relations whose facts no demonstration may hold (`world.unseen_relations`)."""
     _turn: int = 0
     _rng: random.Random = field(init=False)
+    _objectives: list[tuple[str, tuple[str, ...]]] = field(init=False)
+    """Entity that a question starts from and its relations, for each question that is asked."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"{self.seed}:{self.question}")
+        self._objectives = [parse_question(text) for text in self.question.split("; ")]
 
     @abstractmethod
     def reply(self, prompt: str) -> str:
@@ -102,13 +105,24 @@ class ScriptedAgent(ABC):
         return bool(missing) and query == search_query(missing[0], entity)
 
     def _progress(self, facts: Sequence[Fact]) -> tuple[str, tuple[str, ...]]:
-        """Returns the entity that the facts lead to, and the relations still to be followed from there."""
-        entity, relations = parse_question(self.question)
+        """Returns the entity that the facts lead to, and the relations still to be followed from there. Of several
+        objectives it is the first one that misses a relation, or the last one.
+        """
+        if len(self._objectives) > 1:
+            reached = [followed(facts, *objective) for objective in self._objectives]
+            return next((each for each in reached if each[1]), reached[-1])
+        [(entity, relations)] = self._objectives
         if not facts:
             return entity, relations
         noted = tuple(relation for _, relation, _ in facts)
         known = next(end for end in range(len(noted), len(relations) + 1) if relations[end - len(noted) : end] == noted)
         return facts[-1][2], relations[known:]
+
+    def _answer(self, facts: Sequence[Fact]) -> str:
+        """Returns the entity that the facts lead to, or one for each objective, joined by "; "."""
+        if len(self._objectives) > 1:
+            return "; ".join(followed(facts, *objective)[0] for objective in self._objectives)
+        return self._progress(facts)[0]
 
     def _noted(self, facts: list[Fact]) -> list[Fact]:
         return facts[-self.num_noted :]
@@ -124,7 +138,7 @@ class ScriptedMemSearcher(ScriptedAgent):
         facts = parse_facts(last_between(prompt, "<memory>", "</memory>"))
         if "<tool_response>" not in prompt:
             wanted = self._next_query(facts)
-            return search_call(*wanted) if wanted else f"answer</think>{boxed(self._progress(facts)[0])}"
+            return search_call(*wanted) if wanted else f"answer</think>{boxed(self._answer(facts))}"
         new = []
         if self._searched(facts, last_between(prompt, CALL_OPEN, CALL_CLOSE)):
             new = self._read(facts, last_between(prompt, "<tool_response>", "</tool_response>"))
@@ -148,7 +162,7 @@ class ScriptedMem1(ScriptedAgent):
         wanted = self._next_query(facts)
         if wanted is None:
             # The space keeps the name the same token as everywhere else.
-            return f"<think>{known(noted)} answer</think><answer> {self._progress(facts)[0]}</answer>"
+            return f"<think>{known(noted)} answer</think><answer> {self._answer(facts)}</answer>"
         relation, query = wanted
         return f"<think>{known(noted)} need {relation}</think><search>{query}</search>"
 
@@ -183,7 +197,7 @@ class ScriptedFullText(ScriptedAgent):
         section = last_between(prompt, "<information>", "</information>")
         facts = (fact for line in section.splitlines() for fact in stated_facts(line))
         stated = {(name, relation): value for name, relation, value in facts}
-        entity, relations = parse_question(self.question)
+        [(entity, relations)] = self._objectives
         chain: list[Fact] = []
         for relation in relations:
             value = stated.get((entity, relation))
@@ -204,7 +218,7 @@ class ScriptedMemTrain(ScriptedAgent):
         """Keeps all facts if they fit; else those whose relation the question names, then the newest others."""
         if not self.num_noted or len(facts) <= self.num_noted:
             return facts
-        asked = parse_question(self.question)[1]
+        [(_, asked)] = self._objectives
         by_worth = sorted(range(len(facts)), key=lambda place: (facts[place][1] in asked, place))
         return [facts[place] for place in sorted(by_worth[-self.num_noted :])]
 
@@ -221,7 +235,7 @@ class ScriptedMemTrain(ScriptedAgent):
 
     def _chain(self, facts: Sequence[Fact]) -> list[Fact]:
         """Returns the facts that lead to the answer, up to the first one whose value is not known."""
-        entity, relations = parse_question(self.question)
+        [(entity, relations)] = self._objectives
         values = {(subject, relation): value for subject, relation, value in facts}
         chain: list[Fact] = []
         for relation in relations:
@@ -230,6 +244,16 @@ class ScriptedMemTrain(ScriptedAgent):
             if entity == NOTHING:
                 break
         return chain
+
+
+def followed(facts: Sequence[Fact], entity: str, relations: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Returns the entity that the facts lead to from `entity`, and the relations that are not followed yet."""
+    values = {(subject, relation): value for subject, relation, value in facts}
+    for place, relation in enumerate(relations):
+        if (entity, relation) not in values:
+            return entity, relations[place:]
+        entity = values[entity, relation]
+    return entity, ()
 
 
 def vocabulary() -> list[str]:

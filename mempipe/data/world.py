@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from mempipe.data.objectives import join_objectives
 from mempipe.text import TARGET
 from mempipe.types import Evidence, Passage, Question
 
@@ -338,13 +339,17 @@ def make_questions(
     seed: int,
     hops: Sequence[int] = (1, 2, 3),
     relations: Relations = ALL_RELATIONS,
+    objectives: int = 1,
 ) -> list[Question]:
-    """Returns `count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts."""
+    """Returns `count` questions spread evenly over the worlds, in an order that mixes worlds and hop counts. With
+    `objectives` above 1 each of them asks that many questions about one world (`join_objectives`).
+    """
     shares = [count // len(worlds) + (i < count % len(worlds)) for i in range(len(worlds))]
     questions: list[Question] = []
     for i, (world, share) in enumerate(zip(worlds, shares, strict=True)):
         turned = [hops[(len(questions) + j) % len(hops)] for j in range(len(hops))]
-        questions += world.questions(share, seed=_derive(seed, world.id, i), hops=turned, relations=relations)
+        asked = world.questions(share * objectives, seed=_derive(seed, world.id, i), hops=turned, relations=relations)
+        questions += asked if objectives == 1 else join_objectives(asked, objectives=objectives)
     random.Random(seed).shuffle(questions)
     return questions
 

@@ -17,8 +17,8 @@ from conformance.common import Adapter, Case, Difference
 from mempipe.agents.mem1 import Mem1Budget, Mem1Renderer
 from mempipe.agents.protocol import last_stated, parse_answer
 from mempipe.agents.tagged import TaggedMessage, TaggedPrompts
+from mempipe.data.objectives import join_objectives
 from mempipe.data.ruler import peer_order
-from mempipe.evaluation.benchmarks import join_objectives
 from mempipe.evaluation.judge import judge_answers
 from mempipe.evaluation.metrics import score_objectives
 from mempipe.types import FinishReason, Question

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from result_builders import answered
 
-from mempipe.evaluation.benchmarks import joined_texts
+from mempipe.data.objectives import joined_texts
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.results import ResultRow, result_row
 

@@ -15,10 +15,11 @@ from trace_builders import group as two_turns
 
 from mempipe.cli import main
 from mempipe.config import RunConfig
+from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import QuestionTable, read_questions, write_questions
 from mempipe.data.trajectories import PER_TOKEN
 from mempipe.engines.config import SamplingConfig
-from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, join_objectives, read_benchmark
+from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
 from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
@@ -243,6 +244,13 @@ def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
     assert (pairs[0].objectives, pairs[0].golden_answers) == ([["g0"], ["g1"]], ["g0; g1"])
     shuffled = [list(join_objectives([question(i) for i in range(40)], objectives=2, seed=seed)) for seed in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2]
+    apart = [replace(question(i), partition=f"part-{i // 2}", context="text") for i in range(4)]
+    assert [(pair.partition, pair.context) for pair in join_objectives(apart, objectives=2)] == [
+        ("part-0", ""),
+        ("part-1", ""),
+    ]
+    with pytest.raises(ConfigError, match="q1 searches 'part-0', q2 searches 'part-1'; put questions of the same"):
+        list(join_objectives(apart[1:], objectives=2))
 
 
 def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):

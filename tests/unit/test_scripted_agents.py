@@ -27,7 +27,7 @@ from mempipe.data.scripted_agents import (
     search_call,
     search_query,
 )
-from mempipe.data.world import World, parse_question, stated_facts
+from mempipe.data.world import World, make_questions, parse_question, stated_facts
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
@@ -129,6 +129,23 @@ def test_without_noise_the_facts_are_searched_one_behind_the_other(agent, tokeni
         entities = [entity, *(evidence.value for evidence in question.evidence)]
         trajectory, _ = play(agent, question, tokenizer)
         assert searches(trajectory) == [search_query(r, e) for e, r in zip(entities, relations, strict=False)]
+
+
+@pytest.mark.parametrize("agent", SEARCHING)
+def test_objectives_are_answered_one_behind_the_other(agent, tokenizer):
+    overrides = {"question_tokens": 64, "max_turns": 8}
+    if agent == "memsearcher":
+        overrides |= {"memory_tokens": 32, "memory_message_tokens": 36}
+    config = config_of(agent)
+    config = config.model_copy(update={"budget": config.budget.model_copy(update=overrides)})
+    for pair in make_questions([WORLD], 6, seed=2, objectives=2):
+        script = script_of(agent)(question=pair.text, max_turns=8, noise=NO_NOISE)
+        trajectory = asyncio.run(rollout(config, pair, tokenizer, script))
+        answers = [answer.strip() for answer in (trajectory.answer or "").split(";")]
+        assert [[answer] for answer in answers] == pair.objectives
+        chains = [parse_question(text) for text in pair.text.split("; ")]
+        assert len(searches(trajectory)) == sum(len(relations) for _, relations in chains)
+        assert [query.split()[0] for query in searches(trajectory)] == [r for _, names in chains for r in names]
 
 
 @pytest.mark.parametrize("agent", AGENTS)

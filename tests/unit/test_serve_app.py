@@ -29,11 +29,11 @@ from mempipe.answers.api import AnswerReply, AnswerRequest
 from mempipe.answers.conversation import fitted, noted
 from mempipe.answers.errors import ApiError
 from mempipe.answers.replies import changes, passage_reply
+from mempipe.data.objectives import joined_texts
 from mempipe.data.world import parse_question
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
-from mempipe.evaluation.benchmarks import joined_texts
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent

@@ -231,6 +231,38 @@ def test_a_run_holds_out_relations_and_hop_counts_and_trains_on_neither(tmp_path
     assert not set().union(*followed(list(shown))) & held_out, "demonstrations show none of them either"
 
 
+def test_a_world_asks_several_questions_as_one(tmp_path):
+    sizes = ["world.num_train_worlds=3", "world.num_train_questions=20", "world.num_validation_questions=8"]
+    wanted = ["world.objectives=2", "budget.question_tokens=48", "budget.max_turns=7"]
+    (tmp_path / "model").mkdir()
+    where = [f"model.path={tmp_path / 'model'}", f"output={tmp_path}"]
+    run = load_config(QUICKSTART.with_name("quickstart_mem1.yaml"), [*sizes, *wanted, *where])
+    prepare(Run(run))
+    files = {name: read_questions(run.folder / "world" / f"{name}.parquet") for name in ("train", "validation")}
+    assert {name: len(questions) for name, questions in files.items()} == {"train": 20, "validation": 8}
+    for question in [*files["train"], *files["validation"], *demonstrations._questions(run, 10, seed=9)]:
+        assert len(question.objectives) == 2 and len(question.id.split("+")) == 2
+        assert all(id.startswith(f"{question.partition}-") for id in question.id.split("+"))
+        assert question.golden_answers == ["; ".join(answers[0] for answers in question.objectives)]
+
+
+@pytest.mark.parametrize(
+    ("agent", "settings", "sentence"),
+    [
+        ("memagent", {}, "world.objectives is 2, but agent.name 'memagent' reads the document of one question"),
+        ("mem1", {}, "world.hops has 3 for each of 2 objectives, which takes 7 turns, but budget.max_turns is 5"),
+        (
+            "mem1",
+            {"budget": {"max_turns": 7, "action_tokens": 24}, "warm_start": {}},
+            "notes 6 facts for them, but a memory of 24 tokens holds 4; raise the memory's limit in budget",
+        ),
+    ],
+)
+def test_objectives_that_an_agent_cannot_answer_are_refused(agent, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"world": {"objectives": 2}, "agent": {"name": agent}, **settings})
+
+
 @pytest.mark.parametrize(
     ("world", "sentence"),
     [

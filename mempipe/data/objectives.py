@@ -1,0 +1,50 @@
+"""Several questions asked as one, with an answer for each: the objectives of MEM1 (arXiv 2506.15841)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+from mempipe.settings import ConfigError
+from mempipe.types import Question
+
+MAX_OBJECTIVES = 16
+
+
+def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
+    """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
+    remainder is skipped. The new question has no hops, evidence or document: these belong to one of them alone.
+
+    As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first. Raises ConfigError for
+    neighbours that search different parts of the corpus: an agent searches one part at a time.
+    """
+    if seed is not None:
+        listed = list(questions)
+        random.Random(f"{seed}:objectives").shuffle(listed)
+        questions = listed
+    remaining = iter(questions)
+    while len(group := list(islice(remaining, objectives))) == objectives:
+        if len({question.partition for question in group}) > 1:
+            parts = ", ".join(f"{question.id} searches {question.partition!r}" for question in group)
+            raise ConfigError(
+                f"neighbouring questions cannot be asked as one: {parts}; put questions of the same part of the corpus "
+                "next to each other"
+            )
+        yield replace(
+            group[0],
+            id="+".join(question.id for question in group),
+            text=joined_texts(question.text for question in group),
+            golden_answers=["; ".join(question.golden_answers[0] for question in group)],
+            objectives=[question.golden_answers for question in group],
+            num_hops=0,
+            evidence=[],
+            context="",
+            recall_targets=[],
+        )
+
+
+def joined_texts(questions: Iterable[str]) -> str:
+    """Returns several questions as one, each ending in "?"."""
+    return "; ".join(text if text.endswith("?") else f"{text}?" for text in questions)
