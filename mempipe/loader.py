@@ -17,6 +17,7 @@ from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
 from mempipe.kinds import OWN, SERVICE_APP, JobKind, kind_of, named
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.settings import ConfigError, Section
+from mempipe.storage.yaml_text import parse_yaml
 
 C = TypeVar("C", bound=Section)
 
@@ -126,7 +127,7 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         absent = str(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"cannot read config {path}: {_unreadable(Path(path), error)}", absent=absent) from error
     try:
-        values = _parsed(text)
+        values = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     values = {} if values is None else values
@@ -201,52 +202,6 @@ def section_of(annotation: object) -> type[Section] | None:
     return None
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML and refuses a duplicate key (YAML itself silently takes the last one), and an alias that contains
-    itself.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._own_keys_differ: set[int] = set()
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        node = super().compose_node(parent, index)
-        if node is not None and node.end_mark is None:  # an alias of a value that is still being read
-            raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
-        return node
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts what `<<` names among the keys of a mapping; one that is merged into several is flattened again."""
-        if id(node) not in self._own_keys_differ:
-            self._own_keys_differ.add(id(node))
-            _check_keys(node)
-        super().flatten_mapping(node)
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    """Raises YAMLError for keys that are not words, and for a key that is duplicated in the mapping itself; the mapping
-    named by `<<` may have it too.
-    """
-    seen: set[str] = set()
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            raise yaml.YAMLError(f"the key in line {line} is a list or a mapping; a key is a word")
-        if key.value in seen:
-            raise yaml.YAMLError(f"the key {key.value!r} is duplicated, the second time in line {line}")
-        seen.add(key.value)
-
-
-def _parsed(text: str) -> Any:
-    """Returns the content of a YAML text. Raises YAMLError for every text that is not YAML."""
-    try:
-        return yaml.load(text, _Loader)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML's own, for a date that is none, a tag whose value has another form, and lists in lists without end
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
-
-
 def _apply(values: dict[str, Any], override: str) -> None:
     """Sets one setting. Missing and null sections on the way are created, and existing ones are copied, so that two
     sections that are one object by a YAML alias stay separate.
@@ -262,7 +217,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         values[parent] = dict(child or {})
         values = values[parent]
     try:
-        values[leaf] = _parsed(text)
+        values[leaf] = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML") from error
 

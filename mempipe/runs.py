@@ -40,6 +40,7 @@ from mempipe.provenance import MADE_OF, changed_inputs, completed, differences, 
 from mempipe.settings import ConfigError
 from mempipe.storage.files import LOCK_FILE, lock, write_text
 from mempipe.storage.json_files import read_object
+from mempipe.storage.yaml_text import parse_yaml
 
 Resume = Literal["never", "auto", "always"]
 
@@ -375,7 +376,7 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     knows and the run did not. Raises ConfigError for a damaged config.yaml."""
     file = folder / _CONFIG
     try:
-        saved = yaml.safe_load(file.read_text())
+        saved = parse_yaml(file.read_text())
         if not isinstance(saved, dict):
             raise ValueError(f"it holds {type(saved).__name__}, not a mapping")
     except OSError as error:

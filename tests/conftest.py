@@ -4,8 +4,10 @@ after every run. What tests of several folders use is here too.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import ssl
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("mempipe", parent=settings.get_profile("anew"), derandomize=True)
 settings.load_profile("mempipe")
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
+# Each HTTP client of a library reads the file of all certificates in 15 ms; the hundreds of a test process share it.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")
 """Folders whose tests go one at a time, since each starts a job, a cluster or an engine."""

@@ -12,6 +12,7 @@ import yaml
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.settings import ConfigError
+from mempipe.storage.yaml_text import parse_yaml
 from mempipe.text import BOX
 
 BUILT_IN = Path(__file__).parent / "prompts"
@@ -108,7 +109,7 @@ def _texts(path: Path, name: str) -> Any:
     """Returns what the file of a prompt set holds, over the texts of its base, which may have a base itself."""
     built_in = sorted(file.stem for file in BUILT_IN.glob("*.yaml"))
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"agent.prompts is {name!r}: neither a built-in prompt set ({', '.join(built_in)}) nor a file that can be "

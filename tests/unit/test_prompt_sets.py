@@ -163,6 +163,7 @@ def test_a_set_may_change_some_texts_of_a_built_in_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("base: react\nuser: a\nuser: b\n", r"own.yaml is not YAML: the key 'user' is duplicated, .* in line 3"),
         ("base: raect\n", r"own.yaml has base 'raect', which is not a built-in prompt set \(.*react"),
         ("base: [react]\n", "which is not a built-in prompt set"),
         ("base: ../../secrets\n", "which is not a built-in prompt set"),
