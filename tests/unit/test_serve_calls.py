@@ -12,6 +12,8 @@ import httpx
 import pytest
 from faulty_server import faulty, says
 from faulty_server import hangs as never
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray import serve
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -73,9 +75,10 @@ async def hangs() -> None:
 
 
 async def test_a_call_whose_replica_died_is_made_again():
-    method = Method(raises(ActorDiedError()), raises(EngineDead("gone")), lambda: "answer")
+    reset = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), details="RST_STREAM")  # where calls go by gRPC
+    method = Method(raises(ActorDiedError()), raises(EngineDead("gone")), raises(reset), lambda: "answer")
     assert await call(method, 1, role="generator", timeout_s=10) == "answer"
-    assert len(method.responses) == 3
+    assert len(method.responses) == 4
 
 
 async def test_what_a_replica_raises_comes_without_rays_internals():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -48,7 +49,7 @@ async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: 
         except asyncio.CancelledError:
             response.cancel()
             raise
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except (RayActorError, DeploymentUnavailableError, grpc.RpcError) as error:
             fault = type(error).__name__
             logger.warning("a %s did not answer: %s", role, error)
         except (RayTaskError, InfrastructureFault) as error:
