@@ -159,10 +159,11 @@ def trained_matrices(model: ModelConfig, shape: Shape) -> list[int]:
     if not model.lora_rank:
         return shape.matrices
     targets = tuple(f".{target}" for target in model.lora_targets)
+    of_layer = shape.linear_layers
     return [
         model.lora_rank * size
         for i in range(shape.layers)
-        for name, sizes in shape.linear_layers.items()
+        for name, sizes in of_layer.items()
         if f".model.layers.{i}.{name}".endswith(targets)
         for size in sizes
     ]
