@@ -65,12 +65,14 @@ class ScriptedAgent(ABC):
     """Relations whose facts no demonstration may hold (`world.unseen_relations`)."""
     _turn: int = 0
     _rng: random.Random = field(init=False)
-    _objectives: list[tuple[str, tuple[str, ...]]] = field(init=False)
-    """Entity that a question starts from and its relations, for each question that is asked."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"{self.seed}:{self.question}")
-        self._objectives = [parse_question(text) for text in self.question.split("; ")]
+
+    @property
+    def _objectives(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns the entity that a question starts from and its relations, for each question that is asked."""
+        return [parse_question(text) for text in self.question.split("; ")]
 
     @abstractmethod
     def reply(self, prompt: str) -> str:
@@ -108,10 +110,11 @@ class ScriptedAgent(ABC):
         """Returns the entity that the facts lead to, and the relations still to be followed from there. Of several
         objectives it is the first one that misses a relation, or the last one.
         """
-        if len(self._objectives) > 1:
-            reached = [followed(facts, *objective) for objective in self._objectives]
+        objectives = self._objectives
+        if len(objectives) > 1:
+            reached = [followed(facts, *objective) for objective in objectives]
             return next((each for each in reached if each[1]), reached[-1])
-        [(entity, relations)] = self._objectives
+        [(entity, relations)] = objectives
         if not facts:
             return entity, relations
         noted = tuple(relation for _, relation, _ in facts)
