@@ -27,9 +27,6 @@ LOCAL_CLUSTER = {
     "RAY_agent_register_timeout_ms": "300000",
     # A node that is not up by then never is: it has ended because an agent took 15 s to start, and nobody was told.
     "RAY_raylet_start_wait_time_s": "45",
-    # Serve's parts call each other by gRPC for two fifths of the CPU time of Ray's calls. On a cluster a call to a node
-    # that is cut off would wait until its deadline, where Ray's calls end with the node, so there it is left to users.
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 """Variables of the Ray node that a run starts for itself."""
 
