@@ -51,13 +51,15 @@ def parts(folder: Path) -> dict[str, bytes]:
 def write_suite(folder: Path, world: RunConfig, questions: Path) -> Path:
     """The world's agent under its untrained model: what it writes is noise, so that every kind of ending occurs."""
     settings = world.model_dump(mode="json", include={"model", "agent", "budget", "retrieval", "generation"})
+    asked = read_questions(world.data.train)
+    write_questions(folder / "pairs.parquet", [each for each in asked if each.partition == asked[0].partition][:12])
     suite = {
         "name": "kill",
         "output": str(folder),
         "runs": [{"name": "noise", "settings": {**settings, "stream": {"groups_in_flight": 2}}}],
         "benchmarks": [
             {"name": "world", "file": str(questions)},
-            {"name": "pairs", "file": world.data.validation, "objectives": 2},
+            {"name": "pairs", "file": str(folder / "pairs.parquet"), "objectives": 2},
         ],
         "sampling": {"temperature": 1.0},
         "num_samples": NUM_SAMPLES,
