@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -42,6 +43,8 @@ SILENT_CHECKS = 3
 """Consecutive checks at which the head must be unreachable: one refused connection may be a full queue."""
 UNWIND_S = 10.0
 """Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
+WAKE_AGAIN_S = 0.5
+"""Seconds until a main thread that was not interrupted gets another signal."""
 SHUTDOWN_S = 5.0
 STREAM_THREADS = "StreamingExecutor-"
 """How Ray Data names the thread of a stream; the thread is the stream's executor."""
@@ -143,6 +146,7 @@ class ClusterWatch:
         """`own`: the cluster was started by this process, whose children it is."""
         self.lost = ""
         self._own = own
+        self._is_interrupted = False
         self._over = threading.Event()
         self._wake, self._waking = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
@@ -189,10 +193,13 @@ class ClusterWatch:
         again = "Saved work is kept; run the same command again to resume (train: with --resume)"
         self.lost = f"the Ray cluster was lost: {reason}. {again}"
         print(f"error: {self.lost}", file=sys.stderr, flush=True)
-        if self._before is not None:
-            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
-        if self._over.wait(UNWIND_S):
-            return
+        give_up = time.monotonic() + UNWIND_S
+        while time.monotonic() < give_up:
+            # Again: a signal that comes right before the main thread begins to wait in a system call wakes nobody.
+            if self._before is not None and not self._is_interrupted:
+                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            if self._over.wait(WAKE_AGAIN_S):
+                return
         if self._own:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
@@ -200,7 +207,8 @@ class ClusterWatch:
         os._exit(1)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.lost:
+        if self.lost and not self._is_interrupted:  # once: the clean-up that follows is left alone
+            self._is_interrupted = True
             raise ClusterLost(self.lost)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import resource
+import signal
 import socket
 import subprocess
 import threading
@@ -60,6 +61,19 @@ def test_the_end_of_the_raylet_is_noticed_by_a_process_with_many_open_files(monk
             time.sleep(60)  # the watch interrupts it
     raylet.wait()
     assert capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
+
+
+def test_a_main_thread_that_misses_the_interruption_is_interrupted_again(monkeypatch, capsys):
+    raylet, missed = subprocess.Popen(["sleep", "60"]), []
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(cluster, "_raylet_of_this_node", lambda: os.pidfd_open(raylet.pid))
+    send = signal.pthread_kill
+    monkeypatch.setattr(signal, "pthread_kill", lambda *to: send(*to) if missed else missed.append(to))
+    with pytest.raises(ClusterLost, match="raylet on this node ended"), cluster.ClusterWatch(own=False):
+        raylet.kill()
+        time.sleep(60)
+    raylet.wait()
+    assert len(missed) == 1 and capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
 
 
 def test_the_start_of_a_node_leaves_the_variables_of_the_user_as_they_are(monkeypatch):
