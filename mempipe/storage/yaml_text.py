@@ -7,44 +7,45 @@ from typing import Any
 import yaml
 
 
-class _Checked:
-    """Refuses a duplicate key (YAML itself silently takes the last one), and an alias that contains itself. It is mixed
-    into a loader of PyYAML.
+def parse_yaml(text: str) -> Any:
+    """Returns the content of a YAML text. Raises YAMLError for every text that is not YAML, for a key that is
+    duplicated in its mapping, and for an alias that contains itself.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML's own, for a date that is none, a tag whose value has another form, and lists in lists without end
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML and refuses a duplicate key (YAML itself silently takes the last one), and an alias that contains
+    itself. libyaml would read a text in a seventh of the time, but its messages do not name the wrong character, and
+    it takes tabs where PyYAML does not.
     """
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()  # pyrefly: ignore[missing-attribute]
-        _check(node, inside=(), checked=set())
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._own_keys_differ: set[int] = set()
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        node = super().compose_node(parent, index)
+        if node is not None and node.end_mark is None:  # an alias of a value that is still being read
+            raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
         return node
 
-
-class _Loader(_Checked, yaml.SafeLoader):
-    """Gives the better error messages."""
-
-
-_FastLoader: Any = type("_FastLoader", (_Checked, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {})
-"""Reads a text in a seventh of the time where PyYAML was built with libyaml, as its wheels are."""
-
-
-def _check(node: yaml.Node | None, *, inside: tuple[int, ...], checked: set[int]) -> None:
-    """Raises YAMLError for a node that contains itself, for keys that are not words, and for a key that is duplicated
-    in one mapping; a mapping that is named by `<<` may have it too. `inside` are the ids of the nodes around it,
-    `checked` those of all that are right.
-    """
-    if not isinstance(node, yaml.CollectionNode) or id(node) in checked:
-        return
-    if id(node) in inside:
-        raise yaml.YAMLError(f"what begins in line {node.start_mark.line + 1} holds itself")
-    children = node.value
-    if isinstance(node, yaml.MappingNode):
-        _check_keys(node)
-        children = [value for _, value in node.value]
-    for child in children:
-        _check(child, inside=(*inside, id(node)), checked=checked)
-    checked.add(id(node))
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what `<<` names among the keys of a mapping; one that is merged into several is flattened again."""
+        if id(node) not in self._own_keys_differ:
+            self._own_keys_differ.add(id(node))
+            _check_keys(node)
+        super().flatten_mapping(node)
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
+    """Raises YAMLError for keys that are not words, and for a key that is duplicated in the mapping itself; the mapping
+    named by `<<` may have it too.
+    """
     seen: set[str] = set()
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -53,15 +54,3 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if key.value in seen:
             raise yaml.YAMLError(f"the key {key.value!r} is duplicated, the second time in line {line}")
         seen.add(key.value)
-
-
-def parse_yaml(text: str) -> Any:
-    """Returns the content of a YAML text. Raises YAMLError for every text that is not YAML."""
-    for loader in (_FastLoader, _Loader):
-        try:
-            return yaml.load(text, loader)
-        except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            # Besides YAMLError they are PyYAML's own: for a date that is none, a tag whose value has another form, and
-            # lists in lists without end.
-            fault = error
-    raise fault if isinstance(fault, yaml.YAMLError) else yaml.YAMLError(f"{type(fault).__name__}: {fault}") from fault
