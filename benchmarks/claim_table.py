@@ -89,7 +89,7 @@ that keeps the facts that the question may still need holds at most 3 at once in
 8, and 7 in 98 of 100 of those of 16: a longer document does not overflow a memory that chooses."""
 FAR = ("world.hops=[1, 3, 6, 9]", "budget.max_turns=12", "budget.context_tokens=1024")
 """Questions of up to 9 hops: a chain of 10 hops without a repeated relation does not exist in the world."""
-PAIRS = ("world.objectives=2", "budget.question_tokens=48", "budget.max_turns=7")
+PAIRS = ("world.objectives=2", "budget.max_turns=7")
 """Two questions asked as one, as in table 2 of arXiv 2606.03197. Up to 6 facts are needed for them, and memories of 32
 tokens hold as many."""
 GRID = {

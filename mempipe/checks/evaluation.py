@@ -12,7 +12,7 @@ from mempipe.checks.run import check_prompts, check_retrieval, place_roles
 from mempipe.config import RunConfig
 from mempipe.data.input_files import is_remote
 from mempipe.data.qa import understood
-from mempipe.evaluation.benchmarks import find_file
+from mempipe.evaluation.benchmarks import find_file, read_benchmark
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run
 from mempipe.settings import ConfigError
 from mempipe.storage.files import is_local_path
@@ -42,12 +42,12 @@ def check_suite(suite: EvaluationSuite, *, devices: Devices | None = None) -> li
 
 def check_benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
     """Checks that the set's file is there and begins with a question."""
-
     setting = f"benchmarks: {benchmark.label}"
     try:
         file = find_file(benchmark, data_dir=data_dir)
         if is_remote(file):
             return ok(f"{setting}: {file}, to be read when the evaluation starts")
+        next(read_benchmark(benchmark, file), None)  # raises if the first questions cannot be asked as one
         return ok(f"{setting}: {file} ({understood(file, columns=benchmark.columns)})")
     except ConfigError as error:
         return refused(error)

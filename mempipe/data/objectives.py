@@ -13,12 +13,15 @@ from mempipe.types import Question
 MAX_OBJECTIVES = 16
 
 
-def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int | None = None) -> Iterator[Question]:
+def join_objectives(
+    questions: Iterable[Question], *, objectives: int, seed: int | None = None, file: str = ""
+) -> Iterator[Question]:
     """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
     remainder is skipped. The new question has no hops, evidence or document: these belong to one of them alone.
 
     As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first. Raises ConfigError for
-    neighbours that search different parts of the corpus: an agent searches one part at a time.
+    neighbours that search different parts of the corpus, since an agent searches one part at a time. `file` is where
+    the questions are from, for this message.
     """
     if seed is not None:
         listed = list(questions)
@@ -29,8 +32,8 @@ def join_objectives(questions: Iterable[Question], *, objectives: int, seed: int
         if len({question.partition for question in group}) > 1:
             parts = ", ".join(f"{question.id} searches {question.partition!r}" for question in group)
             raise ConfigError(
-                f"neighbouring questions cannot be asked as one: {parts}; put questions of the same part of the corpus "
-                "next to each other"
+                f"{f'{file}: ' * bool(file)}neighbouring questions cannot be asked as one: {parts}; put questions of "
+                "the same part of the corpus next to each other"
             )
         yield replace(
             group[0],

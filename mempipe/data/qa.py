@@ -263,6 +263,6 @@ def write_joined(source: str, output: str, *, objectives: int, seed: int | None 
         raise ConfigError(f"{source}: question {joined} has several objectives already; give a file of single ones")
     if len(questions) < objectives:
         raise ConfigError(f"{source} has {len(questions)} questions; {objectives} are needed to join them into one")
-    together = list(join_objectives(questions, objectives=objectives, seed=seed))
+    together = list(join_objectives(questions, objectives=objectives, seed=seed, file=source))
     write_questions(output, together)
     return len(together)

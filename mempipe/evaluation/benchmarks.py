@@ -57,7 +57,7 @@ def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
     """Yields the set's questions as they are asked. Raises ConfigError as `read_questions` does."""
     questions = iter_questions(file, columns=benchmark.columns)
     if benchmark.objectives > 1:
-        questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed)
+        questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed, file=file)
     return islice(questions, benchmark.num_questions or None)
 
 

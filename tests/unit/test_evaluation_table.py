@@ -13,10 +13,11 @@ import pytest
 import yaml
 from trace_builders import group as two_turns
 
+from mempipe.checks.evaluation import check_benchmark
 from mempipe.cli import main
 from mempipe.config import RunConfig
 from mempipe.data.objectives import join_objectives
-from mempipe.data.qa import QuestionTable, read_questions, write_questions
+from mempipe.data.qa import QuestionTable, read_questions, write_joined, write_questions
 from mempipe.data.trajectories import PER_TOKEN
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
@@ -251,6 +252,20 @@ def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
     ]
     with pytest.raises(ConfigError, match="q1 searches 'part-0', q2 searches 'part-1'; put questions of the same"):
         list(join_objectives(apart[1:], objectives=2))
+
+
+def test_questions_that_cannot_be_asked_as_one_are_refused_with_their_file(tmp_path):
+    file = tmp_path / "apart.parquet"
+    write_questions(file, [replace(question(i), partition=f"part-{i}") for i in range(4)])
+    refusal = rf"^{file}: neighbouring questions cannot be asked as one: q0 searches 'part-0', q1 searches 'part-1'"
+    pairs = Benchmark(name="mine", file=str(file), objectives=2)
+    assert re.search(refusal, check_benchmark(pairs, data_dir="").text)
+    assert not check_benchmark(Benchmark(name="mine", file=str(file)), data_dir="").fatal
+    with pytest.raises(ConfigError, match=refusal):
+        list(read_benchmark(pairs, str(file)))
+    with pytest.raises(ConfigError, match=refusal):
+        write_joined(str(file), str(tmp_path / "two.parquet"), objectives=2)
+    assert not (tmp_path / "two.parquet").exists()
 
 
 def test_rows_are_those_that_are_not_done_of_the_first_so_many(tmp_path):
