@@ -103,6 +103,21 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
     return export_checkpoint(checkpoint, _trained_model(run, config), target, files=files)
 
 
+def export_adapter(run: Path, target: Path, *, step: int | None = None) -> Path:
+    """Writes the LoRA adapter that the run in folder `run` trained, after learner step `step` (None: the newest
+    checkpoint), to the new folder `target`, for PEFT and vLLM.
+
+    Raises ConfigError, before anything is loaded, and CheckpointError.
+    """
+    _check_folders(run, target)
+    config, checkpoint = load_config(run / "config.yaml"), choose_checkpoint(run, step)
+    if not config.model.lora_rank:
+        raise ConfigError(f"--adapter: {run} trained the whole model (model.lora_rank is 0), and has no adapter")
+    from mempipe.engines import export  # torch, for what can still be right
+
+    return export.export_adapter(checkpoint, _trained_model(run, config), target)
+
+
 def choose_checkpoint(run: Path, step: int | None) -> Path:
     """Returns the checkpoint of the run in `run` after learner step `step`; None: the newest. Raises ConfigError."""
     found = {step_of(path): path for path in checkpoints(run / "checkpoints")}

@@ -79,6 +79,7 @@ def _add_models(commands: Any) -> None:
     export = add_command(commands, "export", _export, "export a checkpoint as a Hugging Face folder")
     export.add_argument("run", metavar="RUN", help="the folder of a run, e.g. runs/quickstart")
     export.add_argument("folder", metavar="DIR", help="folder of the exported model; it must not exist")
+    export.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as PEFT saves it")
     _add_which_checkpoint(export)
 
     push = add_command(commands, "push", _push, "publish a trained agent on the Hugging Face hub")
@@ -125,10 +126,16 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from pipelines.export import export_best, export_run
+    from pipelines.export import export_adapter, export_best, export_run
 
     run, target = Path(arguments.run), Path(arguments.folder)
-    print(export_best(run, target) if arguments.best else export_run(run, target, step=arguments.step))
+    if arguments.best:
+        if arguments.adapter:
+            raise ConfigError("--adapter: a run keeps its best model merged; name a checkpoint instead (--step)")
+        print(export_best(run, target))
+    else:
+        write = export_adapter if arguments.adapter else export_run
+        print(write(run, target, step=arguments.step))
 
 
 def _push(arguments: argparse.Namespace) -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
+from mempipe.engines.adapter import write_adapter
 from mempipe.engines.checkpoint import CheckpointError, read_state, reason
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.model import load_policy
-from mempipe.engines.policy_weights import full_state_dict
+from mempipe.engines.model import PolicyModel, load_policy
+from mempipe.engines.policy_weights import adapter_state_dict, full_state_dict
 from mempipe.engines.sharded_checkpoint import load_tensors
+from mempipe.engines.weights import pack_weights
 from mempipe.storage.checksums import write_checksums
 from mempipe.storage.files import whole_folder, write_text
 
@@ -44,14 +46,33 @@ def export_checkpoint(
     are further texts of the folder by name. Raises CheckpointError when the checkpoint is damaged or of another model,
     ConfigError when there is no such model.
     """
+    weights = full_state_dict(_trained_policy(checkpoint, model), dtype=getattr(torch, model.dtype))
+    return export_hf(target, weights, source=model.path, files=files)
+
+
+def export_adapter(checkpoint: Path, model: ModelConfig, target: Path) -> Path:
+    """Writes the LoRA adapter of a checkpoint to `target` as PEFT does, on the CPU; its base is `model.path`.
+
+    Raises CheckpointError and ConfigError as `export_checkpoint` does.
+    """
+    adapter = adapter_state_dict(_trained_policy(checkpoint, model), dtype=getattr(torch, model.dtype))
+    try:
+        with whole_folder(target) as partial:
+            write_adapter(partial, pack_weights(adapter), model)
+            write_checksums(partial)
+    except OSError as error:
+        raise CheckpointError(f"cannot export an adapter to {target}: {reason(error)}") from error
+    return target
+
+
+def _trained_policy(checkpoint: Path, model: ModelConfig) -> PolicyModel:
     read_state(checkpoint)
     policy = load_policy(model)
     load_tensors(
         checkpoint,
         {f"model/{name}": weight.detach() for name, weight in policy.lm.named_parameters() if weight.requires_grad},
     )
-    weights = full_state_dict(policy, dtype=getattr(torch, model.dtype))
-    return export_hf(target, weights, source=model.path, files=files)
+    return policy
 
 
 def export_hf(

@@ -27,7 +27,7 @@ from mempipe.engines.proof import CANARY_END, HeldWeights, added
 from mempipe.engines.vllm_own import OwnEngine
 from mempipe.engines.vllm_settings import VllmSettings, engine_arguments, engine_variables
 from mempipe.engines.vllm_shared import SharedEngine, is_occupied
-from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish, write_adapter
+from mempipe.engines.weights import SHARED_MEMORY_BACKEND, WeightHandle, publish
 from mempipe.storage.scratch import memory_folder
 from mempipe.types import Completion, FinishReason
 
@@ -332,6 +332,8 @@ class Generator:
 
     async def _replace_adapter(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         from vllm.lora.request import LoRARequest
+
+        from mempipe.engines.adapter import write_adapter  # PEFT, for engines that serve an adapter
 
         assert isinstance(weights, np.ndarray), "an adapter comes as bytes, whatever moves whole models"
         with memory_folder() as folder:

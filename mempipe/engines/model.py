@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from mempipe.engines.adapter import lora_config
 from mempipe.engines.architectures import adapter_refusal, logit_factor, refusal
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.config import ModelConfig
@@ -329,19 +330,13 @@ def base_model(policy: PolicyModel) -> Iterator[None]:
 
 
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
-    lora: Any = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=cast(Any, config.lora_alpha),
-        target_modules=list(config.lora_targets),
-        lora_dropout=0.0,
-    )
     layers = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
     kind, targets = lm.config.model_type, config.lora_targets
     if refused := adapter_refusal(kind, targets, layers=layers, merged=config.lora_merge):
         raise ConfigError(refused)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank must start from the same adapter
-        inject_adapter_in_model(lora, lm, adapter_name=ADAPTER)
+        inject_adapter_in_model(cast(Any, lora_config(config)), lm, adapter_name=ADAPTER)
 
 
 def _rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

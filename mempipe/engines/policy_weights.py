@@ -86,11 +86,11 @@ def merged_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, in
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
-    """Puts W + scaling * B A under the base layer's name, in place."""
+    """Puts W + (B A) * scaling, as PEFT rounds it, under the base layer's name, in place."""
     for layer, factor in scaling.items():
         down = weights.pop(f"{layer}.lora_A.{ADAPTER}.weight")
         up = weights.pop(f"{layer}.lora_B.{ADAPTER}.weight")
-        weights[f"{layer}.weight"] = weights.pop(f"{layer}.base_layer.weight") + factor * up @ down
+        weights[f"{layer}.weight"] = weights.pop(f"{layer}.base_layer.weight") + (up @ down) * factor
         bias = weights.pop(f"{layer}.base_layer.bias", None)
         if bias is not None:
             weights[f"{layer}.bias"] = bias

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from mempipe.engines.config import ModelConfig
 from mempipe.storage.files import sha256, whole_file
 
 if TYPE_CHECKING:
@@ -84,14 +83,6 @@ def publish(weights: Mapping[str, torch.Tensor] | np.ndarray, folder: str | Path
     for old in set(folder.glob("weights-*.safetensors")) - kept:
         old.unlink(missing_ok=True)
     return handle
-
-
-def write_adapter(folder: Path, packed: np.ndarray, model: ModelConfig) -> None:
-    """Writes a LoRA adapter to `folder` as PEFT does; `packed` is `pack_weights` of matrices under PEFT's names."""
-    (folder / "adapter_model.safetensors").write_bytes(packed.data)
-    settings = {"peft_type": "LORA", "r": model.lora_rank, "lora_alpha": model.lora_alpha, "bias": "none"}
-    settings |= {"target_modules": list(model.lora_targets), "base_model_name_or_path": model.path}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def newest_weights(folder: str | Path) -> WeightHandle | None:

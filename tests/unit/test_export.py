@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from learner_setup import make_learner, pack, samples, save_model
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from mempipe.cli import main
@@ -51,6 +52,33 @@ def test_every_checkpoint_of_a_run_can_be_exported(tmp_path, lora):
         assert main(["export", str(tmp_path / "run"), str(target), *arguments]) == 0
         found = AutoModelForCausalLM.from_pretrained(target).state_dict()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_peft_loads_an_exported_adapter_and_merges_it_to_the_same_bytes(tmp_path):
+    """The start of B is zero, so both matrices were trained; .75 is a scaling for which the order of the product
+    matters."""
+    lora = {**LORA, "lora_alpha": 3.0}
+    model = ModelConfig(path=str(save_model(tmp_path)), dtype="float32", **lora)
+    run_with_checkpoints(tmp_path / "run", model)
+    run, whole, adapter = (str(tmp_path / name) for name in ("run", "whole", "adapter"))
+    assert main(["export", run, whole]) == main(["export", run, adapter, "--adapter"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(model.path)
+    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(whole).state_dict()
+    assert merged.keys() == ours.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in ours.items())
+    start = AutoModelForCausalLM.from_pretrained(model.path).state_dict()
+    changed = {name.split(".")[-2] for name, weight in ours.items() if not torch.equal(start[name], weight)}
+    assert changed == set(LORA["lora_targets"])
+    assert PeftConfig.from_pretrained(adapter).base_model_name_or_path == model.path
+
+
+def test_an_adapter_that_is_not_there_is_refused(tmp_path, capsys):
+    run_with_checkpoints(tmp_path / "run", ModelConfig(path=str(save_model(tmp_path)), dtype="float32"))
+    for arguments, said in ([], r"model\.lora_rank is 0"), (["--best"], "keeps its best model merged"):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "new"), "--adapter", *arguments]) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
