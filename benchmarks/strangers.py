@@ -5,8 +5,8 @@
 Starts `mempipe serve` with a key. One client asks a held-out question again and again, each time by a new connection:
 first alone, then during each attack of `tools/strangers.py`. The table has its median, the ratio to the median alone,
 how the strangers' connections ended, and the memory of the proxy. The exit code is 1 if the client got anything but
-answers, if a ratio is above LIMIT, or if the memory grew by more than MAY_GROW_MIB. The strangers have the lowest
-priority, so that their own work slows nobody down; they need a core for themselves all the same.
+answers, if a ratio is above LIMIT, or if an attack made the memory grow by more than MAY_GROW_MIB. The strangers have
+the lowest priority, so that their own work slows nobody down; they need a core for themselves all the same.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measured(client: Client, marked: Marked, names: Sequence[str], *, seconds: f
             faults.append(f"{name}: an answer took {ratio:.2f} times as long")
         if memory > before + MAY_GROW_MIB:
             faults.append(f"{name}: the proxy grew from {before:,.0f} to {memory:,.0f} MiB")
-            before = memory
+        before = memory
     return faults
 
 

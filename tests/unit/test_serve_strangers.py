@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +20,7 @@ from mempipe.serve.http import connections, probes, strangers
 from mempipe.serve.http.keys import VARIABLE, new_key
 from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.http.strangers import keys_of_proxy
+from mempipe.serve.http.turns import Turns
 
 KEY, RECORD = new_key("ann")
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -196,19 +198,19 @@ async def asked_together(number: int, path: str, *, addresses: int = 1) -> list[
     return await asyncio.gather(*asking)
 
 
-@pytest.mark.parametrize("path", ["/", "/readyz", "/docs", "/nowhere"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/nowhere", "/-/nowhere"])
 async def test_an_address_has_so_many_requests_without_a_key(monkeypatch, path):
     monkeypatch.setattr(strangers, "MAX_PER_ADDRESS", 3)
     assert sorted(await asked_together(5, path)) == [200, 200, 200, 429, 429]
 
 
 async def test_all_addresses_have_so_many_requests_without_a_key(monkeypatch):
-    monkeypatch.setattr(strangers, "MAX_OPEN", 3)
+    monkeypatch.setattr(strangers, "MAX_WAITING", 3)
     assert sorted(await asked_together(5, "/", addresses=5)) == [200, 200, 200, 503, 503]
 
 
 async def test_probes_are_answered_while_pages_take_all_places(monkeypatch):
-    monkeypatch.setattr(strangers, "MAX_OPEN", 2)
+    monkeypatch.setattr(strangers, "MAX_WAITING", 2)
     go_on = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -234,7 +236,80 @@ async def test_a_page_that_does_not_come_is_503(monkeypatch):
 
     transport = httpx.ASGITransport(app=strangers.Strangers(hangs), client=("10.0.0.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        assert (await client.get("/")).status_code == 503
+        replies = await asyncio.gather(*(client.get(path) for path in ("/", "/readyz", "/readyz")))
+        assert [reply.status_code for reply in replies] == [503] * 3
+
+
+def test_a_flood_of_probes_reaches_a_replica_once_a_second(address, monkeypatch):
+    """From many addresses, each of which sends as many on one connection as may wait there."""
+    monkeypatch.setattr(probes, "SHARED_FOR_S", 60.0)
+    with ExitStack() as stack:
+        asking = []
+        for number in range(20):
+            source = (f"127.0.1.{number + 1}", 0)
+            asking.append(stack.enter_context(socket.create_connection(address, source_address=source)))
+            asking[-1].sendall(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
+        for connection in asking:
+            received = b""
+            while received.count(b"HTTP/1.1 200") < 10:
+                received += (more := connection.recv(2**16))
+                assert more
+    assert get(address, "/readyz").status_code == 200
+    assert ASKED == ["/readyz"]
+
+
+async def test_an_application_that_listens_for_hang_ups_answers_probes():
+    """Serve's proxy reads all messages of the client until it hangs up."""
+
+    async def listens(scope: Any, receive: Any, send: Any) -> None:
+        async def until_hang_up() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        listening = asyncio.create_task(until_hang_up())
+        await asyncio.sleep(0.01)
+        await PlainTextResponse("ok")(scope, receive, send)
+        assert not listening.done()
+        listening.cancel()
+
+    transport = httpx.ASGITransport(app=strangers.Strangers(listens), client=("10.0.0.1", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert (await client.get("/healthz")).text == "ok"
+
+
+async def test_pages_reach_a_replica_at_a_limited_rate(monkeypatch):
+    monkeypatch.setattr(strangers, "PAGES_AT_ONCE", 2)
+    monkeypatch.setattr(strangers, "PAGES_PER_SECOND", 20.0)
+    asked: list[float] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(time.monotonic())
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    transport = httpx.ASGITransport(app=strangers.Strangers(app), client=("10.0.0.1", 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        replies = await asyncio.gather(*(client.get("/nowhere") for _ in range(6)))
+    assert [reply.status_code for reply in replies] == [200] * 6
+    assert asked[5] - asked[1] >= 4 / 20 - 0.01
+
+
+async def test_addresses_take_turns():
+    turns, order = Turns(200.0, burst=1), []
+
+    async def go(address: str) -> None:
+        await turns.take(address)
+        order.append(address)
+
+    going = [asyncio.create_task(go("many")) for _ in range(50)]
+    await asyncio.sleep(0)
+    going += [asyncio.create_task(go(address)) for address in ("one", "two")]
+    await asyncio.wait(going[-2:])
+    assert set(order[:6]) == {"many", "one", "two"}, "the first went on at once"
+    for task in going[:-3]:
+        task.cancel()
+    await asyncio.gather(*going, return_exceptions=True)
+    assert order.count("many") < 10
+    await asyncio.wait_for(turns.take("one"), 1)  # those who left do not use up turns
 
 
 async def test_many_looks_at_the_health_cost_one(monkeypatch):

@@ -13,17 +13,25 @@ from mempipe.answers.errors import ApiError
 from mempipe.serve.http import refusals
 from mempipe.serve.http.errors import error_reply, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
+from mempipe.serve.http.probes import SharedReplies
+from mempipe.serve.http.turns import Turns
 from mempipe.settings import ConfigError
 
 VARIABLE = "MEMPIPE_KEY_FILE"
 """Holds the path of the key file, "" if there is none; without it the proxy leaves the keys to the replicas."""
-MAX_OPEN = 32
-"""Requests without a key in progress at the same time: of pages, and of probes."""
+PAGES_PER_SECOND = 20.0
+"""Requests without a key that reach a replica."""
+PAGES_AT_ONCE = 60
+"""The same at once, when there were none before."""
+MAX_WAITING = 256
+"""Requests without a key that wait for their turn or their answer."""
 MAX_PER_ADDRESS = 16
 """The same of one address."""
 TIMEOUT_S = 30.0
 """Seconds in which a request without a key has to be answered, and its client has to read the answer."""
-PROBES = ("/healthz", "/readyz", "/-/")
+PROBES = ("/healthz", "/readyz")
+OF_SERVE = ("/-/healthz", "/-/routes")
+"""Serve's proxy answers these itself."""
 logger = logging.getLogger(__name__)
 
 
@@ -31,21 +39,27 @@ class Strangers:
     """Middleware of Serve's proxy. It answers 401 and 403 as `mempipe.serve.http.keys.Access` does, but without a
     replica and before the body is read.
 
-    Requests that need no key have limits instead, pages apart from probes: 429 beyond MAX_PER_ADDRESS, 503 beyond
-    MAX_OPEN and after TIMEOUT_S. Web sockets are closed, because the service has none.
+    Requests that need no key have limits instead. Probes share a reply (`mempipe.serve.http.probes.SharedReplies`).
+    Pages and unknown paths reach a replica at a limited rate, in turn by address: 429 beyond MAX_PER_ADDRESS, 503
+    beyond MAX_WAITING and after TIMEOUT_S. Web sockets are closed, because the service has none.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None = None) -> None:
         """`keys` is None where only the replicas know them."""
         self._app = app
         self._keys = keys
-        self._open: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        self._probes = SharedReplies(app)
+        self._turns = Turns(PAGES_PER_SECOND, burst=PAGES_AT_ONCE)
+        self._pages: Counter[str] = Counter()
+        """In progress, by address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        elif scope["type"] != "http":
+        elif scope["type"] != "http" or scope["path"] in OF_SERVE:
             await self._app(scope, receive, send)
+        elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+            await self._in_time(self._probes, scope, receive, send)
         elif not scope["path"].startswith(API):
             await self._without_key(scope, receive, send)
         else:
@@ -59,35 +73,44 @@ class Strangers:
             await self._app(scope, receive, send)
 
     async def _without_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        in_progress = self._open[scope["path"].startswith(PROBES)]
-        address, has_started = (scope.get("client") or ("",))[0], False
-        if in_progress[address] >= MAX_PER_ADDRESS:
+        address = (scope.get("client") or ("",))[0]
+        if self._pages[address] >= MAX_PER_ADDRESS:
             refusals.count("requests_of_address")
             message = f"{MAX_PER_ADDRESS} requests of this address are in progress, the most that are allowed"
             await refuse(429, message)(scope, receive, send)
             return
-        if in_progress.total() >= MAX_OPEN:
+        if self._pages.total() >= MAX_WAITING:
             refusals.count("requests")
             await refuse(503, "too many requests are in progress; ask again later")(scope, receive, send)
             return
+
+        async def in_turn(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._turns.take(address)
+            await self._app(scope, receive, send)
+
+        self._pages[address] += 1
+        try:
+            await self._in_time(in_turn, scope, receive, send)
+        finally:
+            self._pages[address] -= 1
+            if not self._pages[address]:
+                del self._pages[address]
+
+    async def _in_time(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
 
         async def noting(message: Message) -> None:
             nonlocal has_started
             has_started = True
             await send(message)
 
-        in_progress[address] += 1
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._app(scope, receive, noting)
+                await app(scope, receive, noting)
         except TimeoutError:
             refusals.count("slow_answer")
             if not has_started:  # else uvicorn closes the connection
                 await refuse(503, f"no answer within {TIMEOUT_S:g} s")(scope, receive, send)
-        finally:
-            in_progress[address] -= 1
-            if not in_progress[address]:
-                del in_progress[address]
 
 
 def keys_of_proxy() -> KeyRing | None:
