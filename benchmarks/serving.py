@@ -2,12 +2,13 @@
 
     python -m benchmarks.serving runs/quickstart [--seconds 20] [key=value ...]
 
-One run prints requests/s with p50 and p99 latency at 1, 8 and 32 clients for both, their ratio (aim: 0.85), and the
-seconds of each turn. Then it lets a service that works on OVERLOAD_IN_FLIGHT requests at a time have four times the
-requests that it can answer, and prints what is shed, the p99 of what is answered against that of one client alone
-(aim: 3), and the memory of the agent's process before and after. At the end it prints what a turn costs the engine at
-turn 2 and turn 20 with a bounded memory and with a full history (`benchmarks.turn_seconds` says how). All engines have
-the same weights and settings and never work at the same time.
+One run prints requests/s with p50 and p99 latency at 1, 8 and 32 clients for both, their ratio (aims: .9, .8, .7), when
+the first event of a streamed answer arrives (aim: 50 ms), and the seconds of each turn. Then it lets a service that
+works on OVERLOAD_IN_FLIGHT requests at a time have four times the requests that it can answer, and prints what is shed,
+the p99 of what is answered against that of one client alone (aim: 3), and the memory of the agent's process before and
+after. At the end it prints what a turn costs the engine at turn 2 and turn 20 with a bounded memory and with a full
+history (`benchmarks.turn_seconds` says how). All engines have the same weights and settings and never work at the same
+time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ OVERLOAD = 4
 OVERLOAD_IN_FLIGHT = 4
 T = TypeVar("T")
 Ask = Callable[[Question], Awaitable[list[float]]]
-"""Asks one question; gives the seconds of its turns."""
+"""Asks one question; gives the seconds of its turns, or of its first event."""
 
 
 @dataclass
@@ -116,14 +117,27 @@ class Clients:
     reads: bool
 
     async def post(self, question: Question) -> httpx.Response:
-        body = {"question": question.text, "partition": question.partition}
-        body |= {"text": question.context} if question.context and self.reads else {}
-        return await self.http.post("/v1/answer", json=body)
+        return await self.http.post("/v1/answer", json=self._body(question))
 
     async def ask(self, question: Question) -> list[float]:
         answer = await self.post(question)
         answer.raise_for_status()
         return [turn["generate_seconds"] + turn["search_seconds"] for turn in answer.json()["turns"]]
+
+    async def stream(self, question: Question) -> list[float]:
+        """Returns the seconds until the first event, after the last one."""
+        began, first = time.perf_counter(), 0.0
+        async with self.http.stream("POST", "/v1/answer", json=self._body(question) | {"stream": True}) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("event: ") and not first:
+                    first = time.perf_counter() - began
+                assert line != "event: error"
+        return [first]
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        body = {"question": question.text, "partition": question.partition}
+        return body | ({"text": question.context} if question.context and self.reads else {})
 
 
 def with_service(settings: dict[str, Any], work: Callable[[Clients], Awaitable[T]]) -> T:
@@ -179,14 +193,17 @@ def is_agent(command: Sequence[str]) -> bool:
     return bool(command) and command[0].startswith("ray::ServeReplica:agent:agent")
 
 
-def report(direct: dict[int, Measured], served: dict[int, Measured]) -> None:
+def report(direct: dict[int, Measured], served: dict[int, Measured], streamed: dict[int, Measured]) -> None:
     """Prints the tables."""
-    print("| clients | direct, requests/s | p50, p99 ms | service, requests/s | p50, p99 ms | service / direct |")
-    print("|---|---|---|---|---|---|")
+    heads = ["clients", "direct, requests/s", "p50, p99 ms", "service, requests/s", "p50, p99 ms", "service / direct"]
+    print("|", " | ".join([*heads, "first event of a stream, p50, p99 ms"]), "|")
+    print("|---|---|---|---|---|---|---|")
     for n in CLIENTS:
         a, b = direct[n], served[n]
         times = [f"{each.milliseconds(50):.0f}, {each.milliseconds(99):.0f}" for each in (a, b)]
-        print(f"| {n} | {a.rate:.2f} | {times[0]} | {b.rate:.2f} | {times[1]} | {b.rate / a.rate:.2f} |")
+        first = ", ".join(f"{1000 * float(np.percentile(streamed[n].by_turn[1], each)):.0f}" for each in (50, 99))
+        ratio = f"{b.rate / a.rate:.2f}"
+        print(f"| {n} | {a.rate:.2f} | {times[0]} | {b.rate:.2f} | {times[1]} | {ratio} | {first} |")
     print("\n| turn | direct, seconds | service, seconds |\n|---|---|---|")
     for turn in sorted(direct[1].by_turn.keys() & served[1].by_turn.keys()):
         print(f"| {turn} | {fmean(direct[1].by_turn[turn]):.3f} | {fmean(served[1].by_turn[turn]):.3f} |")
@@ -219,7 +236,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     direct = directly(served, questions, seconds=arguments.seconds)
     assert not ray.is_initialized()
     seconds = arguments.seconds
-    report(direct, with_service(settings, lambda each: measure_all(each.ask, questions, seconds=seconds)))
+
+    async def both(clients: Clients) -> tuple[dict[int, Measured], dict[int, Measured]]:
+        served = await measure_all(clients.ask, questions, seconds=seconds)
+        return served, await measure_all(clients.stream, questions, seconds=seconds)
+
+    report(direct, *with_service(settings, both))
     limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
     report_overload(with_service(limited, lambda each: overload(each, questions, seconds=seconds)))
     turn_seconds.report(turn_seconds.measure(served.main.model, served.main.generation))
