@@ -31,7 +31,7 @@ from mempipe.actors.driver import DriverSpec
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.lost import LaunchError, RoleLost, one_line
+from mempipe.actors.lost import LaunchError, RoleLost, is_lost, one_line
 from mempipe.actors.memory import memory_metrics
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
@@ -277,14 +277,14 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
         except GetTimeoutError as error:
             raise RoleLost(f"{phase}: {name} gave no answer in time") from error
         except (RayActorError, RayTaskError) as error:
-            died = isinstance(error, RayActorError) or isinstance(error.cause, EngineDead)
-            starts_again = isinstance(error, ActorUnavailableError) or (died and not isinstance(error, RayActorError))
+            of_task = None if isinstance(error, RayActorError) else error.cause
+            starts_again = isinstance(error, ActorUnavailableError) or isinstance(of_task, EngineDead)
             pause = next(pauses)
             if again is not None and starts_again and time.monotonic() + pause < deadline:
                 time.sleep(pause)
                 reference = again()
                 continue
-            kind = RoleLost if died else LaunchError
+            kind = RoleLost if is_lost(error) else LaunchError
             raise kind(f"{phase}: {name}: {one_line(error)}") from error
 
 

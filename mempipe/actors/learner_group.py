@@ -291,18 +291,18 @@ class LearnerGroup:
                 ray.get(done)
                 _check_alive(beside, phase)
             return ray.get(list(references), timeout=max(deadline - time.monotonic(), 0.001))
-        except GetTimeoutError as error:
-            setting = " (learner.timeout_s)" if timeout_s >= self._timeout_s else ""
-            raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s{setting}") from error
-        except RayActorError as error:
-            raise LearnerLost(f"{phase}: a learner rank died: {one_line(error)}") from error
-        except RayTaskError as error:
+        except RayTaskError as error:  # first: Ray makes it an instance of the class of its cause as well
             if death := self._death():
                 raise LearnerLost(f"{phase}: a learner rank died: {one_line(death)}") from error
             if isinstance(error.cause, SamplingMismatch):
                 raise error.cause from error
             kind = LearnerLost if is_lost(error) else LearnerFailed  # a rank may itself wait for an engine
             raise kind(f"{phase}: {one_line(error)}") from error
+        except GetTimeoutError as error:
+            setting = " (learner.timeout_s)" if timeout_s >= self._timeout_s else ""
+            raise LearnerLost(f"{phase}: not all ranks finished within {timeout_s:g} s{setting}") from error
+        except RayActorError as error:
+            raise LearnerLost(f"{phase}: a learner rank died: {one_line(error)}") from error
 
     def _death(self) -> RayActorError | None:
         """Returns the error of a rank that has died, if there is one. Its death breaks the connections of the others,

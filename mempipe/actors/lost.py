@@ -2,8 +2,8 @@
 line that reports them.
 
 Ray raises one kind for every way in which an actor, a worker, a node or an object can go; Ray Data wraps them once or
-twice. A fault of the work itself (a full disk, a gradient that is not finite, an error in user-defined code) would
-occur again after a restart, and is not one of these.
+twice. `EngineDead` belongs to them, since an engine may end before its actor does. A fault of the work itself (a full
+disk, a gradient that is not finite, an error in user-defined code) would occur again after a restart, and does not.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ray.exceptions import (
     UserCodeException,
     WorkerCrashedError,
 )
+
+from mempipe.engines.engine_faults import EngineDead
 
 LONGEST_LINE = 300
 
@@ -77,7 +79,11 @@ LOST_IN_RAY = (
 _NAMES = "|".join(
     name for name, kind in vars(exceptions).items() if isinstance(kind, type) and issubclass(kind, LOST_IN_RAY)
 )
-_RAISED = re.compile(rf"^(?:ray\.exceptions\.)?(?:{_NAMES})\b|^ValueError: Failed to look up actor", re.MULTILINE)
+_RAISED = re.compile(
+    rf"^(?:ray\.exceptions\.|mempipe\.engines\.engine_faults\.)?(?:{_NAMES}|{EngineDead.__name__})\b"
+    "|^ValueError: Failed to look up actor",
+    re.MULTILINE,
+)
 _CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
 """The line of a traceback that names the exception. What Ray Data adds below it is advice about its own retries."""
 
@@ -88,7 +94,7 @@ def is_lost(error: BaseException) -> bool:
     """Returns whether the run may continue after a restart of its roles."""
     if isinstance(error, ClusterLost):
         return False
-    if isinstance(error, RoleLost | LearnerLost):
+    if isinstance(error, RoleLost | LearnerLost | EngineDead):
         return True
     if isinstance(error, RayTaskError):  # what a task raised, which may itself have waited for an actor
         cause = error.cause

@@ -72,6 +72,20 @@ def test_every_actor_may_die_in_every_phase(train, undisturbed, journal):
         check_equal_weights(run.folder, undisturbed)
 
 
+def test_an_engine_in_its_own_process_may_die_before_its_actor(train):
+    """Until the actor ends too, within a second, it answers with `EngineDead`. A place is two versions after the one
+    before, so that no actor is held there whose engine was killed before."""
+    run = train(8, [*SMALL, "generation.engine_process=own"])
+    places = [
+        at("engine.generate", version=1),
+        at("engine.load_weights", version=3),
+        at("sync", version=5),
+        at("sync.check", version=7),
+    ]
+    run.strikes([(["engine's own process"], place) for place in places])
+    run.finish()
+
+
 def test_every_actor_may_die_before_training(watched, journal, tmp_path_factory):
     """Engines, retrievers and ranks are started once, and wait where others work: an idle one may die as well."""
     with Watched(tmp_path_factory.mktemp("whole")) as other:

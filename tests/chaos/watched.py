@@ -27,6 +27,7 @@ from tools.processes import Marked, Running, command_line
 
 ROLES = {
     "engine": "ray::.*GeneratorActor",
+    "engine's own process": "VLLM::EngineCore",
     "retriever": "ray::.*RetrieverActor",
     "rank": "ray::.*LearnerActor",
     "admission": "ray::.*Admission",

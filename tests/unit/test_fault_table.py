@@ -34,6 +34,7 @@ from ray.exceptions import (
 from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, stand_in_run
 
 from mempipe.actors.lost import LOST_IN_RAY, LearnerFailed, LearnerLost, RoleLost
+from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.reports.training import write_report
 from mempipe.training.tracker_front import TrackerFront
@@ -58,6 +59,7 @@ LOSSES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
         ("launch", "wait", "load policy", *STREAMS, "sync"),
     ),
     "a rank died": (lambda: LearnerLost("optimiser update 1 of 2: a learner rank died"), ("warm start", *WITH_RANKS)),
+    "an engine died before its actor": (lambda: in_a_task(EngineDead("its process ended")), ("load policy", "sync")),
     "an actor died": (ActorDiedError, ANY),
     "an actor is away": (lambda: ActorUnavailableError("it does not answer", None), ANY),
     "an actor died in a task": (lambda: in_a_task(ActorDiedError()), ANY),

@@ -19,6 +19,7 @@ from mempipe.actors import learner_group
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.lost import LearnerFailed, LearnerLost
 from mempipe.engines import learner
+from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.stop import StopRequest
 
@@ -161,12 +162,23 @@ BROKEN = RayTaskError("update", "", RuntimeError("Connection closed by peer"))
 
 
 WITHOUT_ENGINE = RayTaskError("open_transfer", "", ActorDiedError())
+WITH_A_DEAD_ONE = RayTaskError("send_weights", "", EngineDead("its process ended")).as_instanceof_cause()
 
 
 @pytest.mark.parametrize(
     ("error", "death", "kind"),
-    [(BROKEN, ActorDiedError(), LearnerLost), (BROKEN, None, LearnerFailed), (WITHOUT_ENGINE, None, LearnerLost)],
-    ids=["a rank died", "all ranks live", "an engine died for which the ranks wait"],
+    [
+        (BROKEN, ActorDiedError(), LearnerLost),
+        (BROKEN, None, LearnerFailed),
+        (WITHOUT_ENGINE, None, LearnerLost),
+        (WITH_A_DEAD_ONE, None, LearnerLost),
+    ],
+    ids=[
+        "a rank died",
+        "all ranks live",
+        "an engine died for which the ranks wait",
+        "an engine died and its actor did not",
+    ],
 )
 def test_an_error_of_a_rank_is_a_lost_role_when_a_rank_or_an_engine_has_died(monkeypatch, error, death, kind):
     def get(answers: Any, **_: Any) -> Any:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, UserCodeException
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayTaskError, UserCodeException
 
 from mempipe.actors import launch
 from mempipe.actors.launch import ask_all, wait_for
@@ -302,8 +302,15 @@ def test_what_would_come_again_ends_the_run(error):
         attempts([error], max_restarts=5)
 
 
-@pytest.mark.parametrize(("cause", "kind"), [(EngineDead("it ended"), RoleLost), (EngineFault("odd"), LaunchError)])
-def test_an_engine_that_died_in_a_call_is_a_role_that_is_lost(monkeypatch, cause, kind):
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (EngineDead("it ended"), RoleLost),
+        (OwnerDiedError("ab" * 28, None, ""), RoleLost),  # of the weights that it was to load
+        (EngineFault("odd"), LaunchError),
+    ],
+)
+def test_an_engine_that_lost_something_in_a_call_is_a_role_that_is_lost(monkeypatch, cause, kind):
     def get(reference: object, *, timeout: float) -> None:
         raise RayTaskError("prove", "", cause)
 
