@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
+from mempipe.actors.lost import RoleLost
 from mempipe.actors.pools import Pool, RoleUnavailable
 from mempipe.faults import retry_pauses
 from mempipe.retrieval.retriever import RetrievalError, RetrievalTimeout
@@ -89,6 +90,19 @@ async def test_what_does_not_recover_is_told_by_its_role_and_no_pause_outlasts_t
     with pytest.raises(RoleUnavailable, match=r"retriever failed and did not recover within 3 s: the disk is gone"):
         await pool.call("query")
     assert 1 < line.num_asked < 100 and max(pauses) <= 3
+
+
+async def test_a_replica_that_died_for_good_gets_no_call_while_another_one_is_there(pauses):
+    pool, (first, second) = pool_of([ActorDiedError()], [RetrievalError("x"), "a", "b"])
+    assert [await pool.call("query") for _ in range(2)] == ["a", "b"], "also when that one has failed since"
+    assert (first.num_asked, second.num_asked) == (1, 3)
+
+
+async def test_when_every_replica_died_for_good_a_role_is_lost_at_once(pauses):
+    pool, (first, second) = pool_of([ActorDiedError()], [ActorDiedError()])
+    with pytest.raises(RoleLost, match="every retriever died: The actor died unexpectedly"):
+        await pool.call("query")
+    assert (first.num_asked, second.num_asked, len(pauses)) == (1, 1, 1), "no deadline is waited for"
 
 
 async def test_no_answer_is_told_at_the_deadline():
