@@ -28,7 +28,8 @@ from rich.table import Table
 
 from mempipe.data.corpus import corpus_files, read_segments
 from mempipe.data.plain_text import is_plain_text, read_plain_text
-from mempipe.masking.cloze import ClozeConfig, choose_questions, find_candidates
+from mempipe.masking.cloze import choose_questions, find_candidates
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.documents import Material, MemtrainConfig, common_entities, entities_of, make_document
 from mempipe.masking.entities import Finder, make_finder
 from mempipe.types import Passage, Question

@@ -29,7 +29,7 @@ from mempipe.engines.config import (
     ReferenceConfig,
     SamplingConfig,
 )
-from mempipe.masking.cloze import ClozeConfig
+from mempipe.masking.config import ClozeConfig
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.settings import ConfigError, FolderName, Section

@@ -21,7 +21,8 @@ from mempipe.data.corpus import corpus_files
 from mempipe.data.packaged import PACKAGED, PackageUnavailable
 from mempipe.data.plain_text import check_source, describe_source, write_corpus
 from mempipe.data.qa import read_questions, write_questions
-from mempipe.masking.cloze import MANIFEST, RULES, SCHEMA, SPLITS, ClozeConfig, choose_questions
+from mempipe.masking.cloze import MANIFEST, RULES, SCHEMA, SPLITS, choose_questions
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress, say
 from mempipe.settings import ConfigError

@@ -18,7 +18,8 @@ from mempipe.data.config import WorldConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.masking.cloze import SPLITS, ClozeConfig
+from mempipe.masking.cloze import SPLITS
+from mempipe.masking.config import ClozeConfig
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder

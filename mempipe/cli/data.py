@@ -131,7 +131,7 @@ def _data_evidence(arguments: argparse.Namespace) -> None:
 def _data_cloze(arguments: argparse.Namespace) -> None:
     from mempipe.data.plain_text import check_source
     from mempipe.loader import parse_overrides, parse_section
-    from mempipe.masking.cloze import ClozeConfig
+    from mempipe.masking.config import ClozeConfig
 
     config = parse_section(parse_overrides(arguments.overrides), ClozeConfig)
     check_source(arguments.corpus)  # refuses a missing file before Ray is imported

@@ -9,7 +9,8 @@ import pyarrow as pa
 import ray
 
 from mempipe.data.corpus import CorpusFile, read_segments
-from mempipe.masking.cloze import ClozeConfig, find_candidates
+from mempipe.masking.cloze import find_candidates
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
 from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
 from mempipe.types import Passage

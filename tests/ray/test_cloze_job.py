@@ -9,7 +9,8 @@ from mempipe.cli import main
 from mempipe.data.corpus import read_corpus
 from mempipe.data.plain_text import PYTHON_REFERENCE, write_corpus
 from mempipe.data.qa import read_questions
-from mempipe.masking.cloze import SPLITS, ClozeConfig, choose_questions, find_candidates
+from mempipe.masking.cloze import SPLITS, choose_questions, find_candidates
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import RuleFinder
 
 SETTINGS = ["entities=rules", "with_title=true", "test_share=0.3"]

@@ -13,7 +13,8 @@ import pytest
 from mempipe.data import packaged
 from mempipe.data.corpus import CorpusFile, read_corpus, read_segments
 from mempipe.data.packaged import PackageUnavailable
-from mempipe.masking.cloze import ClozeConfig, find_candidates
+from mempipe.masking.cloze import find_candidates
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
 from mempipe.settings import ConfigError
 from mempipe.types import Passage

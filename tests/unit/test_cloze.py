@@ -16,12 +16,12 @@ from mempipe.masking.cloze import (
     GAP,
     LINK,
     RULES,
-    ClozeConfig,
     ClozeQuestions,
     choose_questions,
     find_candidates,
     split_of,
 )
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import KINDS, RuleFinder, can_be_read
 from mempipe.settings import ConfigError
 from mempipe.types import Passage, Question

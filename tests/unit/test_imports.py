@@ -62,6 +62,7 @@ ALLOWED = {
     "mempipe.data.corpus": (),
     "mempipe.masking.entities": (),
     "mempipe.masking.cloze": (),
+    "mempipe.masking.config": (),
     "mempipe.masking.documents": (),
     "mempipe.data.trajectories": (),
     "mempipe.evaluation.memory_quality": (),
@@ -254,6 +255,14 @@ def test_promise_10_help_answers_in_under_a_second():
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and "train" in done.stdout
     assert min(seconds) < 1.0
+
+
+@pytest.mark.slow  # an interpreter
+def test_settings_and_plans_load_no_library_of_tables():
+    modules = "mempipe.loader, mempipe.template, mempipe.planning.placement, mempipe.engines.learner_settings"
+    code = f"import sys, {modules}; print(sorted({{'polars', 'pyarrow', 'pandas'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 @pytest.mark.slow  # an interpreter with Ray Data

@@ -18,7 +18,8 @@ from mempipe.data.plain_text import (
     read_plain_text,
     write_corpus,
 )
-from mempipe.masking.cloze import ClozeConfig, choose_questions, find_candidates
+from mempipe.masking.cloze import choose_questions, find_candidates
+from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import RuleFinder
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
