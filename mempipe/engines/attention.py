@@ -10,8 +10,10 @@ scattered back. Both are exact.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +163,12 @@ def _varlen(
 
     if layout.gathered is not None:
         query, key, value = (rows.index_select(0, layout.gathered[0]) for rows in (query, key, value))
+    grouped: dict[str, Any] = {}
+    if (group := query.shape[1] // key.shape[1]) > 1:
+        if _takes_groups(varlen_attn):
+            grouped = {"enable_gqa": True}
+        else:
+            key, value = (rows.repeat_interleave(group, dim=1) for rows in (key, value))
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -171,10 +179,16 @@ def _varlen(
         layout.max_length,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # (-1, 0) is plain causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output if layout.gathered is None else output.index_select(0, layout.gathered[1])
+
+
+@functools.cache
+def _takes_groups(varlen_attn: Callable[..., Tensor]) -> bool:
+    """Returns whether this torch's kernel takes fewer heads of keys than of queries; that of 2.11 does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _padded(

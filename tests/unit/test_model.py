@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_setup import SIZES, VOCAB, assert_close, family, load_plain, pack, sample, samples, save_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from mempipe.engines import attention
 from mempipe.engines import model as model_module
 from mempipe.engines.attention import ContextLayout
 from mempipe.engines.config import ModelConfig
@@ -75,6 +78,35 @@ def test_contexts_that_begin_alike_train_on_those_tokens_once_and_alike(tmp_path
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-5)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """Stands for `varlen_attn` of torch 2.11, whose heads are as many of keys as of queries."""
+    assert query.shape[1] == key.shape[1] == value.shape[1] and window_size == (-1, 0)
+    ends = cu_seq_q.tolist()
+    contexts = [[rows[a:b].transpose(0, 1) for rows in (query, key, value)] for a, b in itertools.pairwise(ends)]
+    outputs = [scaled_dot_product_attention(*context, is_causal=True, scale=scale) for context in contexts]
+    return torch.cat([output.transpose(0, 1) for output in outputs])
+
+
+def grouping_kernel(query, key, value, *arguments, enable_gqa=False, **settings):
+    """Stands for that of torch 2.12 and later."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1) for rows in (key, value))
+    return kernel(query, key, value, *arguments, **settings)
+
+
+@pytest.mark.parametrize("installed", [kernel, grouping_kernel])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_the_varlen_kernel_gets_the_heads_that_its_torch_takes(installed, num_kv_heads, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", installed)
+    layout = ContextLayout([5, 7, 6], shared_lengths=[0, 3, 0], device=torch.device("cpu"))
+    rows = [torch.randn(15, heads, 8).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
+    outputs = [
+        run(*rows, layout=layout, scaling=0.3, sliding_window=None) for run in (attention._varlen, attention._padded)
+    ]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), rows) for output in outputs))
 
 
 def test_editing_one_context_changes_no_logprob_in_another(qwen2):
