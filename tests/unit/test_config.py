@@ -10,8 +10,9 @@ from mempipe.agents.memsearcher import MemSearcherCompat
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
 from mempipe.loader import SHIPPED, load_config, load_index_config, load_job, load_values, parse_config, read_values
-from mempipe.masking.cloze import ClozeConfig
+from mempipe.masking.config import ClozeConfig
 from mempipe.settings import ConfigError
+from mempipe.studies.chain import chain_runs
 from mempipe.template import config_lines
 
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
@@ -21,6 +22,16 @@ KEYS = {path: yaml.safe_load(path.read_text()).keys() for path in CONFIGS}
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "num_steps" in KEYS[path]], ids=lambda path: path.stem)
 def test_every_shipped_run_is_valid(path):
     assert load_config(path).num_steps > 0
+
+
+def test_attempts_of_the_shipped_runs_that_share_a_chunk_train_on_it_once(monkeypatch):
+    monkeypatch.chdir(CONFIGS[0].parents[2])
+    runs = {path.stem: load_config(path) for path in CONFIGS if "num_steps" in KEYS[path]}
+    for path in (path for path in CONFIGS if "stages" in KEYS[path]):
+        runs |= {f"{path.stem}: {run.name}": run for run in chain_runs(load_job(path, kind="chain")[1])}
+    sharing = {name: run.learner.share_prefixes for name, run in runs.items() if getattr(run.agent, "chunk_first", 0)}
+    assert {"memtrain_qwen3-4b", "memtrain_smollm2", "chain_memtrain_memagent: memagent"} <= sharing.keys()
+    assert [name for name, shares in sharing.items() if not shares] == []
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "corpus" in KEYS[path]], ids=lambda path: path.stem)
