@@ -1,4 +1,5 @@
-"""Modules that have another name than before: an import of the old name still works, and warns with the new one."""
+"""Modules that have another name than before, or are gone: an import of an old name works and warns with the new one,
+and an import of a module that is gone says where its contents are."""
 
 from __future__ import annotations
 
@@ -10,19 +11,39 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 
-_ANSWERS = ("answering", "api", "attempt_events", "conversation", "corpus", "replies", "same_index")
-_REQUESTS = ("answer_jobs", "calls", "event_stream", "idempotency", "journal", "reserve", "store")
-ROOMS = {
-    "storage": ("files", "json_files", "checksums", "scratch", "data.parquet"),
-    "planning": ("placement", "capacity", "costs"),
-    "studies": ("evaluation.budgets", "evaluation.compare", "evaluation.chain", "evaluation.sweep"),
-    "serve.http": ("serve.errors", "serve.gate", "serve.front", "serve.keys"),
-    "answers": ("serve.api", "serve.answering", *(f"serve.answers.{name}" for name in _ANSWERS)),
-    "serve.requests": ("serve.store", *(f"serve.answers.{name}" for name in _REQUESTS)),
-    "serve.openai": ("serve.chat_api",),
+_MOVES = {
+    ("mempipe", "mempipe.storage"): "checksums files json_files scratch",
+    ("mempipe.data", "mempipe.storage"): "parquet",
+    ("mempipe", "mempipe.planning"): "capacity costs placement",
+    ("mempipe.evaluation", "mempipe.studies"): "budgets chain compare sweep",
+    ("mempipe.serve", "mempipe.answers"): "answering api attempt_events conversation replies",
+    ("mempipe.serve.answers", "mempipe.answers"): "answering api attempt_events conversation corpus replies same_index",
+    ("mempipe.serve", "mempipe.serve.http"): "errors front gate keys",
+    ("mempipe.serve", "mempipe.serve.requests"): "answer_jobs calls event_stream journal store",
+    ("mempipe.serve.answers", "mempipe.serve.requests"): "answer_jobs calls event_stream idempotency journal reserve "
+    "store",
+    ("mempipe.serve", "mempipe.serve.replicas"): "agent_replica generator_replica prometheus retriever_replica traces",
+    ("mempipe.serve", "mempipe.serve.openai"): "chat_api",
 }
-MOVED = {f"mempipe.{old}": f"mempipe.{room}.{old.split('.')[-1]}" for room, names in ROOMS.items() for old in names}
-MOVED |= {"mempipe.stream": "mempipe.streams.groups", "mempipe.serve.answers": "mempipe.serve.requests"}
+"""Modules that kept their name, by the packages that they are moved from and to."""
+MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MOVES.items() for name in names.split()}
+MOVED |= {
+    "mempipe.actors.documents": "mempipe.streams.documents",
+    "mempipe.actors.finding": "mempipe.streams.candidates",
+    "mempipe.actors.indexing": "mempipe.streams.segments",
+    "mempipe.serve.answers": "mempipe.serve.requests",
+    "mempipe.stream": "mempipe.streams.groups",
+}
+GONE = {
+    "mempipe.actors.tracker": "the tracker works in the run's own process (mempipe.tracking.tracker)",
+    "mempipe.reports.rating": "its ratings are in mempipe.evaluation.ratings, its sheets in "
+    "mempipe.reports.rating_sheet, its lines in mempipe.reports.ratings",
+    "pipelines.parent_run": "it is a part of chains and sweeps (mempipe.training.parent_run), not a command",
+    "pipelines.repair": "it is a part of the training job (mempipe.training.repair), not a command",
+    "pipelines.training_rows": "it is a part of the training job (mempipe.training.training_rows), not a command",
+}
+"""Modules that an import does not find, and where their contents are: parts of a job, which no user calls, and one with
+other functions now."""
 
 
 class _Alias(Loader):
@@ -41,11 +62,13 @@ class _Alias(Loader):
 
 
 class MovedModules(MetaPathFinder):
-    """Finds a module under its old name."""
+    """Finds a module under its old name. Raises ModuleNotFoundError, which says why, for one that is gone."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in GONE:
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {GONE[fullname]}", name=fullname)
         if fullname not in MOVED:
             return None
         new = MOVED[fullname]
