@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from mempipe.config import RunConfig
 from mempipe.kinds import BUILT_IN as BUILT_IN_KINDS
 from mempipe.kinds import OWN, SERVICE_APP, JobKind, kind_of, named
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
-from mempipe.settings import ConfigError, Section
+from mempipe.settings import ConfigError, OldName, Section, renamed
 from mempipe.storage.yaml_text import parse_yaml
 
 C = TypeVar("C", bound=Section)
@@ -165,12 +166,13 @@ def parse_config(values: dict[str, Any]) -> RunConfig:
 
 
 def parse_section(values: dict[str, Any], kind: type[C]) -> C:
-    """Returns the section of type `kind` that nested dicts describe. Raises ConfigError, one line per wrong setting."""
+    """Returns the section of type `kind` that nested dicts describe; a setting with its name of an earlier version is
+    read, and warned of (`OldName`). Raises ConfigError, one line per wrong setting."""
     if not isinstance(values, dict):
         raise ConfigError(f"expected settings by name, got {_shown(values)}")
-    moved = [f"{old} has moved to {new}" for old, new in kind.MOVED.items() if old in values]
-    if moved:
-        raise ConfigError("; ".join(moved))
+    values, said = renamed(values, kind)
+    for sentence in said:
+        warnings.warn(sentence, OldName, stacklevel=2)
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mempipe.data.input_files import ROWS, input_files
 from mempipe.retrieval.manifest import read_manifest
-from mempipe.settings import ConfigError, Section
+from mempipe.settings import ConfigError, Section, renamed
 from mempipe.storage.checksums import record_of
 from mempipe.storage.files import sha256
 from mempipe.storage.json_files import read_object, write_object
@@ -47,11 +47,11 @@ def _is_nothing(value: Any) -> bool:
 
 
 def completed(saved: Mapping[str, Any], kind: type[Section]) -> dict[str, Any]:
-    """Returns saved settings of this kind with the defaults of those that this version of mempipe knows and an earlier
-    one did not."""
+    """Returns saved settings of this kind under their names of today, with the defaults of those that this version of
+    mempipe knows and an earlier one did not."""
     try:
-        return kind.model_validate(saved).model_dump(mode="json")
-    except ValidationError:  # a setting that is gone, or damage: the comparison names it
+        return kind.model_validate(renamed(saved, kind)[0]).model_dump(mode="json")
+    except (ConfigError, ValidationError):  # a setting that is gone, or damage: the comparison names it
         return dict(saved)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_args
 from urllib.parse import urlsplit
 
@@ -27,13 +28,17 @@ class ConfigError(ValueError):
         return without_passwords(super().__str__())
 
 
+class OldName(FutureWarning):
+    """A setting has its name of an earlier version; the message says its name today."""
+
+
 class Section(BaseModel):
     """Settings that belong together. Unknown keys are refused; the text under a field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     MOVED: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions and where each is now; the loader refuses the old key and names the new one."""
+    """Names of earlier versions, and the dotted name of each today; `renamed` reads them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +63,41 @@ class Section(BaseModel):
         field = cls.model_fields.get(name)
         kinds = _kinds(field.annotation) if field is not None else set()
         return type(None) not in kinds and any(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds)
+
+
+def renamed(values: Mapping[str, Any], kind: type[Section]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the settings of a section of this kind under their names of today, and one sentence for each old name.
+
+    Raises ConfigError if a setting has two values, one under each name.
+    """
+    values, said = dict(values), []
+    for old, new in kind.MOVED.items():
+        if old not in values:
+            continue
+        value = values.pop(old)
+        said.append(f"{old} is now called {new}; it is read under both names")
+        *parents, leaf = new.split(".")
+        for parent in reversed(parents):
+            leaf, value = parent, {leaf: value}
+        values[leaf] = _both(value, values.get(leaf), old=old, new=new, place=leaf)
+    return values, said
+
+
+def _both(earlier: Any, present: Any, *, old: str, new: str, place: str) -> Any:
+    """Returns a value that was given under an old name together with that under the new one, where there is one."""
+    if isinstance(earlier, dict) and present is not None:
+        if not isinstance(present, dict):  # which is refused as a section
+            return present
+        return {
+            name: _both(earlier.get(name), present.get(name), old=old, new=new, place=f"{place}.{name}")
+            for name in {**earlier, **present}
+        }
+    if earlier is not None and present is not None and earlier != present:
+        before = place.replace(new, old, 1)
+        raise ConfigError(
+            f"{before} is {earlier!r} and {place} is {present!r}; both are the setting {place}, so remove {before}"
+        )
+    return earlier if present is None else present
 
 
 def check_url(setting: str, url: str, *, example: str) -> None:

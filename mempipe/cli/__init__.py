@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
 from mempipe.environment import prepare_process
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, OldName
 from mempipe.stop import signals_interrupt
+
+_FORMAT = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     143 (SIGTERM), 129 (SIGHUP)."""
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     prepare_process()
+    warnings.formatwarning = _formatted
     try:
         _check_working_folder()
         with signals_interrupt():
@@ -48,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
+
+
+def _formatted(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    """Returns a warning as it is printed: one about the user's own config without a place in the code."""
+    return f"warning: {message}\n" if issubclass(category, OldName) else _FORMAT(message, category, *place, **line)
 
 
 def _check_working_folder() -> None:

@@ -271,6 +271,10 @@ def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
         ),
         (["export", "HERE", "out", "--step", "15"], "holds those after the learner steps 20 (step-00000040)"),
         (["train", "HERE/config.yaml", "output=/proc/runs"], "no folder can be made in /proc"),
+        (
+            ["train", "HERE/config.yaml", "output=/proc/runs", "compat.question_mark=true"],
+            "warning: compat is now called agent.compat; it is read under both names\nerror: output is ",
+        ),
         (["model", "import", "nothing", "out"], "nothing is neither a GGUF file nor an installed package"),
     ],
 )

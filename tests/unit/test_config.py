@@ -11,7 +11,7 @@ from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
 from mempipe.loader import SHIPPED, load_config, load_index_config, load_job, load_values, parse_config, read_values
 from mempipe.masking.config import ClozeConfig
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, OldName
 from mempipe.studies.chain import chain_runs
 from mempipe.template import config_lines
 
@@ -73,7 +73,10 @@ def test_overrides_reach_nested_settings_as_yaml_values(tmp_path):
         ({"agent": {"name": "memsercher"}}, ["agent.name is 'memsercher'", "'memsearcher'"]),
         ({"agent": {"name": "nowhere.agent"}}, ["agent.name is 'nowhere.agent'", "cannot be imported"]),
         ({"agent": {"name": "mempipe.types"}}, ["agent.name is 'mempipe.types'", "AGENT"]),
-        ({"compat": {"preset": "mem1"}}, ["compat", "agent.compat"]),
+        (
+            {"compat": {"num_passages": 2}, "agent": {"compat": {"num_passages": 3}}},
+            ["compat.num_passages is 2", "agent.compat.num_passages is 3", "remove compat.num_passages"],
+        ),
         ({"group_size": 4}, ["group_size", "algorithm.group_size"]),
         ({"reward": {"format": "search_r1"}}, ["reward.format is 'search_r1'", "reward.answer is 'f1'"]),
         ({"reward": {"format": "search_r1", "answer": "em"}}, ["reward.format is 'search_r1'", "'memsearcher'"]),
@@ -103,6 +106,16 @@ def test_a_wrong_setting_is_refused_with_its_name_its_value_and_what_is_right(va
     with pytest.raises(ConfigError) as error:
         parse_config(values)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [{}, {"agent": None}, {"agent": {"compat": {"num_passages": 3}}}, {"agent": {"compat": {"question_mark": True}}}],
+)
+def test_a_setting_is_read_under_its_old_name_and_its_new_one_is_said(agent):
+    with pytest.warns(OldName, match=r"^compat is now called agent\.compat; it is read under both names$"):
+        config = parse_config({"compat": {"num_passages": 3}, **agent})
+    assert config.agent.compat == MemSearcherCompat(num_passages=3, question_mark="question_mark" in str(agent))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,17 @@ def test_a_run_of_a_version_without_a_setting_goes_on_with_its_default(begun):
         saved_state(config(begun, algorithm={"dual_clip": 5.0}), resume="always")
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_of_a_version_with_another_name_of_a_setting_goes_on(begun):
+    file = config(begun).folder / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["compat"] = saved["agent"].pop("compat") | {"num_passages": 2}
+    file.write_text(yaml.safe_dump(saved))
+    assert saved_state(config(begun, agent={"compat": {"num_passages": 2}}), resume="always") is not None
+    with pytest.raises(ConfigError, match=r"agent\.compat\.num_passages None \(was 2\);"):
+        saved_state(config(begun), resume="always")
+
+
 def test_every_free_setting_exists():
     values = RunConfig().model_dump()
     for name in FREE_SETTINGS:
