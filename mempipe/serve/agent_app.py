@@ -91,6 +91,7 @@ def _add_limits(app: FastAPI, config: AgentServiceConfig, keys: KeyRing) -> None
         takes_bodies=API,
         max_waiting=2 * config.max_in_flight,
         max_wait_s=config.max_wait_s,
+        are_several=keys.are_several,
     )
     app.add_middleware(Access, keys=keys, per_minute=config.requests_per_minute, at_once=config.requests_at_once)
 

@@ -61,10 +61,12 @@ class AgentServiceConfig(Section):
     requests_at_once: int = Field(32, ge=1)
     """Requests of one key in flight, at each agent replica."""
     max_in_flight: int = Field(32, ge=1)
-    """Requests that one agent replica works on at the same time; further ones get 503 at once."""
+    """Requests that one agent replica works on at the same time. With several keys, the last place is for a key that
+    has none."""
     max_wait_s: float = Field(30.0, ge=0)
-    """How long a request may wait for its turn in place of a 503, where it asks for that (`Prefer: wait=N`). Twice
-    `max_in_flight` requests may wait, and keys take turns."""
+    """How long a request of a key with fewer requests in flight than another key waits for its turn before it gets 503;
+    others get 503 at once. `Prefer: wait=N` makes any request wait N seconds, at most this long. Twice `max_in_flight`
+    requests may wait."""
     max_body_bytes: int = Field(2**20, ge=1)
     """The largest request body; longer documents are uploaded in pieces."""
     max_document_bytes: int = Field(16 * 2**20, ge=1)

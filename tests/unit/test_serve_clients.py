@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import typing
@@ -21,6 +22,7 @@ from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import make_renderer
+from mempipe.serve.http.keys import new_key
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
 from mempipe.serve.openai.chat_reading import history
 
@@ -465,3 +467,44 @@ def test_litellm_works_with_a_system_message_and_a_token_limit(service, monkeypa
     service.engine.says[:] = [box("yes")]
     again = litellm.completion(messages=[*said, reply.choices[0].message.model_dump(), user("so?")], **asked)
     assert again.choices[0].message.content == "yes"
+
+
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_a_question_of_one_key_is_answered_while_another_key_has_as_many_in_progress_as_it_may(
+    tokenizer, tmp_path, num_others
+):
+    """One other key gets the place that is kept for it; several get those that the first one's answers free."""
+    keys, records = zip(*(new_key(f"key{number}") for number in range(1 + num_others)), strict=True)
+    service = build_service(tokenizer, tmp_path, keys=records)
+    question: Any = {"model": "tiny", "messages": [user()]}
+    refused: list[int] = []
+
+    async def ask(client: openai.AsyncOpenAI) -> str:
+        return (await client.chat.completions.create(**question)).choices[0].message.content or ""
+
+    async def ask_of_burst(client: openai.AsyncOpenAI) -> None:
+        try:
+            assert GOLD in await ask(client)
+        except openai.APIStatusError as error:
+            refused.append(error.status_code)
+
+    async def crowd() -> list[str]:
+        url = f"{service.url}/v1"
+        first, *others = [openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20) for key in keys]
+        burst = [asyncio.create_task(ask_of_burst(first)) for _ in range(100)]
+        while service.engine.under_way + len(refused) < len(burst):
+            await asyncio.sleep(0.01)
+        single = [asyncio.create_task(ask(client)) for client in others]
+        await asyncio.wait(single, return_when=asyncio.FIRST_COMPLETED, timeout=0.3)
+        service.engine.go_on.set()
+        answers = await asyncio.gather(*single)
+        for each in burst:
+            each.cancel()
+        await asyncio.wait(burst)
+        return answers
+
+    with running(service):
+        service.engine.go_on.clear()
+        answers = asyncio.run(asyncio.wait_for(crowd(), 60))
+    assert all(GOLD in answer for answer in answers) and len(answers) == num_others
+    assert set(refused) == {429, 503} and len(refused) == 69

@@ -58,6 +58,51 @@ async def test_a_wait_ends_and_the_queue_is_bounded():
     assert await places.take("carl")
 
 
+async def test_the_last_free_place_is_for_an_owner_who_has_none():
+    several = True
+    places = Places(3, max_waiting=5, are_several=lambda: several)
+    assert [await places.take("ann") for _ in range(3)] == [True, True, False]
+    waiting = asyncio.create_task(places.take("ann", wait_s=10))
+    await settle()
+    assert await places.take("bob")
+    assert not await places.take("bob")
+    places.give_back("bob")
+    await settle()
+    assert not waiting.done()  # it would be ann's third
+    places.give_back("ann")
+    assert await waiting and places.num_taken == 2
+    several = False
+    assert await places.take("ann") and places.num_taken == 3
+    alone = Places(1, max_waiting=0, are_several=lambda: True)
+    assert await alone.take("ann") and not await alone.take("bob")
+
+
+async def test_no_owner_can_fill_the_queue_for_the_others():
+    places, refused = Places(1, max_waiting=4), list[str]()
+
+    async def ask(owner: str, name: str) -> None:
+        if not await places.take(owner, wait_s=10):
+            refused.append(name)
+
+    async def asked(owner: str, number: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(ask(owner, f"{owner} {number}"))
+        await settle()
+        return task
+
+    assert await places.take("ann")
+    tasks = [await asked("ann", i) for i in range(6)]
+    assert refused == ["ann 4", "ann 5"]
+    tasks += [await asked("bob", i) for i in range(3)]
+    assert refused == ["ann 4", "ann 5", "ann 3", "ann 2", "bob 2"]
+    tasks.append(await asked("carl", 0))
+    assert places.num_waiting == 4 and len(refused) == 6
+    for owner in ("ann", "ann", "bob", "carl"):
+        places.give_back(owner)
+        await settle()
+    await asyncio.gather(*tasks)
+    assert len(refused) == 6 and places.num_waiting == 0
+
+
 @pytest.mark.parametrize("given", [False, True])
 async def test_who_hangs_up_leaves_the_queue_and_gives_back_what_it_was_given(given):
     places = Places(1, max_waiting=5)
@@ -97,7 +142,8 @@ class Client:
         self._gone.set()
 
 
-async def test_the_gate_lets_those_wait_that_ask_for_it():
+def held(**limits: Any) -> tuple[Any, asyncio.Event, list[str]]:
+    """Returns a gate, the event on which its application answers, and the owners that were answered."""
     go_on, answered = asyncio.Event(), list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,10 +151,15 @@ async def test_the_gate_lets_those_wait_that_ask_for_it():
         answered.append(scope["state"]["owner"])
         await PlainTextResponse("ok")(scope, receive, send)
 
-    gate: Any = Gate(app, max_body_bytes=10, max_in_flight=1, max_waiting=10, max_wait_s=5.0)
+    limits = {"max_in_flight": 1, "max_waiting": 10, "max_wait_s": 5.0} | limits
+    return Gate(app, max_body_bytes=10, **limits), go_on, answered
+
+
+async def test_the_gate_lets_those_wait_that_ask_for_it():
+    gate, go_on, answered = held()
     first = Client(gate, "ann")
     await settle()
-    refused, waiting = Client(gate, "bob"), Client(gate, "bob", "respond-async, wait=100")
+    refused, waiting = Client(gate, "ann"), Client(gate, "ann", "respond-async, wait=100")
     gone, late = Client(gate, "carl", "wait=3"), Client(gate, "dora", "WAIT=0")
     await settle()
     gone.hang_up()
@@ -116,11 +167,33 @@ async def test_the_gate_lets_those_wait_that_ask_for_it():
     assert (refused.status, late.status, waiting.status) == (503, 503, 0)
     go_on.set()
     await asyncio.gather(first.task, waiting.task)
-    assert (first.status, waiting.status, gone.status, answered) == (200, 200, 0, ["ann", "bob"])
+    assert (first.status, waiting.status, gone.status, answered) == (200, 200, 0, ["ann", "ann"])
     assert gate._places.num_taken == 0
-    short: Any = Gate(app, max_body_bytes=10, max_in_flight=1, max_waiting=10, max_wait_s=0.1)
-    go_on.clear()
+    short, go_on, _ = held(max_wait_s=0.1)
     holder, waiter = Client(short, "ann"), Client(short, "bob", "wait=60")
+    await waiter.task
+    assert waiter.status == 503
+    holder.hang_up()
+    await holder.task
+
+
+async def test_without_asking_for_it_those_wait_who_have_fewer_than_another():
+    gate, go_on, answered = held(max_in_flight=2)
+    anns = [Client(gate, "ann") for _ in range(4)]
+    await settle()
+    bobs = [Client(gate, "bob") for _ in range(2)]
+    await settle()
+    assert [each.status for each in anns + bobs] == [0, 0, 503, 503, 0, 0]
+    anns[0].hang_up()
+    await settle()
+    late = [Client(gate, "ann"), Client(gate, "bob"), Client(gate, "carl")]  # ann and bob have one each
+    await settle()
+    assert [each.status for each in late] == [503, 503, 0]
+    go_on.set()
+    await asyncio.gather(*(each.task for each in (*anns, *bobs, *late)))
+    assert sorted(answered) == ["ann", "bob", "bob", "carl"]
+    short, _, _ = held(max_wait_s=0.05)
+    holder, waiter = Client(short, "ann"), Client(short, "bob")
     await waiter.task
     assert waiter.status == 503
     holder.hang_up()

@@ -66,8 +66,9 @@ class Gate:
     disconnects or its time is up.
 
     - 413: the body has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
-    - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A client that
-      sends `Prefer: wait=N` waits up to N seconds for its turn (`mempipe.serve.http.places`) before it is refused.
+    - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A request whose
+      owner has fewer in flight than another one waits up to `max_wait_s` seconds for its turn
+      (`mempipe.serve.http.places`) before it is refused, and one with `Prefer: wait=N` up to N seconds.
     - A request whose client has hung up is cancelled, so that its place and its work are free at once.
 
     Requests without a body (GET, HEAD, DELETE) pass: health, metrics and documentation answer under any load.
@@ -84,15 +85,16 @@ class Gate:
         takes_bodies: str | tuple[str, ...] = "/",
         max_waiting: int = 0,
         max_wait_s: float = 0.0,
+        are_several: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s` is the time limit of one answer; None if the routes have their own limits. Only paths that
         begin with `takes_bodies` have a body; of others it is not read. At most `max_waiting` requests wait for a
-        place, each at most `max_wait_s` seconds.
+        place, each at most `max_wait_s` seconds. `are_several` returns whether there is more than one owner.
         """
         self._takes_bodies = takes_bodies
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._places = Places(max_in_flight, max_waiting=max_waiting)
+        self._places = Places(max_in_flight, max_waiting=max_waiting, are_several=are_several)
         self._max_wait_s = max_wait_s
         self._timeout_s = timeout_s
         self._refuse = refuse
@@ -115,12 +117,11 @@ class Gate:
             await self._refuse(413, too_large(self._max_body_bytes))(scope, receive, send)
             return
         hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
-        owner, wait_s = scope.get("state", {}).get("owner", ""), min(_wished_wait(scope), self._max_wait_s)
+        owner = scope.get("state", {}).get("owner", "")
         try:
-            if not await self._take_place(owner, wait_s, hung_up):
+            if not await self._take_place(owner, self._wait_s(owner, scope), hung_up):
                 if not hung_up.done():
-                    waited = f" after {wait_s:g} s" if wait_s else ""
-                    reason = f"{self._places.num_taken} requests are in flight{waited}, the most that are allowed"
+                    reason = f"{self._places.num_taken} requests are in flight, so that this one has no place now"
                     await self._refuse(503, reason)(scope, receive, send)
                 return
             try:
@@ -129,6 +130,15 @@ class Gate:
                 self._places.give_back(owner)
         finally:
             hung_up.cancel()
+
+    def _wait_s(self, owner: str, scope: Scope) -> float:
+        """Returns how many seconds a request waits for a place: as long as it asks for, otherwise `max_wait_s` if
+        another owner has more places, and 0 if none has, so that a load of one owner is shed at once.
+        """
+        wished = _wished_wait(scope)
+        if wished is None:
+            return self._max_wait_s if self._places.is_behind(owner) else 0.0
+        return min(wished, self._max_wait_s)
 
     async def _take_place(self, owner: str, wait_s: float, hung_up: asyncio.Future[Message]) -> bool:
         """Returns whether there was a place within `wait_s` seconds; a client that hangs up waits no longer."""
@@ -182,10 +192,10 @@ class _Response:
         self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
-def _wished_wait(scope: Scope) -> float:
-    """Returns the seconds that a client wants to wait for a place: `Prefer: wait=N` (RFC 7240); 0 without."""
+def _wished_wait(scope: Scope) -> float | None:
+    """Returns the seconds that a client wants to wait for a place: `Prefer: wait=N` (RFC 7240); None without."""
     match = _WAIT.search(Headers(scope=scope).get("prefer", ""))
-    return float(match[1]) if match else 0.0
+    return float(match[1]) if match else None
 
 
 async def _no_body() -> Message:

@@ -107,6 +107,10 @@ class KeyRing:
         self._records = {record.id: record for record in records}
         self.are_needed = bool(self._records)
 
+    def are_several(self) -> bool:
+        """Returns whether more than one key is good now."""
+        return len(self._records) > 1
+
     def find(self, key_id: str) -> KeyRecord | None:
         """Returns the record of a key, None where there is none."""
         return self._records.get(key_id)
