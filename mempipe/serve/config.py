@@ -72,7 +72,8 @@ class AgentServiceConfig(Section):
     max_document_bytes: int = Field(16 * 2**20, ge=1)
     """The longest uploaded document."""
     max_key_bytes: int = Field(2**28, ge=1)
-    """Bytes that one key may store: documents, responses, and replies to requests with an Idempotency-Key."""
+    """Bytes that one key may store: memories of sessions and conversations, documents, responses, and replies to
+    requests with an Idempotency-Key."""
     max_stored_bytes: int = Field(2**33, ge=1)
     """Bytes that all keys together may store."""
     max_turns: int = Field(64, ge=1)

@@ -187,6 +187,20 @@ def test_a_conversation_is_a_session_and_begins_with_its_items(service):
     assert refused(service, input="x", conversation="a", previous_response_id="b") == (400, "previous_response_id")
 
 
+def test_the_items_of_a_conversation_count_as_what_its_key_stores(tokenizer, tmp_path):
+    service = build_service(tokenizer, tmp_path, max_key_bytes=1000)
+    items: list[Any] = [{"role": "user", "content": "x" * 600}]
+    with running(service):
+        conversations = client_of(service).conversations
+        first = conversations.create(items=items)
+        with pytest.raises(openai.RateLimitError, match=r"and may keep 1000 \(max_key_bytes\); delete documents, "):
+            conversations.create(items=items)
+        document = httpx.post(f"{service.url}/v1/documents").json()["id"]
+        assert httpx.post(f"{service.url}/v1/documents/{document}/pieces", content=b"x" * 401).status_code == 429
+        conversations.delete(first.id)
+        conversations.create(items=items)
+
+
 def test_a_response_belongs_to_its_key(tokenizer, tmp_path):
     (key, record), (other, second) = new_key("ann"), new_key("bob")
     service = build_service(tokenizer, tmp_path, keys=[record, second])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.requests.store import Store, StoredResponse
+from mempipe.serve.requests.store import Store, StoredReply, StoredResponse
 from mempipe.settings import ConfigError
 
 
@@ -179,9 +179,12 @@ async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
             "CREATE TABLE sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, memory TEXT NOT NULL, "
             "num_questions INTEGER NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL, "
             "busy_until REAL NOT NULL DEFAULT 0);"
-            "INSERT INTO sessions VALUES ('session-1', 'ann', 'known', 1, 0, 1e12, 0)"
+            "INSERT INTO sessions VALUES ('session-1', 'ann', 'Zürich', 1, 0, 1e12, 0)"
         )
-    assert (await open_store(tmp_path).claim("session-1", "ann", for_s=5)).memory == "known"
+    store = open_store(tmp_path, max_owner_bytes=10)
+    assert (await store.claim("session-1", "ann", for_s=5)).memory == "Zürich"
+    assert await refused(store.create_session("ann", memory="1234")) == 429  # its seven bytes count
+    await store.create_session("ann", memory="123")
 
 
 @pytest.mark.parametrize("table", ["sessions", "documents", "responses", "replies"])
@@ -189,9 +192,67 @@ def test_no_statement_reads_every_row_of_a_table(tmp_path, table):
     open_store(tmp_path)
     with sqlite3.connect(tmp_path / "service.sqlite") as database:
         ending = f"DELETE FROM {table} WHERE expires_at<=1"
-        counted = f"SELECT SUM(num_bytes) FROM {table}" if table != "sessions" else f"SELECT COUNT(*) FROM {table}"
+        counted = f"SELECT SUM(num_bytes) FROM {table}"
         plans = [database.execute(f"EXPLAIN QUERY PLAN {query}").fetchall() for query in (ending, counted)]
     assert all("INDEX" in step[3] for plan in plans for step in plan), plans
+
+
+async def test_memories_count_as_documents_do(tmp_path):
+    store = open_store(tmp_path, max_owner_bytes=100, max_bytes=150)
+    mine, document = await store.create_session("ann", memory="x" * 60), await store.create_document("ann")
+    assert await refused(store.create_session("ann", memory="ü" * 21)) == 429
+    assert await refused(store.append(document.id, "ann", b"x" * 41, start=None)) == 429
+    assert await refused(store.create_session("bob", memory="x" * 91)) == 503
+    await store.claim(mine.id, "ann", for_s=5)
+    await store.release(mine.id, "ü" * 45)
+    assert await refused(store.append(document.id, "ann", b"x" * 11, start=None)) == 429
+    await store.claim(mine.id, "ann", for_s=5)
+    await store.release(mine.id, "x" * 101)  # the question was answered, so its memory is kept
+    assert (await store.session(mine.id, "ann")).memory == "x" * 101
+    for call in (store.claim(mine.id, "ann", for_s=5), store.create_session("ann"), store.create_document("ann")):
+        assert await refused(call) == 429
+    await store.delete_session(mine.id, "ann")
+    await store.append(document.id, "ann", b"x" * 100, start=None)
+
+
+async def answered(store: Store, key: str, body: bytes = b"", owner: str = "ann") -> None:
+    assert await store.begin_reply(owner, key, key[0]) is None
+    await store.end_reply(owner, key, StoredReply(status=200, headers=[["a", "b"]], body=body))
+
+
+async def test_of_the_replies_of_an_owner_the_newest_are_kept(tmp_path, later):
+    store = open_store(tmp_path, max_replies=3)
+    for number in range(5):
+        later(1)
+        await answered(store, str(number))
+    assert await store.begin_reply("ann", "5", "5") is None  # replies 3 and 4 are left
+    assert (await store.begin_reply("ann", "4", "4")) is not None
+    assert await store.begin_reply("ann", "2", "2") is None
+    assert await store.begin_reply("ann", "3", "3") is None
+    assert await refused(store.begin_reply("ann", "6", "6")) == 429  # 5, 2 and 3 are in progress
+    await answered(store, "6", owner="bob")
+    await store.end_reply("ann", "5", None)
+    await answered(store, "6")
+
+
+async def test_a_reply_counts_with_its_key_and_headers_and_older_ones_make_room(tmp_path, later, monkeypatch):
+    store = open_store(tmp_path, max_owner_bytes=1000)
+    document = await store.create_document("ann")
+    await store.append(document.id, "ann", b"x" * 500, start=None)
+    await answered(store, "a" * 200)
+    assert await refused(store.append(document.id, "ann", b"x" * 300, start=None)) == 429
+    later(1)
+    await answered(store, "b" * 200, b"x" * 200)
+    assert (await store.begin_reply("ann", "b" * 200, "b")) is not None
+    later(1)
+    await answered(store, "c", b"x" * 600)  # too long beside the document: it is not kept, and the others are
+    assert (await store.begin_reply("ann", "b" * 200, "b")) is not None
+    later(1)
+    await answered(store, "d" * 100, b"x" * 200)
+    assert await store.begin_reply("ann", "b" * 200, "b" * 10) is None
+    assert await refused(store.begin_reply("ann", "e" * 255, "e" * 255)) == 429
+    monkeypatch.setattr("mempipe.serve.requests.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    assert await refused(store.begin_reply("bob", "a", "a")) == 503
 
 
 async def test_an_owner_keeps_so_many_bytes_and_all_together_so_many(tmp_path):

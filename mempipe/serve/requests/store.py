@@ -15,7 +15,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,13 +27,11 @@ from mempipe.serve.requests.reserve import Reserve
 from mempipe.settings import ConfigError
 
 T = TypeVar("T")
-_SCHEMA = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, memory TEXT NOT NULL, num_questions INTEGER NOT NULL,
-    created_at REAL NOT NULL, expires_at REAL NOT NULL, busy_until REAL NOT NULL DEFAULT 0,
-    holder TEXT NOT NULL DEFAULT ''
+    created_at REAL NOT NULL, expires_at REAL NOT NULL, busy_until REAL NOT NULL DEFAULT 0
 );
-CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
 CREATE TABLE IF NOT EXISTS documents (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, num_bytes INTEGER NOT NULL, created_at REAL NOT NULL,
     expires_at REAL NOT NULL
@@ -46,19 +44,29 @@ CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL, num_bytes INTEGER NOT NULL,
     created_at REAL NOT NULL, expires_at REAL NOT NULL
 );
-CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, created_at);
 CREATE TABLE IF NOT EXISTS replies (
     owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, holder TEXT NOT NULL, status INTEGER, headers TEXT,
     body BLOB, num_bytes INTEGER NOT NULL, expires_at REAL NOT NULL, PRIMARY KEY (owner, key)
 );
+"""
+_ADDED = {
+    "holder": ("TEXT NOT NULL DEFAULT ''", "''"),
+    "num_bytes": ("INTEGER NOT NULL DEFAULT 0", "LENGTH(CAST(memory AS BLOB))"),
+}
+"""Columns that the sessions of an earlier version lack: their types, and their values for the rows of that version."""
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
 CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (expires_at);
 CREATE INDEX IF NOT EXISTS documents_by_end ON documents (expires_at);
 CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at);
 CREATE INDEX IF NOT EXISTS replies_by_end ON replies (expires_at);
+CREATE INDEX IF NOT EXISTS sessions_bytes ON sessions (owner, num_bytes);
 CREATE INDEX IF NOT EXISTS documents_bytes ON documents (owner, num_bytes);
-CREATE INDEX IF NOT EXISTS responses_bytes ON responses (owner, num_bytes);
-CREATE INDEX IF NOT EXISTS replies_bytes ON replies (owner, num_bytes);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (owner, expires_at, num_bytes);
+CREATE INDEX IF NOT EXISTS replies_by_age ON replies (owner, expires_at, status, num_bytes);
 """
+_COUNTED = ("sessions", "documents", "responses", "replies")
+"""Tables whose `num_bytes` an owner keeps."""
 _LEAST_FREE = 64 * 2**20
 """Bytes of the disk that stay free: what comes from outside must not fill it."""
 _FULL = "the disk of the service is full; delete documents, sessions or responses"
@@ -112,13 +120,14 @@ class Store:
         *,
         lifetime_s: float,
         max_items: int = 1000,
+        max_replies: int = 10_000,
         max_document_bytes: int = 2**26,
         max_owner_bytes: int = 2**28,
         max_bytes: int = 2**33,
     ) -> None:
         """A session or document lives `lifetime_s` seconds after its last use; an owner may have `max_items` of each,
-        and `max_owner_bytes` of documents, responses and replies, all owners together `max_bytes`. Raises ConfigError
-        when the file cannot be made.
+        as many responses, and `max_replies` replies. Memories, documents, responses and replies of an owner may have
+        `max_owner_bytes`, those of all owners `max_bytes`. Raises ConfigError when the file cannot be made.
         """
         self._path = path
         self._reserve = Reserve(path.with_name("reserve"))
@@ -126,14 +135,20 @@ class Store:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._max_items = max_items
+        self._max_replies = max_replies
         self._max_document_bytes = max_document_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as database:
                 database.execute("PRAGMA journal_mode=WAL")
-                database.executescript(_SCHEMA)
-                if "holder" not in {row["name"] for row in database.execute("PRAGMA table_info(sessions)")}:
-                    database.execute("ALTER TABLE sessions ADD COLUMN holder TEXT NOT NULL DEFAULT ''")
+                database.executescript(_TABLES)
+                database.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
+                known = {row["name"] for row in database.execute("PRAGMA table_info(sessions)")}
+                for name in _ADDED.keys() - known:
+                    kind, value = _ADDED[name]
+                    database.execute(f"ALTER TABLE sessions ADD COLUMN {name} {kind}")
+                    database.execute(f"UPDATE sessions SET {name}={value}")
+                database.executescript(_INDEXES)
             self._reserve.fill()
             # With one connection open SQLite keeps the files next to the database, for which a full disk has no room.
             self._connection = sqlite3.connect(path, check_same_thread=False)
@@ -142,10 +157,11 @@ class Store:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
 
     async def create_session(self, owner: str, *, memory: str = "") -> Session:
-        """Creates a session with a memory. Raises ApiError 429 when the owner has too many."""
+        """Creates a session with a memory. Raises ApiError 429 when the owner has too many or keeps too much."""
 
         def create(database: sqlite3.Connection) -> Session:
-            self._check_room(database, "sessions", owner)
+            num_bytes = len(memory.encode())
+            self._check_room(database, "sessions", owner, num_bytes)
             now = time.time()
             session = Session(
                 id=f"session-{secrets.token_hex(12)}",
@@ -155,8 +171,9 @@ class Store:
                 expires_at=now + self._lifetime_s,
             )
             database.execute(
-                "INSERT INTO sessions (id, owner, memory, num_questions, created_at, expires_at) VALUES (?,?,?,?,?,?)",
-                (session.id, owner, memory, 0, now, session.expires_at),
+                "INSERT INTO sessions (id, owner, memory, num_bytes, num_questions, created_at, expires_at) "
+                "VALUES (?,?,?,?,?,?,?)",
+                (session.id, owner, memory, num_bytes, 0, now, session.expires_at),
             )
             return session
 
@@ -179,11 +196,13 @@ class Store:
     async def claim(self, session_id: str, owner: str, *, for_s: float) -> Session:
         """Claims the session for one question for at most `for_s` seconds, and no longer than this process lives.
 
-        Raises ApiError 404, and 409 when another question of it is in flight.
+        Raises ApiError 404, 409 when another question of it is in flight, and 429 when the owner keeps too much: the
+        new memory is stored in any case, because the question has been answered then.
         """
 
         def claim(database: sqlite3.Connection) -> Session:
             session, now = _session(database, session_id, owner), time.time()
+            self._check_owner(database, owner, 0)
             held = database.execute("SELECT holder FROM sessions WHERE id=?", (session_id,)).fetchone()
             changed = database.execute(
                 "UPDATE sessions SET busy_until=?, holder=? WHERE id=? AND (busy_until<? OR (? AND holder=?))",
@@ -206,8 +225,8 @@ class Store:
             database.execute("UPDATE sessions SET busy_until=0 WHERE id=?", (session_id,))
             if memory is not None:
                 database.execute(
-                    "UPDATE sessions SET memory=?, num_questions=num_questions+1, expires_at=? WHERE id=?",
-                    (memory, time.time() + self._lifetime_s, session_id),
+                    "UPDATE sessions SET memory=?, num_bytes=?, num_questions=num_questions+1, expires_at=? WHERE id=?",
+                    (memory, len(memory.encode()), time.time() + self._lifetime_s, session_id),
                 )
 
         self._run_now(release, frees=True)
@@ -216,7 +235,7 @@ class Store:
         """Creates an empty document. Raises ApiError 429 when the owner has too many."""
 
         def create(database: sqlite3.Connection) -> Document:
-            self._check_room(database, "documents", owner)
+            self._check_room(database, "documents", owner, 0)
             now = time.time()
             document = Document(
                 id=f"doc-{secrets.token_hex(12)}", num_bytes=0, created_at=now, expires_at=now + self._lifetime_s
@@ -296,16 +315,7 @@ class Store:
 
         def keep(database: sqlite3.Connection) -> None:
             now = time.time()
-            database.execute("DELETE FROM responses WHERE expires_at<=?", (now,))
-            kept = database.execute(
-                "SELECT id, num_bytes FROM responses WHERE owner=? ORDER BY created_at DESC, rowid DESC", (owner,)
-            ).fetchall()
-            used = self._bytes_of(database, owner)
-            while kept and (len(kept) >= self._max_items or used + num_bytes > self._max_owner_bytes):
-                oldest = kept.pop()
-                used -= oldest["num_bytes"]
-                database.execute("DELETE FROM responses WHERE id=?", (oldest["id"],))
-            self._check_bytes(database, owner, num_bytes)
+            self._make_room(database, "responses", owner, num_bytes, most=self._max_items)
             database.execute(
                 "INSERT INTO responses (id, owner, body, memory, num_bytes, created_at, expires_at) "
                 "VALUES (?,?,?,?,?,?,?)",
@@ -331,46 +341,55 @@ class Store:
         """Returns the reply that was given to a request with this key, or None for the first one, which is noted as
         in progress. `digest` tells requests apart.
 
-        Raises ApiError 400 when another request had the key, 409 while the first one is in progress.
+        Raises ApiError 400 when another request had the key, 409 while the first one is in progress, 429 and 503 when
+        there is no room to note it.
         """
 
         def begin(database: sqlite3.Connection) -> StoredReply | None:
-            database.execute("DELETE FROM replies WHERE expires_at<=?", (time.time(),))
-            row = database.execute("SELECT * FROM replies WHERE owner=? AND key=?", (owner, key)).fetchone()
+            row = database.execute(
+                "SELECT * FROM replies WHERE owner=? AND key=? AND expires_at>?", (owner, key, time.time())
+            ).fetchone()
             if row is not None and row["digest"] != digest:
                 raise ApiError(400, "another request was sent with this Idempotency-Key; use a new key")
             if row is not None and row["status"] is not None:
                 return StoredReply(status=row["status"], headers=json.loads(row["headers"]), body=row["body"])
             if row is not None and not _is_gone(row["holder"]):
                 raise ApiError(409, "the first request with this Idempotency-Key is in progress; ask again later")
+            database.execute("DELETE FROM replies WHERE owner=? AND key=?", (owner, key))
+            holder = _this_process()
+            num_bytes = sum(map(len, (key, digest, holder)))
+            self._make_room(database, "replies", owner, num_bytes, most=self._max_replies)
             database.execute(
-                "INSERT OR REPLACE INTO replies (owner, key, digest, holder, num_bytes, expires_at) "
-                "VALUES (?,?,?,?,0,?)",
-                (owner, key, digest, _this_process(), time.time() + self._lifetime_s),
+                "INSERT INTO replies (owner, key, digest, holder, num_bytes, expires_at) VALUES (?,?,?,?,?,?)",
+                (owner, key, digest, holder, num_bytes, time.time() + self._lifetime_s),
             )
             return None
 
         return await self._run(begin)
 
     async def end_reply(self, owner: str, key: str, reply: StoredReply | None) -> None:
-        """Keeps the reply of the first request with a key; None forgets that there was one."""
+        """Keeps the reply of the first request with a key, if there is room for it; the owner's oldest ones make room.
+        None forgets that there was a request.
+        """
 
-        def end(database: sqlite3.Connection) -> None:
-            kept = reply
-            if kept is not None:
-                try:
-                    self._check_bytes(database, owner, len(kept.body))
-                except ApiError:
-                    kept = None  # the answer goes out all the same
-            if kept is None:
-                database.execute("DELETE FROM replies WHERE owner=? AND key=?", (owner, key))
-                return
+        def keep(database: sqlite3.Connection) -> None:
+            assert reply is not None
+            headers = json.dumps(reply.headers)
+            added = len(headers) + len(reply.body)
+            self._make_room(database, "replies", owner, added, most=self._max_replies + 1)  # its row is there
             database.execute(
-                "UPDATE replies SET status=?, headers=?, body=?, num_bytes=? WHERE owner=? AND key=?",
-                (kept.status, json.dumps(kept.headers), kept.body, len(kept.body), owner, key),
+                "UPDATE replies SET status=?, headers=?, body=?, num_bytes=num_bytes+? WHERE owner=? AND key=?",
+                (reply.status, headers, reply.body, added, owner, key),
             )
 
-        await self._run(end, frees=True)
+        def forget(database: sqlite3.Connection) -> None:
+            database.execute("DELETE FROM replies WHERE owner=? AND key=?", (owner, key))
+
+        if reply is not None:
+            with suppress(ApiError):  # the answer goes out all the same
+                await self._run(keep)
+                return
+        await self._run(forget, frees=True)
 
     async def _delete(self, table: str, item_id: str, owner: str) -> None:
         def delete(database: sqlite3.Connection) -> None:
@@ -380,24 +399,47 @@ class Store:
 
         await self._run(delete, frees=True)
 
-    def _check_room(self, database: sqlite3.Connection, table: str, owner: str) -> None:
-        """Deletes what has expired. Raises ApiError 429 when the owner has as many as allowed, 503 for a full disk."""
+    def _check_room(self, database: sqlite3.Connection, table: str, owner: str, added: int) -> None:
+        """Deletes what has expired. Raises ApiError 429 when the owner has as many as allowed, and as `_check_bytes`
+        does.
+        """
         database.execute(f"DELETE FROM {table} WHERE expires_at<=?", (time.time(),))
-        count = database.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
+        count = _count(database, table, owner)
         if count >= self._max_items:
             raise ApiError(429, f"there are {count} {table}, the most that one key may have; delete some")
-        self._check_disk(0)
+        self._check_bytes(database, owner, added)
+
+    def _make_room(self, database: sqlite3.Connection, table: str, owner: str, added: int, *, most: int) -> None:
+        """Deletes what has expired, and the owner's oldest finished rows until there are fewer than `most` rows and
+        room for `added` bytes. Raises ApiError 429 when too many rows are unfinished, and as `_check_bytes` does.
+        """
+        database.execute(f"DELETE FROM {table} WHERE expires_at<=?", (time.time(),))
+        count, used, oldest = _count(database, table, owner), self._bytes_of(database, owner), list[tuple[int]]()
+        finished = "AND status IS NOT NULL" if table == "replies" else ""
+        query = f"SELECT rowid, num_bytes FROM {table} WHERE owner=? {finished} ORDER BY expires_at, rowid"
+        for row in database.execute(query, (owner,)):
+            if count < most and used + added <= self._max_owner_bytes:
+                break
+            oldest.append((row["rowid"],))
+            count, used = count - 1, used - row["num_bytes"]
+        database.executemany(f"DELETE FROM {table} WHERE rowid=?", oldest)
+        if count >= most:
+            raise ApiError(429, f"{count} requests of this key with an Idempotency-Key are unfinished; ask again later")
+        self._check_bytes(database, owner, added)
 
     def _check_bytes(self, database: sqlite3.Connection, owner: str, added: int) -> None:
         """Raises ApiError 429 when the owner would keep too much, 503 when all would or the disk is full."""
-        if (used := self._bytes_of(database, owner)) + added > self._max_owner_bytes:
-            limit = self._max_owner_bytes
-            raise ApiError(
-                429, f"this key keeps {used} bytes of the {limit} that it may; delete documents or responses"
-            )
-        if self._bytes_of(database, None) + added > self._max_bytes:
-            raise ApiError(503, f"the service keeps all of the {self._max_bytes} bytes that it may")
+        self._check_owner(database, owner, added)
+        if (used := self._bytes_of(database, None)) + added > self._max_bytes:
+            raise ApiError(503, f"the service keeps {used} bytes and may keep {self._max_bytes} (max_stored_bytes)")
         self._check_disk(added)
+
+    def _check_owner(self, database: sqlite3.Connection, owner: str, added: int) -> None:
+        """Raises ApiError 429 when the owner would keep too much."""
+        if (used := self._bytes_of(database, owner)) + added > self._max_owner_bytes:
+            limit = f"{self._max_owner_bytes} (max_key_bytes)"
+            reason = f"this key keeps {used} bytes and may keep {limit}; delete documents, sessions or responses"
+            raise ApiError(429, reason)
 
     def _check_disk(self, added: int) -> None:
         if shutil.disk_usage(self._path.parent).free < _LEAST_FREE + added:
@@ -406,7 +448,7 @@ class Store:
     def _bytes_of(self, database: sqlite3.Connection, owner: str | None) -> int:
         """Returns the bytes that an owner keeps, None for all owners."""
         where, arguments = ("WHERE owner=?", (owner,)) if owner is not None else ("", ())
-        queries = [f"SELECT SUM(num_bytes) FROM {table} {where}" for table in ("documents", "responses", "replies")]
+        queries = [f"SELECT SUM(num_bytes) FROM {table} {where}" for table in _COUNTED]
         return sum(database.execute(query, arguments).fetchone()[0] or 0 for query in queries)
 
     async def _run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
@@ -465,6 +507,10 @@ def _row(database: sqlite3.Connection, table: str, columns: str, item_id: str, o
     if row is None:
         raise _missing(table, item_id)
     return dict(row)
+
+
+def _count(database: sqlite3.Connection, table: str, owner: str) -> int:
+    return database.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
 
 
 def _piece_at(database: sqlite3.Connection, document_id: str, start: int) -> bytes | None:

@@ -18,7 +18,7 @@ _MEANINGS = {
     408: "The body did not arrive in time.",
     409: "The session works on another question, or a piece begins at another byte.",
     413: "The body or the document is too large.",
-    429: "The key asks too often or too much at once.",
+    429: "The key asks too often or too much at once, or stores too much.",
     503: "Too many requests are in flight, or engine or retriever cannot answer now; ask again later.",
 }
 
