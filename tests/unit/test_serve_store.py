@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from machine import may_mount, small_disk
 
 from mempipe.answers.errors import ApiError
+from mempipe.serve.requests.reserve import Reserve
 from mempipe.serve.requests.store import Store, StoredReply, StoredResponse
 from mempipe.settings import ConfigError
 
@@ -302,3 +306,53 @@ async def test_on_a_full_disk_deletes_use_the_reserve(tmp_path, monkeypatch):
     await store.claim(session.id, "ann", for_s=5)
     await store.release(session.id, None)
     assert reserve.exists()
+
+
+def fill(disk: Path) -> None:
+    """Takes what is free on a disk, as another program may at any time."""
+    size = 2**16
+    with (disk / "filler").open("ab", buffering=0) as filler:
+        while size:
+            try:
+                filler.write(bytes(size))
+            except OSError:
+                size //= 2
+
+
+@pytest.mark.skipif(not may_mount(), reason="this user may not mount a disk")
+async def test_deletes_and_questions_go_on_however_long_the_disk_stays_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.serve.requests.store._LEAST_FREE", 0)
+    with small_disk(tmp_path / "disk", megabytes=12) as disk:
+        store = open_store(disk)
+        session, *documents = [await store.create_session("ann"), *[await store.create_document("ann") for _ in "123"]]
+        for document in documents:
+            await store.append(document.id, "ann", bytes(500_000), start=None)
+        for document in documents:
+            fill(disk)
+            assert await refused(store.append(document.id, "ann", bytes(500_000), start=None)) == 503
+            for call in (
+                store.claim(session.id, "ann", for_s=5),
+                store.release(session.id, document.id),
+                store.delete_document(document.id, "ann"),
+            ):
+                fill(disk)
+                await call
+        assert (await store.session(session.id, "ann")).memory == documents[-1].id
+        (disk / "filler").unlink()
+        await store.create_document("ann")
+
+
+def test_the_reserve_is_filled_as_far_as_the_disk_allows_and_later_to_its_end(tmp_path):
+    reserve = Reserve(tmp_path / "reserve")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        reserve.fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "reserve").stat().st_size == 2**20
+    for _ in range(2):
+        reserve.fill()
+        assert (tmp_path / "reserve").stat().st_size == 4 * 2**20
+    reserve.free()
+    assert not (tmp_path / "reserve").exists()

@@ -15,13 +15,10 @@ class Reserve:
         self._path = path
 
     def fill(self) -> None:
-        """Reserves the space again, if the disk has it."""
-        if self._path.exists():
-            return
-        try:
-            self._path.write_bytes(bytes(NUM_BYTES))
-        except OSError:
-            self._path.unlink(missing_ok=True)
+        """Reserves the space again, or as much of it as the disk has: what was written meanwhile has taken some."""
+        with suppress(OSError), self._path.open("ab", buffering=0) as file:
+            while missing := max(NUM_BYTES - file.tell(), 0):
+                file.write(bytes(missing))
 
     def free(self) -> None:
         """Frees the space for others."""
