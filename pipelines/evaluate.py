@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from mempipe.checks.findings import refuse
 from mempipe.checks.models import check_model
 from mempipe.checks.run import check_retrieval
 from mempipe.config import RunConfig
-from mempipe.data.qa import understood
+from mempipe.data.qa import skipped_text, understood
 from mempipe.data.ruler import read_depths
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
@@ -121,15 +122,16 @@ def plan(suite: EvaluationSuite) -> list[PlannedRun]:
 
 
 def _read_set(benchmark: Benchmark, file: str) -> QuestionSet:
-    """Reads the file of a set, and prints how its first question was understood."""
-    num_questions = sum(1 for _ in read_benchmark(benchmark, file))
+    """Reads the file of a set, and prints how its first question was understood and which rows are skipped."""
+    left_out = Counter[str]()
+    num_questions = sum(1 for _ in read_benchmark(benchmark, file, left_out=left_out))
     if not num_questions:
         raise ConfigError(
             f"benchmarks: {benchmark.label}: {file} holds fewer questions than the {benchmark.objectives} that "
             "are joined"
         )
     first = understood(file, columns=benchmark.columns)
-    say(f"{benchmark.label}: {num_questions:,} questions; the first: {first}")
+    say(f"{benchmark.label}: {num_questions:,} questions{skipped_text(left_out)}; the first: {first}")
     return QuestionSet(
         benchmark=benchmark,
         file=file,

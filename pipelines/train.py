@@ -15,6 +15,7 @@ checkpoint.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -28,7 +29,7 @@ from mempipe.actors.launch import Roles, launch
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
 from mempipe.config import RunConfig
-from mempipe.data.qa import QuestionTable, iter_questions, understood
+from mempipe.data.qa import QuestionTable, iter_questions, skipped_text, understood
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import Position, latest, read_state
 from mempipe.engines.config import ModelConfig
@@ -138,9 +139,10 @@ def _phases(
 ) -> None:
     """Runs all phases that need actors. Each skips what it finds done, so that another attempt continues. `verified` is
     the checkpoint whose files were compared with its manifest already."""
-    questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns))
+    left_out = Counter[str]()
+    questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns, left_out=left_out))
     first = understood(config.data.train, columns=config.data.columns)
-    say(f"{len(questions):,} training questions; the first: {first}")
+    say(f"{len(questions):,} training questions{skipped_text(left_out)}; the first: {first}")
     run.update(trained_on=questions.sources())
     validation = Validation(run, held_out_questions(config), tracker)
     with _ready_to_train(run, config, validation, namespace, stop) as roles:

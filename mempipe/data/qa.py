@@ -59,10 +59,11 @@ def read_question_file(path: str | Path, *, columns: Columns = BY_NAME, max_bad_
     id (`mempipe.evaluation.evidence` finds the passages). A row without an id gets one that its content decides. When
     two questions of joined data sets have one id, the later one's id gets the name of its source.
 
-    It skips rows that have no answer by design of their data set, and rows without an id that repeat an earlier one. It
-    passes over bad rows: those of no known shape, with a missing or wrong value, without golden answers, that can be
-    read in two ways, or with an id and a question that came before. Raises ConfigError with row and field for more than
-    `max_bad_rows` of them, and for a file that cannot be read, has no question or lacks its texts.
+    It skips rows that have no answer by design of their data set, rows whose list of answers is empty, and rows without
+    an id that repeat an earlier one. It passes over bad rows: those of no known shape, with a missing or wrong value,
+    without golden answers, that can be read in two ways, or with an id and a question that came before. Raises
+    ConfigError with row and field for more than `max_bad_rows` of them, and for a file that cannot be read, has no
+    question or lacks its texts.
     """
     bad, left_out = BadRows(max_bad_rows), Counter[str]()
     found = [reading for _, reading in _read(path, columns=columns, bad=bad, left_out=left_out)]
@@ -75,17 +76,27 @@ def read_question_file(path: str | Path, *, columns: Columns = BY_NAME, max_bad_
     )
 
 
-def iter_questions(path: str | Path, *, columns: Columns = BY_NAME) -> Iterator[Question]:
-    """Yields the questions of `read_questions` one by one, so that long contexts are never in memory together.
+def iter_questions(
+    path: str | Path, *, columns: Columns = BY_NAME, left_out: Counter[str] | None = None
+) -> Iterator[Question]:
+    """Yields the questions of `read_questions` one by one, so that long contexts are never in memory together. Counts
+    the skipped rows by reason in `left_out`.
 
     Raises what `read_questions` raises when it reaches the row.
     """
-    return (reading.question for _, reading in iter_rows(path, columns=columns))
+    left_out = Counter() if left_out is None else left_out
+    return (reading.question for _, reading in _read(path, columns=columns, bad=BadRows(), left_out=left_out))
 
 
 def iter_rows(path: str | Path, *, columns: Columns = BY_NAME) -> Iterator[tuple[dict[str, Any], Reading]]:
     """Yields the questions of `iter_questions`, each with its row and the reading of that row."""
     return _read(path, columns=columns, bad=BadRows(), left_out=Counter())
+
+
+def skipped_text(left_out: Mapping[str, int]) -> str:
+    """Returns "; N rows are skipped: ..." with the reasons, to follow the number of questions; "" where none is."""
+    number = sum(left_out.values())
+    return f"; {number:,} row{'s are' if number > 1 else ' is'} skipped: {_counts(left_out)}" if number else ""
 
 
 def understood(path: str | Path, *, columns: Columns = BY_NAME) -> str:
@@ -143,7 +154,7 @@ def _read(
                     seen[question.id] = question.text
                     yield row, replace(reading, question=question)
     if not seen:
-        raise ConfigError(f"{path} holds no question")
+        raise ConfigError(f"{path} holds no question{skipped_text(left_out)}")
 
 
 def _files(path: str | Path) -> list[InputFile]:

@@ -34,7 +34,9 @@ LISTS_OF_LISTS = {
 }
 """Fields that are lists of lists of texts, and what a list of `n` texts in their place may mean."""
 _FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
-_WEB_QUESTIONS = re.compile(r'\(description (?:"([^"]+)"|([^)"]+))\)')
+_DESCRIPTION = re.compile(r'\s*\(description\s+(?:"((?:[^"\\]|\\.)*)"|([^\s()"][^()"]*))\s*\)', re.DOTALL)
+_DESCRIPTIONS = re.compile(rf"\(list(?:{_DESCRIPTION.pattern})*\s*\)", re.DOTALL)
+_LISP_LIST = re.compile(r"\(list(\s*\)|\s+\()")
 _PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
 
 
@@ -65,6 +67,14 @@ def is_empty(value: object) -> bool:
     return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
 
 
+def lists_no_answer(value: object) -> bool:
+    """Returns whether a value is a list of golden answers that names none: an empty one, one of nameless objects, or
+    WebQuestions' list of empty texts."""
+    if isinstance(value, str):
+        return bool(_DESCRIPTIONS.fullmatch(value.strip())) and not _described(value)
+    return isinstance(value, list) and all(map(_is_nameless, value))
+
+
 def lowered(value: dict[str, Any]) -> dict[str, Any]:
     """Returns the object with its names in lower case and without spaces around them, in addition to its own."""
     return {str(name).strip().casefold(): item for name, item in value.items()} | value
@@ -75,7 +85,8 @@ def as_object(value: object) -> dict[str, Any]:
 
 
 def golden_answers(value: object, name: str) -> list[str]:
-    """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`).
+    """Returns the golden answers of a text, a number, a list of them, or an object that holds them (`_NESTED`). Objects
+    of a list without a name in it are passed over.
 
     Raises BadRow for a missing value, a value that is not an answer, or one that may be one answer or several.
     """
@@ -101,8 +112,9 @@ def golden_answers(value: object, name: str) -> list[str]:
             "write golden answers as one list, and objectives as `objectives` of mempipe's own format",
         )
     else:
-        items = value if isinstance(value, list) else []
-        found = [answer for i, item in enumerate(items) for answer in golden_answers(item, f"{name}[{i}]")]
+        items = [*enumerate(value)] if isinstance(value, list) else []
+        named = [(f"{name}[{i}]", item) for i, item in items if not _is_nameless(item)]
+        found = [answer for path, item in named for answer in golden_answers(item, path)]
     if not found:
         kind = "missing_field" if value is None else "empty" if is_empty(value) else "wrong_type"
         raise BadRow(kind, f"{name} is {quoted(value)}; expected a golden answer: a text, a number or a list of them")
@@ -252,8 +264,14 @@ def _answers_in(text: str, name: str) -> list[str]:
                 f"{name} is {shown(text)}, which may be one golden answer or a list that Python printed; write a list "
                 'as JSON: ["a", "b"]',
             )
-    if described := _WEB_QUESTIONS.findall(text) if text.startswith("(list ") else []:
-        return [(quoted or plain).strip() for quoted, plain in described]
+    if _DESCRIPTIONS.fullmatch(text):
+        return _described(text)
+    if _LISP_LIST.match(text):
+        raise BadRow(
+            "wrong_type",
+            f"{name} is {shown(text)}, a list as WebQuestions writes it, with an entry that cannot be read; expected "
+            '(list (description "a text") ...)',
+        )
     if final := _FINAL.search(text):
         return [final[1].strip()]
     if BOX in text and not text.startswith(BOX):
@@ -263,6 +281,19 @@ def _answers_in(text: str, name: str) -> list[str]:
             "write the answer into a separate field and set data.columns.answer to it",
         )
     return [text]
+
+
+def _described(text: str) -> list[str]:
+    """Returns the texts of a list of WebQuestions, whose quotation marks and backslashes are escaped by a backslash."""
+    found = [re.sub(r"\\(.)", r"\1", quoted or plain, flags=re.DOTALL) for quoted, plain in _DESCRIPTION.findall(text)]
+    return [answer.strip() for answer in found if answer.strip()]
+
+
+def _is_nameless(value: object) -> bool:
+    """Returns whether a value is an answer of ComplexWebQuestions for which the data set knows no name."""
+    held = lowered(as_object(value))
+    names = [held[key] for key in _NESTED if key in held]
+    return bool(names) and all(map(is_empty, names))
 
 
 def _without_blanks(value: object) -> Any:

@@ -30,6 +30,7 @@ from mempipe.data.row_values import (
     golden_answers,
     has_value,
     is_empty,
+    lists_no_answer,
     lowered,
     num_hops,
     question_text,
@@ -57,6 +58,8 @@ ANSWERS = (
     "targetvalue",
     "reward_model.ground_truth",
 )
+MAY_BE_EMPTY = ("answers", "answer", "targetvalue")
+"""Fields of published sets that list the answers of a question, and have an empty list where the set knows none."""
 WORKED = ("solution",)
 """Fields whose text may be more than the answer; they count only where no field of `ANSWERS` has a value."""
 ALIASES = ("answer_aliases", "aliases")
@@ -125,14 +128,26 @@ def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Colu
     """Yields the questions of the row: one question, or all questions about a text in it (SQuAD, LoCoMo).
 
     `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
-    or can be read in two ways, and LeftOut for one that has no answer by design of its data set.
+    or can be read in two ways, and LeftOut for one that has no answer by design of its data set, or whose list of
+    answers is empty.
     """
     name, parts = _unfolded(lowered(row))
     for part in parts:
         if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
             raise LeftOut("without an answer, as their data set says")
         shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
+        if shape is None and not columns.answer and _lists_no_answer(part):
+            raise LeftOut("whose list of answers is empty")
         yield _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
+
+
+def _lists_no_answer(row: dict[str, Any]) -> bool:
+    """Returns whether the row's list of answers names none, as in some rows of ComplexWebQuestions, and no other field
+    holds an answer. A null or a blank text in the place of an answer may be a mistake, so such a row is bad."""
+    given = [path for path in (*ANSWERS, *WORKED) if has_value(row, path)]
+    return any(lists_no_answer(row.get(name)) for name in MAY_BE_EMPTY) and all(
+        path in MAY_BE_EMPTY and lists_no_answer(row[path]) for path in given
+    )
 
 
 def content_id(question: Question) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -53,9 +54,10 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
     )
 
 
-def read_benchmark(benchmark: Benchmark, file: str) -> Iterator[Question]:
-    """Yields the set's questions as they are asked. Raises ConfigError as `read_questions` does."""
-    questions = iter_questions(file, columns=benchmark.columns)
+def read_benchmark(benchmark: Benchmark, file: str, *, left_out: Counter[str] | None = None) -> Iterator[Question]:
+    """Yields the set's questions as they are asked. Counts skipped rows by reason in `left_out`. Raises ConfigError as
+    `read_questions` does."""
+    questions = iter_questions(file, columns=benchmark.columns, left_out=left_out)
     if benchmark.objectives > 1:
         questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed, file=file)
     return islice(questions, benchmark.num_questions or None)

@@ -238,6 +238,19 @@ def test_sets_are_found_by_name_and_unknown_or_missing_ones_refused(tmp_path):
             find_file(benchmark, data_dir=data_dir)
 
 
+def test_an_evaluation_says_which_rows_of_a_set_are_skipped(tmp_path, capsys):
+    from pipelines.evaluate import _read_set
+
+    rows = [{"ID": str(i), "question": f"Who is {i}?", "answers": [{"answer": "Ann"}][: i % 2]} for i in range(5)]
+    (tmp_path / "dev.json").write_text(json.dumps(rows))
+    asked = _read_set(
+        Benchmark(name="complexwebquestions", file=str(tmp_path / "dev.json")), str(tmp_path / "dev.json")
+    )
+    assert asked.num_questions == 2
+    said = "complexwebquestions: 2 questions; 3 rows are skipped: 3 whose list of answers is empty; the first: question"
+    assert said in capsys.readouterr().out
+
+
 def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
     pairs = list(join_objectives([question(i, gold=f"g{i}") for i in range(5)], objectives=2))
     assert [pair.id for pair in pairs] == ["q0+q1", "q2+q3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 
 from mempipe.cli import main
 from mempipe.data.config import Columns
-from mempipe.data.qa import read_question_file, read_questions, understood
+from mempipe.data.qa import read_question_file, read_questions, skipped_text, understood
 from mempipe.data.shapes import ANSWERS, PROMPTS, QUESTION
+from mempipe.evaluation.benchmarks import read_benchmark
+from mempipe.evaluation.suite import Benchmark
 from mempipe.settings import ConfigError
 from mempipe.types import Question
 
@@ -216,6 +219,57 @@ def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_p
     assert len(read_questions(full)) == 1
 
 
+CWQ = {"ID": "W", "question": ASKED, "answers": [{"answer_id": "m.0", "answer": GOLD, "aliases": ["Austen"]}]}
+EMPTY = "whose list of answers is empty"
+
+
+def test_rows_whose_list_of_answers_is_empty_are_skipped_and_counted(tmp_path, capsys):
+    """As ComplexWebQuestions has them: `answers: []`, and answers without a name."""
+    none = [
+        CWQ | {"ID": "a", "answers": []},
+        CWQ | {"ID": "b", "answers": [{"answer_id": "m.1", "answer": None, "aliases": []}]},
+        CWQ | {"ID": "c", "answers": None, "answer": []},
+        {"url": "u", "utterance": "Who?", "targetValue": '(list (description ""))'},
+        {"url": "u", "utterance": "Who?", "targetValue": "(list)"},
+    ]
+    file = read_question_file(jsonl(tmp_path / "cwq.jsonl", *none[:3], CWQ, *none[3:]))
+    assert [question.golden_answers for question in file.questions] == [[GOLD, "Austen"]]
+    assert file.left_out == {EMPTY: 5}
+    left_out = Counter[str]()
+    assert len([*read_benchmark(Benchmark(name="cwq"), str(tmp_path / "cwq.jsonl"), left_out=left_out)]) == 1
+    assert skipped_text(left_out) == f"; 5 rows are skipped: 5 {EMPTY}"
+    assert main(["data", "qa", str(tmp_path / "cwq.jsonl")]) == 0
+    assert f"skipped:  5 {EMPTY}" in capsys.readouterr().out
+
+
+def test_a_file_without_any_answer_is_refused_and_the_reason_is_said(tmp_path):
+    empty = jsonl(tmp_path / "empty.jsonl", CWQ | {"answers": []}, CWQ | {"ID": "b", "answers": []})
+    assert refusal(empty) == f"{empty} holds no question; 2 rows are skipped: 2 {EMPTY}"
+    test_file = jsonl(tmp_path / "test.jsonl", {"ID": "W", "question": ASKED})  # as the official one is
+    assert "line 1: fields ['ID', 'question'] are of no known format: none of them holds a golden" in refusal(test_file)
+
+
+def test_answers_without_a_value_are_passed_over(tmp_path):
+    """The official file of ComplexWebQuestions has answers that are null, with and without aliases."""
+    nameless = [{"answer_id": "m.1", "answer": None, "aliases": ["Jane"]}, {"answer": None, "aliases": []}]
+    (question,) = read_questions(jsonl(tmp_path / "cwq.jsonl", CWQ | {"answers": [*nameless, *CWQ["answers"]]}))
+    assert question.golden_answers == ["Jane", GOLD, "Austen"]
+
+
+@pytest.mark.parametrize(
+    ("value", "golden"),
+    [
+        (r'(list (description "B \"x\" C") (description D))', ['B "x" C', "D"]),
+        (r'(list (description "B \"x\" C"))', ['B "x" C']),
+        (r'(list (description "a \\ b") (description "(c) d"))', ["a \\ b", "(c) d"]),
+        ('(list (description "") (description D))', ["D"]),
+    ],
+)
+def test_the_answers_of_web_questions_may_hold_quotation_marks(tmp_path, value, golden):
+    row = {"url": "u", "utterance": ASKED, "targetValue": value}
+    assert read_questions(jsonl(tmp_path / "wq.jsonl", row))[0].golden_answers == golden
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -257,7 +311,11 @@ def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_p
         ),
         ({"question": None, "answer": "a"}, "question is None; the row needs a question (question, problem, "),
         ({"question": "Who?", "answer": None}, "answer is None; the row needs a golden answer (golden_answers, "),
-        ({"question": "Who?", "answers": []}, "answers is []; the row needs a golden answer"),
+        ({"question": "Who?", "answers": [{"name": "Ann"}]}, "answers[0] is {'name': 'Ann'}; expected a golden answer"),
+        (
+            {"utterance": "Who?", "targetValue": "(list (number 3))"},
+            "targetvalue is (list (number 3)), a list as WebQuestions writes it, with an entry that cannot be read",
+        ),
         (
             {"question": "Who?", "gold": "a"},
             "fields ['gold', 'question'] are of no known format: none of them holds a golden",
