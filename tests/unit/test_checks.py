@@ -89,8 +89,9 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     monkeypatch.setattr(models, "_ask_hub", lambda name: None)
     monkeypatch.setattr("mempipe.checks.inputs.load_tokenizer", lambda path: agent_builders.build_tokenizer())
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
-    questions = ("nq_hotpotqa_train.jsonl", "hotpotqa_musique/hotpotqa.jsonl", "validation.jsonl", "wiki-18.jsonl.gz")
-    tables = ("nq_hotpotqa_train_2_objectives", "validation_2_objectives", "hotpotqa_long_train")
+    folders = ("nq_hotpotqa", "nq_hotpotqa_dev", "hotpotqa_musique")
+    questions = [*(f"{folder}/hotpotqa.jsonl" for folder in folders), "wiki-18.jsonl.gz"]
+    tables = ("nq_hotpotqa_2_objectives", "nq_hotpotqa_dev_2_objectives", "hotpotqa_long/train_200")
     sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     lengths = (50, 100, 200, 400, 800, 1600, 3200, 6400)
     for name in (*questions, *(f"flashrag/{name}/test.jsonl" for name in sets)):
@@ -99,7 +100,7 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     if path.stem != "index_wiki18_e5":
         (tmp_path / "data" / "wiki18_e5").symlink_to(tiny / "index")
     several = [replace(question, context="A text.") for question in read_questions(tiny / "questions.jsonl")]
-    parquet = [*tables, "hotpotqa_long_validation", *(f"ruler_hqa/test_{length}" for length in lengths)]
+    parquet = [*tables, "hotpotqa_long/validation_200", *(f"ruler_hqa/test_{length}" for length in lengths)]
     made = ["runs/quickstart/world/validation"] if path.stem.startswith("tiny_") else []  # by another run
     for file in [*(f"data/{name}" for name in parquet), "data/reference/corpus", *made]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
