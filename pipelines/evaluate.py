@@ -320,12 +320,14 @@ async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence
 
 def _print(scores: SuiteScores, paths: Sequence[Path]) -> None:
     console = Console()
-    for table in scores.tables:
+    for table in (*scores.tables, *scores.distribution):
         shown = Table("", *table.columns, title=table.heading, title_justify="left")
         for row in table.rows:
             if not row.published:
                 shown.add_row(row.name, *(percent_text(value) for value in row.values))
         console.print(shown)
+        for note in table.notes:
+            console.print(note, soft_wrap=True)
     if failed := sum(cell.num_failed for cell in scores.cells):
         console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
     published = ", with published numbers" * any(row.published for table in scores.tables for row in table.rows)

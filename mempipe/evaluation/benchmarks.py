@@ -16,10 +16,14 @@ from mempipe.types import Question
 
 SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """In the order of the published tables."""
+WEB_QUESTIONS = ("webquestions", "complexwebquestions")
+"""Sets that no paper of these agents trains on or reports."""
 IN_DISTRIBUTION = ("nq", "hotpotqa")
 """The training sets of MemSearcher, MEM1 and Search-R1; the other five are out of distribution."""
 RULER = "ruler_hqa"
 _FLASHRAG_FILES = ("test.jsonl", "dev.jsonl")
+_PUBLISHED_FILES = ("test.json", "dev.json")
+"""WebQuestions and ComplexWebQuestions are published as JSON."""
 
 
 def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
@@ -29,8 +33,8 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
     """
     if benchmark.file:
         candidates = [benchmark.file]
-    elif benchmark.name not in (*SEARCH_QA, RULER):
-        known = ", ".join((*SEARCH_QA, RULER))
+    elif benchmark.name not in (*SEARCH_QA, *WEB_QUESTIONS, RULER):
+        known = ", ".join((*SEARCH_QA, *WEB_QUESTIONS, RULER))
         raise ConfigError(f"benchmarks: {benchmark.name} is not the name of a known set ({known}); give it a file")
     elif not data_dir:
         raise ConfigError(f"benchmarks: {benchmark.name} has no file and data_dir is empty; set one of them")
@@ -44,12 +48,15 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
         )
         candidates = [str(Path(data_dir) / RULER / name) for name in names]
     else:
-        candidates = [str(Path(data_dir) / benchmark.name / name) for name in _FLASHRAG_FILES]
+        names = _FLASHRAG_FILES + _PUBLISHED_FILES * (benchmark.name in WEB_QUESTIONS)
+        candidates = [str(Path(data_dir) / benchmark.name / name) for name in names]
     for path in candidates:
         if "://" in path or Path(path).exists():
             return path
+    *others, last = candidates
+    tried = f"{', '.join(others)} and {last} do" if others else f"{last} does"
     raise ConfigError(
-        f"benchmarks: {benchmark.label}: {' and '.join(candidates)} do{'es' * (len(candidates) == 1)} not exist",
+        f"benchmarks: {benchmark.label}: {tried} not exist",
         absent=candidates[0],
     )
 

@@ -62,11 +62,11 @@ class Benchmark(Section):
 
     name: FolderName
     """One of the seven search-QA sets (nq, triviaqa, popqa, hotpotqa, 2wikimultihopqa, musique, bamboogle),
-    ruler_hqa, or any name.
+    webquestions, complexwebquestions, ruler_hqa, or any name.
     """
     file: str = ""
     """A question file; empty:
-    DATA_DIR/NAME/test.jsonl or dev.jsonl, for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json.
+    DATA_DIR/NAME/test.jsonl or dev.jsonl (or .json), for ruler_hqa DATA_DIR/ruler_hqa/test_NUMDOCS.parquet or .json.
     """
     columns: Columns = Columns()
     """Fields of the file's rows; empty ones are found by their names."""

@@ -5,15 +5,15 @@ All values are shares in [0, 1]; they are written in percent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
-from mempipe.evaluation.benchmarks import IN_DISTRIBUTION, RULER, SEARCH_QA
+from mempipe.evaluation.benchmarks import RULER, SEARCH_QA
 from mempipe.evaluation.cells import JUDGE, Cell, clustered_scores, runs_of
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_gap, wilson_interval
@@ -22,8 +22,6 @@ from mempipe.evaluation.suite import Benchmark, Bootstrap
 OTHER = "other sets"
 AVERAGE = "average"
 """The column of the unweighted mean over the sets."""
-_DISTRIBUTION = ("in distribution", "out of distribution", "gap")
-"""The means over the sets that the run was trained on, and over the others, and their difference."""
 _MAX_NAMED = 3  # sets that a title names
 METRICS_OF = {RULER: ("sub_em_two_way", "em", "f1"), "": ("em", "f1", "acc")}
 """The metrics that get a table, by family; the others are in report.json. Rows that a judge saw get one more."""
@@ -50,6 +48,8 @@ class ScoreTable:
     rows: list[Row] = field(default_factory=list)
     claims: Sequence[str] = ()
     """Statements of papers about these sets, outside of their tables."""
+    notes: Sequence[str] = ()
+    """Sentences about our lines."""
 
     @property
     def heading(self) -> str:
@@ -66,15 +66,22 @@ def score_tables(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> l
     tables: list[ScoreTable] = []
     for (kind, objectives), members in families.items():
         judged = any(cell.judged for cell in members)
-        own: list[ScoreTable] = []
-        for metric in (*METRICS_OF.get(kind, METRICS_OF[""]), *[JUDGE] * judged):
-            table = _table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed)
-            if own and own[-1].rows == table.rows:
-                own[-1] = replace(own[-1], same=[*own[-1].same, metric])
-            else:
-                own.append(table)
-        tables += own
+        metrics = (*METRICS_OF.get(kind, METRICS_OF[""]), *[JUDGE] * judged)
+        tables += merged_tables(
+            [_table(kind, objectives, members, metric=metric, bootstrap=bootstrap, seed=seed) for metric in metrics]
+        )
     return tables
+
+
+def merged_tables(tables: Sequence[ScoreTable]) -> list[ScoreTable]:
+    """Returns the tables of several metrics, those that follow each other with the same numbers as one."""
+    merged: list[ScoreTable] = []
+    for table in tables:
+        if merged and merged[-1].rows == table.rows:
+            merged[-1] = replace(merged[-1], same=[*merged[-1].same, table.metric])
+        else:
+            merged.append(table)
+    return merged
 
 
 def family(benchmark: Benchmark) -> tuple[str, int]:
@@ -124,18 +131,12 @@ def _table(
 ) -> ScoreTable:
     benchmarks = ordered({cell.benchmark.label: cell.benchmark for cell in cells})
     labels = list(benchmarks)
-    columns = _DISTRIBUTION if any(_by_training(benchmarks, cell.trained_on or {})[0] for cell in cells) else ()
     rows = []
     for run in runs_of(cells):
         scores = clustered_scores([cell for cell in cells if cell.run == run], metric=metric)
         values = [score_interval(scores.get(label), bootstrap=bootstrap, seed=seed) for label in labels]
-        interval = partial(_average, scores, bootstrap=bootstrap, seed=seed)
         if len(labels) > 1:
-            values.append(interval(labels))
-        if columns:
-            (trained_on, *_) = (cell.trained_on for cell in cells if cell.run == run)
-            inside, outside = _by_training(benchmarks, trained_on or {})
-            values += [interval(inside), interval(outside), interval(inside, minus=outside)] if inside else [None] * 3
+            values.append(average_interval(scores, labels, bootstrap=bootstrap, seed=seed))
         rows.append(Row(name=run, values=values))
     title = ", ".join(labels) if kind == OTHER and len(labels) <= _MAX_NAMED else kind
     title += f", {objectives} objectives" * (objectives > 1)
@@ -143,7 +144,7 @@ def _table(
         ScoreTable(
             title=title,
             metric=metric,
-            columns=[*labels, *[AVERAGE] * (len(labels) > 1), *columns],
+            columns=[*labels, *[AVERAGE] * (len(labels) > 1)],
             rows=rows,
             claims=published_claims(kind),
         ),
@@ -156,7 +157,7 @@ def with_published(table: ScoreTable, labels: Sequence[str]) -> ScoreTable:
     return replace(table, rows=[*table.rows, *_published_rows(table, labels)])
 
 
-def _average(
+def average_interval(
     scores: Mapping[str, Scores], labels: Sequence[str], *, minus: Sequence[str] = (), bootstrap: Bootstrap, seed: int
 ) -> Interval | None:
     """Returns the mean over these sets of a run, minus that over others; None where it lacks one of them."""
@@ -167,22 +168,9 @@ def _average(
     return bootstrap_gap(sets, others, **options) if others else bootstrap_average(sets, **options)
 
 
-def _by_training(benchmarks: Mapping[str, Benchmark], trained_on: Collection[str]) -> tuple[list[str], list[str]]:
-    """Returns the labels of the sets that a model was trained on, and of the others; none where it is one kind."""
-    names = {name.casefold() for name in trained_on}
-    inside = [label for label, benchmark in benchmarks.items() if benchmark.name.casefold() in names]
-    outside = [label for label in benchmarks if label not in inside]
-    return (inside, outside) if inside and outside else ([], [])
-
-
 def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
     """Returns the values that papers report in this metric on sets of this table. Averages are the papers' own, over
-    all their columns; all papers trained on IN_DISTRIBUTION."""
-    groups = {
-        AVERAGE: labels,
-        _DISTRIBUTION[0]: [label for label in labels if label in IN_DISTRIBUTION],
-        _DISTRIBUTION[1]: [label for label in labels if label not in IN_DISTRIBUTION],
-    }
+    all their columns."""
     rows = []
     for published in published_tables():
         shared = set(published["columns"]) & set(table.columns)
@@ -190,21 +178,18 @@ def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
             continue
         for name, numbers in published.get("rows", {}).items():
             known = dict(zip(published["columns"], numbers, strict=True))
-            for group, members in groups.items():
-                if members and set(members) <= known.keys() and (group != AVERAGE or set(members) == known.keys()):
-                    known[group] = sum(known[label] for label in members) / len(members)
-            if set(_DISTRIBUTION[:2]) <= known.keys():
-                known[_DISTRIBUTION[2]] = known[_DISTRIBUTION[0]] - known[_DISTRIBUTION[1]]
+            if set(labels) == known.keys():
+                known[AVERAGE] = sum(known.values()) / len(known)
             rows.append(
                 Row(
                     name=name,
-                    values=[_point(known.get(column)) for column in table.columns],
+                    values=[point(known.get(column)) for column in table.columns],
                     published=published["title"],
                 )
             )
         for name, average in published.get("averages", {}).items():
             complete = set(published["columns"]) <= set(table.columns)
-            values = [_point(average if column == AVERAGE and complete else None) for column in table.columns]
+            values = [point(average if column == AVERAGE and complete else None) for column in table.columns]
             rows.append(Row(name=name, values=values, published=published["title"]))
     return [row for row in rows if any(row.values)]
 
@@ -232,7 +217,8 @@ def score_interval(scores: Scores | None, *, bootstrap: Bootstrap, seed: int) ->
     )
 
 
-def _point(percent: float | None) -> Interval | None:
+def point(percent: float | None) -> Interval | None:
+    """Returns a published number, which has no interval."""
     return None if percent is None else Interval(value=percent / 100, low=percent / 100, high=percent / 100)
 
 

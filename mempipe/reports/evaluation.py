@@ -233,9 +233,11 @@ def _line_name(row: Row) -> str:
 
 
 def sources(table: ScoreTable) -> str:
-    """Says where the published rows of a table are from, and what else is published of its sets."""
+    """Returns the notes about our rows, where the published ones are from, and what else is published of
+    the sets."""
     titles = list(dict.fromkeys(row.published for row in table.rows if row.published))
-    texts = [f"Published numbers are from {'; '.join(titles)}."] if titles else []
+    texts = [*table.notes]
+    texts += [f"Published numbers are from {'; '.join(titles)}."] if titles else []
     texts += [f"Also published: {'; '.join(table.claims)}."] if table.claims else []
     return " ".join(texts)
 
@@ -269,7 +271,7 @@ def _sections(
             published=[_line_name(row) for row in table.rows if row.published],
             note=sources(table),
         )
-        for table in scores.tables
+        for table in (*scores.tables, *scores.distribution)
     ]
     if gains := _gain_lines(scores):
         sections.append(TableSection(title=_GAIN_TITLE, lines=[_GAIN_HEAD, *gains], note=_PAIRED))
@@ -368,8 +370,9 @@ def _json(suite: EvaluationSuite, scores: SuiteScores, facts: Mapping[str, Mappi
                     }
                     for row in table.rows
                 ],
+                "notes": list(table.notes),
             }
-            for table in scores.tables
+            for table in (*scores.tables, *scores.distribution)
         ],
         "runs": facts,
     }

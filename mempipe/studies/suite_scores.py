@@ -9,6 +9,7 @@ from functools import partial
 
 from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.clusters import question_clusters
+from mempipe.evaluation.distribution import distribution_tables
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_interval
 from mempipe.evaluation.suite import Bootstrap
@@ -48,6 +49,9 @@ class SuiteScores:
 
     cells: Sequence[Cell]
     tables: Sequence[ScoreTable]
+    """By family of sets and metric."""
+    distribution: Sequence[ScoreTable]
+    """The gap between trained sets and others; empty where no run has both."""
     gains: Mapping[str, Sequence[SetComparison]]
     """Comparisons of every later run with the first one, on the questions that both were asked."""
     by_hops: Sequence[HopScores]
@@ -78,6 +82,7 @@ def score_suite(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> Su
     return SuiteScores(
         cells=cells,
         tables=score_tables(cells, bootstrap=bootstrap, seed=seed),
+        distribution=distribution_tables(cells, bootstrap=bootstrap, seed=seed),
         gains={run: compare(rows[run]) for run in others},
         by_hops=[
             HopScores(

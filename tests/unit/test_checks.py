@@ -32,6 +32,7 @@ from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
 from mempipe.engines.architectures import is_named_as_mixture
 from mempipe.engines.tiny import build_model, build_tokenizer
+from mempipe.evaluation.benchmarks import WEB_QUESTIONS
 from mempipe.loader import load_config, parse_config
 from mempipe.planning.capacity import Shape, model_shape, trained_parameters
 from mempipe.provenance import changed_inputs
@@ -92,7 +93,7 @@ def test_every_shipped_config_passes_all_checks_once_its_files_are_there(path, t
     folders = ("nq_hotpotqa", "nq_hotpotqa_dev", "hotpotqa_musique")
     questions = [*(f"{folder}/hotpotqa.jsonl" for folder in folders), "wiki-18.jsonl.gz"]
     tables = ("nq_hotpotqa_2_objectives", "nq_hotpotqa_dev_2_objectives", "hotpotqa_long/train_200")
-    sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle", *WEB_QUESTIONS)
     lengths = (50, 100, 200, 400, 800, 1600, 3200, 6400)
     for name in (*questions, *(f"flashrag/{name}/test.jsonl" for name in sets)):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)

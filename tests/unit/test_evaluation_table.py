@@ -22,6 +22,7 @@ from mempipe.data.trajectories import PER_TOKEN
 from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
 from mempipe.evaluation.cells import Cell
+from mempipe.evaluation.distribution import distribution_tables
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.quality_by_turn import TurnQuality
@@ -226,9 +227,13 @@ def test_sets_are_found_by_name_and_unknown_or_missing_ones_refused(tmp_path):
     (tmp_path / "ruler_hqa").mkdir()
     (tmp_path / "ruler_hqa" / "test_50.json").write_text("[]")
     assert find_file(Benchmark(name="nq"), data_dir=str(tmp_path)) == str(tmp_path / "nq" / "dev.jsonl")
+    (tmp_path / "complexwebquestions").mkdir()
+    (tmp_path / "complexwebquestions" / "dev.json").write_text("[]")
+    assert find_file(Benchmark(name="complexwebquestions"), data_dir=str(tmp_path)).endswith("questions/dev.json")
     assert find_file(Benchmark(name="ruler_hqa", num_docs=50), data_dir=str(tmp_path)).endswith("test_50.json")
     for benchmark, data_dir, message in (
         (Benchmark(name="popqa"), str(tmp_path), r"popqa: .*test\.jsonl and .*dev\.jsonl do not exist"),
+        (Benchmark(name="webquestions"), str(tmp_path), r"dev\.jsonl, .*test\.json and .*dev\.json do not exist"),
         (Benchmark(name="naturalquestions"), str(tmp_path), "is not the name of a known set"),
         (Benchmark(name="nq"), "", "has no file and data_dir is empty"),
         (Benchmark(name="ruler_hqa"), str(tmp_path), "needs num_docs"),
@@ -410,14 +415,53 @@ def test_what_is_out_of_distribution_is_what_the_run_was_not_trained_on():
     sets = {"musique": [1, 0] * 10, "nq": [1, 1, 0, 0] * 5, "hotpotqa": [1, 0, 0, 0] * 5}
     cells = [replace(cell("a", name, scores), trained_on={"MuSiQue": 100}) for name, scores in sets.items()]
     cells += [cell("base", name, scores) for name, scores in sets.items()]
-    (table, *_) = score_tables(cells, bootstrap=BOOTSTRAP, seed=1)
-    assert table.columns[-3:] == ["in distribution", "out of distribution", "gap"]
-    inside, outside, gap = table.rows[0].values[-3:]
+    (table, *_) = distribution_tables(cells, bootstrap=BOOTSTRAP, seed=1)
+    assert table.columns == ("in distribution", "out of distribution", "gap")
+    assert [row.name for row in table.rows if not row.published] == ["a"]
+    inside, outside, gap = table.rows[0].values
     assert (inside.value, outside.value, gap.value) == pytest.approx((0.5, 0.375, 0.125))
     assert gap.low < gap.value < gap.high
-    assert table.rows[1].values[-3:] == [None, None, None]
+    assert table.notes[0] == "a: in distribution musique; out of distribution nq, hotpotqa."
     everything = [replace(each, trained_on=dict.fromkeys(sets, 1)) for each in cells]
-    assert "gap" not in score_tables(everything, bootstrap=BOOTSTRAP, seed=1)[0].columns
+    assert distribution_tables(everything, bootstrap=BOOTSTRAP, seed=1) == []
+
+
+def test_the_gap_is_over_all_sets_whatever_table_they_are_in(tmp_path):
+    """NQ and HotpotQA are in the table of search-QA, WebQuestions and ComplexWebQuestions in another one."""
+    sets = {
+        "nq": [1, 1, 0, 0] * 5,
+        "hotpotqa": [1, 0] * 10,
+        "webquestions": [1, 0, 0, 0] * 5,
+        "complexwebquestions": [0, 0, 0, 0, 1] * 4,
+    }
+    trained = {"nq": 79168, "hotpotqa": 90447}
+    cells = [replace(cell("a", name, scores), trained_on=trained) for name, scores in sets.items()]
+    cells.append(replace(cell("a", "nq", [1, 0], objectives=2), trained_on=trained))
+    (table,) = distribution_tables(cells, bootstrap=Bootstrap(), seed=1)
+    assert (table.heading, [row.name for row in table.rows]) == (
+        "trained sets against others: em = f1 = acc, percent",
+        ["a"],
+    )
+    inside, outside, gap = table.rows[0].values
+    assert (inside.value, outside.value, gap.value) == pytest.approx((0.5, 0.225, 0.275))
+    assert gap.low < gap.value < gap.high
+    named = "a: in distribution nq, hotpotqa; out of distribution webquestions, complexwebquestions."
+    assert table.notes == [named]
+    files = written(tmp_path, *cells)
+    assert "trained sets against others" in files["report.html"] and named in files["report.html"]
+    (shown,) = re.findall(r"^## trained sets.*\n\n\|.*\n.*\n\| a \| (.*) \|\n\n(.*)$", files["report.md"], flags=re.M)
+    assert shown == (" | ".join(map(percent_text, table.rows[0].values)), named)
+    assert json.loads(files["report.json"])["tables"][-1]["notes"] == [named]
+
+
+def test_published_rows_are_split_at_the_sets_that_the_papers_train_on():
+    names = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    cells = [replace(cell("a", name, [1, 0]), trained_on={"popqa": 1}) for name in names]
+    (table, *_) = distribution_tables(cells, bootstrap=BOOTSTRAP, seed=1)
+    (_, published) = table.rows
+    assert [value.value for value in published.values] == pytest.approx([0.364, 0.3244, 0.0396])
+    papers = "in distribution nq, hotpotqa; out of distribution triviaqa, popqa, 2wikimultihopqa, musique, bamboogle."
+    assert table.notes[1] == f"published rows: {papers}"
 
 
 def test_the_sets_of_a_training_are_read_from_its_folder(tmp_path):
