@@ -19,6 +19,7 @@ from mempipe.answers.api import (
     TokenLogprob,
     Usage,
 )
+from mempipe.serve.openai.fields import ExtendedBody
 from mempipe.text import replace_surrogates
 
 MAX_MESSAGES = 10_000
@@ -93,10 +94,11 @@ class ChatMessage(BaseModel):
 class StreamOptions(RequestBody):
     include_usage: Annotated[bool, Field(strict=True)] | None = None
     """Send a last chunk with the tokens that were used."""
+    continuous_usage_stats: Any = None
     include_obfuscation: Any = None
 
 
-class ChatRequest(RequestBody):
+class ChatRequest(ExtendedBody):
     """A chat: its last message of role user is the question, earlier messages are put into the memory that the agent
     starts from, and messages of role system or developer are instructions.
 
@@ -138,19 +140,14 @@ class ChatRequest(RequestBody):
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
-    user: Any = None
     verbosity: Any = None
 
-    # Refused unless they ask for nothing (`mempipe.serve.openai.chat_reading`).
+    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
     audio: Any = None
-    frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
-    logit_bias: Any = None
     modalities: Any = None
     moderation: Any = None
-    presence_penalty: Any = None
-    response_format: Any = None
     tool_choice: Any = None
     tools: Any = None
     top_logprobs: Any = None

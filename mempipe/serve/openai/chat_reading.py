@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.conversation import exchange
 from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
-from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
+from mempipe.serve.openai.fields import of_messages, refuse_unsupported, unread
 
 INSTRUCTIONS = ("system", "developer")
 """Roles whose messages are instructions, at any position."""
-_IDLE: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": ([], ["text"]),
-    "moderation": (),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "web_search_options": (),
-}
-"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
-_UNREAD = frozenset(name for name, field in ChatRequest.model_fields.items() if field.annotation is Any)
-"""Fields without a meaning here: those above, and those that change nothing of an answer whatever they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +24,7 @@ class Chat:
     """Earlier messages as a memory; None without any."""
     num_choices: int
     ignored: list[str]
-    """Names of fields that were sent and have no meaning here, for a response header."""
+    """Names of fields that were sent and have no meaning here."""
 
 
 def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bool, is_greedy: bool) -> Chat:
@@ -53,7 +34,7 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
     `is_greedy`: the service takes the likeliest tokens unless the request has a temperature. Raises ApiError 400 with
     the field that is wrong or cannot be had.
     """
-    refuse_unsupported(chat, _IDLE)
+    refuse_unsupported(chat)
     instructions = [message for message in chat.messages if message.role in INSTRUCTIONS]
     said = [message for message in chat.messages if message.role not in INSTRUCTIONS]
     if not said or said[-1].role != "user" or not said[-1].content.strip():
@@ -86,8 +67,8 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
         metadata=chat.metadata or {},
         **dict(options),
     )
-    unread = () if takes_instructions else {message.role for message in instructions}
-    ignored = _ignored(chat, unread, keeps_metadata=keeps_metadata)
+    roles = () if takes_instructions else {message.role for message in instructions}
+    ignored = _ignored(chat, roles, keeps_metadata=keeps_metadata)
     return Chat(asked=asked, history=history(said[:-1]), num_choices=num_choices, ignored=ignored)
 
 
@@ -117,13 +98,13 @@ def in_chat(error: ApiError) -> ApiError:
     return ApiError(error.status, str(error), param=param, code=error.code)
 
 
-def _ignored(chat: ChatRequest, unread: Collection[str], *, keeps_metadata: bool) -> list[str]:
-    """Returns the names of fields that were sent and change nothing, each once; `unread` are roles that nobody
+def _ignored(chat: ChatRequest, roles: Collection[str], *, keeps_metadata: bool) -> list[str]:
+    """Returns the names of fields that were sent and change nothing, each once; `roles` are those that nobody
     reads."""
-    names = sorted(chat.model_fields_set & (_UNREAD if keeps_metadata else _UNREAD | {"metadata"}))
+    names = sorted(unread(chat) | (chat.model_fields_set & (set() if keeps_metadata else {"metadata"})))
     options = chat.stream_options
     if options is not None and not chat.stream:
         names.append("stream_options")
-    elif options is not None and "include_obfuscation" in options.model_fields_set:
-        names.append("stream_options.include_obfuscation")
-    return listed([*names, *of_messages("messages", chat.messages, unread)])
+    elif options is not None:
+        names += [f"stream_options.{name}" for name in sorted(unread(options))]
+    return [*names, *of_messages("messages", chat.messages, roles)]

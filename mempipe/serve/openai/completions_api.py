@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from mempipe.answers.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, RequestBody, Usage
+from mempipe.answers.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, Usage
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest, Stops, StreamOptions
+from mempipe.serve.openai.fields import ExtendedBody
 from mempipe.text import replace_surrogates
 
 
@@ -25,7 +26,7 @@ _PROMPT: dict[str, Any] = {
 }
 
 
-class CompletionRequest(RequestBody):
+class CompletionRequest(ExtendedBody):
     """A bare question.
 
     What has no meaning here is taken and listed in the response header `x-mempipe-ignored`.
@@ -38,6 +39,7 @@ class CompletionRequest(RequestBody):
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
     stop: Stops | None = None
     """The answer ends before the first of these texts."""
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
@@ -48,16 +50,9 @@ class CompletionRequest(RequestBody):
     mempipe: Options | None = None
     """Options for which the OpenAI API has no field."""
 
-    # Taken and not looked at: it changes nothing of an answer.
-    user: Any = None
-
-    # Refused unless they ask for nothing (`mempipe.serve.routes.completions`).
+    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
     best_of: Any = None
-    echo: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
     logprobs: Any = None
-    presence_penalty: Any = None
     suffix: Any = None
 
     def as_chat(self) -> ChatRequest:

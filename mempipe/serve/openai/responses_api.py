@@ -18,6 +18,7 @@ from mempipe.answers.api import (
     TokenLogprob,
 )
 from mempipe.serve.openai.chat_api import MAX_MESSAGES, Content, StreamOptions
+from mempipe.serve.openai.fields import ExtendedBody
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probs."""
@@ -89,7 +90,7 @@ def _id(value: Any) -> Any:
     return value["id"] if isinstance(value, dict) and set(value) == {"id"} else value
 
 
-class ResponseRequest(RequestBody):
+class ResponseRequest(ExtendedBody):
     """A question, with the earlier messages: in `input`, in the response `previous_response_id`, or in a
     `conversation`.
 
@@ -109,6 +110,8 @@ class ResponseRequest(RequestBody):
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` gives the log-probs of the answer's tokens; the others change nothing."""
     metadata: Metadata | None = None
@@ -134,9 +137,8 @@ class ResponseRequest(RequestBody):
     safety_identifier: Any = None
     service_tier: Any = None
     truncation: Any = None
-    user: Any = None
 
-    # Refused unless they ask for nothing (`mempipe.serve.openai.responses_reading`).
+    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
     background: Any = None
     moderation: Any = None
     prompt: Any = None
@@ -147,7 +149,13 @@ class ResponseRequest(RequestBody):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_p=self.top_p, max_tokens=self.max_output_tokens)
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_output_tokens,
+            seed=self.seed,
+        )
 
 
 class CachedTokens(BaseModel):

@@ -12,21 +12,11 @@ from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatMessage
 from mempipe.serve.openai.chat_reading import INSTRUCTIONS, history
-from mempipe.serve.openai.fields import listed, of_messages, refuse_unsupported
+from mempipe.serve.openai.fields import of_messages, refuse_unsupported, unread
 from mempipe.serve.openai.responses_api import LOGPROBS, InputItem, ResponseRequest
 
 MEMORY = "memory_"
 """How the id of a reasoning item begins that holds a memory of this service."""
-_IDLE: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "moderation": (),
-    "prompt": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
-_UNREAD = frozenset(name for name, field in ResponseRequest.model_fields.items() if field.annotation is Any)
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -54,14 +44,14 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
 
     Raises ApiError 400 with the field that is wrong or cannot be had.
     """
-    refuse_unsupported(request, _IDLE)
+    refuse_unsupported(request)
     _refuse_other_formats(request.text)
     options = request.mempipe or Options()
     named = (request.conversation, request.previous_response_id, options.session)
     if len([each for each in named if each is not None]) > 1:
         message = "give one of conversation, previous_response_id and mempipe.session"
         raise ApiError(400, message, param="previous_response_id" if named[1] else "conversation")
-    memory, messages, unread = _read_items(request.input)
+    memory, messages, unknown = _read_items(request.input)
     said = [message for message in messages if message.role not in INSTRUCTIONS]
     if not said or said[-1].role != "user" or not said[-1].content.strip():
         raise ApiError(400, "input: the last item is the question, of role 'user' and not blank", param="input")
@@ -73,7 +63,7 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
             message = f"{name} has {len(text)} characters; at most {MAX_QUESTION_CHARS} are read"
             raise ApiError(400, message, param=name)
     if not takes_instructions:
-        unread |= {message.role for message in messages if message.role in INSTRUCTIONS}
+        unknown |= {message.role for message in messages if message.role in INSTRUCTIONS}
     if request.conversation is not None:
         options = options.model_copy(update={"session": request.conversation})
     asked = AnswerRequest(
@@ -85,14 +75,14 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
         metadata=request.metadata or {},
         **dict(options),
     )
-    ignored = sorted(request.model_fields_set & _UNREAD)
+    ignored = sorted(unread(request))
     ignored += [f"include.{each}" for each in request.include or [] if each != LOGPROBS]
     if request.stream_options is not None:
         ignored.append("stream_options")
     if request.instructions and not takes_instructions:
         ignored.append("instructions")
-    ignored += of_messages("input", (), unread)
-    return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=listed(ignored))
+    ignored += of_messages("input", (), unknown)
+    return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=ignored)
 
 
 def read_items(items: Sequence[InputItem]) -> str:

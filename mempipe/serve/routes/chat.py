@@ -14,7 +14,7 @@ from mempipe.serve.openai.chat_api import ChatReply, ChatRequest
 from mempipe.serve.openai.chat_reading import in_chat, read_chat
 from mempipe.serve.openai.chat_writing import Chunks, chat_reply
 from mempipe.serve.requests.event_stream import Event, event_stream, events
-from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, refusals
+from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, ignored_header, refusals
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
@@ -26,7 +26,8 @@ async def chat(asked: ChatRequest, parts: PartsOfApp, owner: Owner, request_id: 
 
     The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
     """
-    played, headers = await play_chat(asked, parts, owner=owner, request_id=request_id)
+    played, ignored = await play_chat(asked, parts, owner=owner, request_id=request_id)
+    headers = ignored_header(ignored)
     if not isinstance(played, ChatReply):
         return event_stream(played, headers=headers)
     response.headers.update(headers)
@@ -35,8 +36,8 @@ async def chat(asked: ChatRequest, parts: PartsOfApp, owner: Owner, request_id: 
 
 async def play_chat(
     asked: ChatRequest, parts: Parts, *, owner: str, request_id: str
-) -> tuple[ChatReply | AsyncIterator[Event | None], dict[str, str]]:
-    """Returns the completion of a chat, or its chunks where it asks for a stream, and the headers of the answer."""
+) -> tuple[ChatReply | AsyncIterator[Event | None], list[str]]:
+    """Returns the completion of a chat, or its chunks where it asks for a stream, and its fields without a meaning."""
     answering, agent = parts.answering, asked.mempipe.agent if asked.mempipe is not None else None
     read = read_chat(
         asked,
@@ -48,13 +49,12 @@ async def play_chat(
         job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=read.history)
     except ApiError as error:
         raise in_chat(error) from error
-    headers = {IGNORED_HEADER: ", ".join(read.ignored)} if read.ignored else {}
     with_reasoning = parts.include_reasoning if asked.include_reasoning is None else asked.include_reasoning
     if not asked.stream:
         reply = await parts.jobs.run(job)
-        return chat_reply(reply, read, asked.stops, with_reasoning=with_reasoning), headers
+        return chat_reply(reply, read, asked.stops, with_reasoning=with_reasoning), read.ignored
     chunks = Chunks(request_id, answering, read, asked, with_reasoning=with_reasoning)
-    return chunks.of(events(lambda emit: parts.jobs.run(job, emit))), headers
+    return chunks.of(events(lambda emit: parts.jobs.run(job, emit))), read.ignored
 
 
 @router.get("/models")

@@ -10,23 +10,13 @@ from fastapi import APIRouter, Response
 from mempipe.answers.errors import ApiError
 from mempipe.serve.openai.chat_api import ChatReply
 from mempipe.serve.openai.completions_api import CompletionChoice, CompletionReply, CompletionRequest
-from mempipe.serve.openai.fields import refuse_unsupported
+from mempipe.serve.openai.fields import refuse_unsupported, unread
 from mempipe.serve.requests.event_stream import Event, event_stream
 from mempipe.serve.routes.chat import play_chat
-from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED
+from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, ignored_header
 from mempipe.serve.routes.parts import Owner, PartsOfApp, RequestId
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
-_IDLE: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (),
-    "presence_penalty": (0,),
-    "suffix": ("",),
-}
-"""Fields for functions that the agent does not have, and their values, besides null, that request nothing."""
 
 
 @router.post("/completions", response_model=CompletionReply, responses=ANSWERS | IGNORED)
@@ -37,12 +27,13 @@ async def complete(
 
     The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
     """
-    refuse_unsupported(asked, _IDLE)
+    refuse_unsupported(asked)
     try:
-        played, headers = await play_chat(asked.as_chat(), parts, owner=owner, request_id=request_id)
+        played, of_chat = await play_chat(asked.as_chat(), parts, owner=owner, request_id=request_id)
     except ApiError as error:
         param = "prompt" if error.param == "messages" else error.param
         raise ApiError(error.status, str(error), param=param, code=error.code) from error
+    headers = ignored_header(sorted({*unread(asked), *of_chat}))
     if not isinstance(played, ChatReply):
         return event_stream(_chunks(played), headers=headers)
     response.headers.update(headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -9,6 +10,7 @@ from fastapi.security import HTTPBearer
 
 from mempipe.serve.http.errors import ErrorReply
 from mempipe.serve.http.gate import retry_header
+from mempipe.serve.openai.fields import listed
 
 _MEANINGS = {
     400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",
@@ -56,6 +58,14 @@ IGNORED: dict[int | str, dict[str, Any]] = {
         }
     }
 }
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Returns the response header that lists fields without a meaning here; none without such a field."""
+    named = ", ".join(listed(names))
+    return {IGNORED_HEADER: named} if named else {}
+
+
 ANSWERS = refusals(404, 409) | OF_A_BODY | STREAM
 
 

@@ -23,7 +23,7 @@ from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finish
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
 from mempipe.serve.requests.store import StoredResponse
-from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, IGNORED_HEADER, OF_A_BODY, refusals
+from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, OF_A_BODY, ignored_header, refusals
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
@@ -48,7 +48,7 @@ async def create_response(
         raise in_response(error, asked) from error
     keeps = asked.store is not False
     reply = begun(asked, response_id=f"resp_{secrets.token_hex(24)}", model=parts.answering.name, keeps=keeps)
-    headers = {IGNORED_HEADER: ", ".join(read.ignored)} if read.ignored else {}
+    headers = ignored_header(read.ignored)
     if not asked.stream:
         response.headers.update(headers)
         return await _kept(finished(reply, await parts.jobs.run(job)), parts, owner)
