@@ -270,6 +270,8 @@ class Answering:
 
     def _changed_sampling(self, changes: Sampling) -> SamplingConfig:
         changed = changes.model_dump(exclude_none=True, include=set(SamplingConfig.model_fields))
+        if changes.top_p == 0:  # the fewest tokens that together have a probability above 0: one
+            changed |= {"temperature": 0.0, "top_p": 1.0}
         return SamplingConfig.model_validate(self._sampling.model_dump() | changed)
 
     def _renderer(self, agent: str, changes: BudgetChanges) -> Renderer[Any]:

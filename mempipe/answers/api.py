@@ -27,9 +27,20 @@ def _encodable_texts(value: object) -> Any:
     return {_encodable(name): _encodable(each) for name, each in value.items()}
 
 
+def _whole(value: object) -> Any:
+    """Returns a float that is an integer as one: JSON has a single type of number, so 10.0 is 10."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 EncodableText = Annotated[str, Field(strict=True, max_length=MAX_QUESTION_CHARS), BeforeValidator(_encodable)]
 Metadata = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_encodable_texts)]
-Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+_WHOLE = BeforeValidator(_whole)
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000), _WHOLE]
+NumSamples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), _WHOLE]
+TopK = Annotated[int, Field(strict=True, ge=-1, le=1_000_000), _WHOLE]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63), _WHOLE]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class RequestBody(BaseModel):
@@ -51,12 +62,13 @@ class BudgetChanges(RequestBody):
 class Sampling(RequestBody):
     """Says how the policy is sampled, where that differs from the service's own way."""
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    """0: the likeliest token, as with temperature 0."""
+    top_k: TopK | None = None
     max_tokens: Count | None = None
     """The most tokens of one message of the policy, where the agent's own limit is higher."""
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     """The same question with the same seed and settings is sampled alike, as long as the weights are the same."""
 
 
@@ -70,7 +82,7 @@ class Options(RequestBody):
     """An uploaded document that the agent reads (POST /v1/documents)."""
     partition: Annotated[str, Field(strict=True, max_length=1000)] | None = None
     """The part of the corpus that is searched; null: the service's own (GET /v1/corpus); empty: all of it."""
-    num_samples: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] = 1
+    num_samples: NumSamples = 1
     """Attempts; with more than one the most frequent answer is given, and its share of them as `confidence`."""
     session: Id | None = None
     """A session, whose memory the agent starts from (POST /v1/sessions)."""

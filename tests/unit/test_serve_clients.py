@@ -195,6 +195,31 @@ def test_a_token_limit_bounds_every_message_of_the_policy(service):
     assert max(service.engine.limits) < 1000  # the agent's own limits hold
 
 
+@pytest.mark.parametrize("fields", [{"n": 1.0}, {"max_tokens": 30.0}, {"max_completion_tokens": 30.0}, {"seed": 3.0}])
+def test_a_whole_number_may_be_written_as_a_float(service, fields):
+    """Sliders of chat clients and JSON of some languages do that; the schema's type `integer` allows it."""
+    assert content_of(send(service, **fields)) == GOLD
+    body = {"question": TWO_HOPS.text, "num_samples": 1.0, "sampling": {"top_k": 5.0, "max_tokens": 30.0}}
+    assert httpx.post(f"{service.url}/v1/answer", json=body, timeout=20).json()["answer"] == GOLD
+    assert service.engine.samplings[-1] == SamplingConfig(temperature=0.0, top_k=5)
+    (name,) = fields
+    for wrong in (1.5, "1", True, 1e300):
+        refused = send(service, **{name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "answer"])
+def test_the_smallest_nucleus_is_the_likeliest_token(service, path):
+    asked: dict[str, Any] = {"temperature": 1.0, "top_p": 0}
+    body: dict[str, Any] = {"model": "tiny", "messages": [user()], **asked}
+    if path != "chat/completions":
+        field = {"completions": "prompt", "responses": "input", "answer": "question"}[path]
+        body = {field: TWO_HOPS.text} | ({"sampling": asked} if path == "answer" else {"model": "tiny", **asked})
+    answer = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=20)
+    assert answer.status_code == 200 and set(service.engine.samplings) == {SamplingConfig(temperature=0.0)}
+    assert "n is 2 at top_p 0" in send(service, n=2, top_p=0).json()["error"]["message"]
+
+
 def test_the_answer_ends_before_a_stop_text(service):
     for stop, expected in (("or", "Lima"), (["zzz", " or", "Lim"], ""), ("", "Lima or Oslo"), (["Oslo"], "Lima or ")):
         service.engine.says[:] = [box("Lima or Oslo")]

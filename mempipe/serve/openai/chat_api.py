@@ -8,15 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from mempipe.answers.api import (
-    MAX_SAMPLES,
     AnswerReply,
     Count,
     Id,
     Metadata,
+    NumSamples,
     Options,
     RequestBody,
     Sampling,
+    Seed,
+    Temperature,
     TokenLogprob,
+    TopK,
+    TopP,
     Usage,
 )
 from mempipe.serve.openai.fields import ExtendedBody
@@ -107,17 +111,17 @@ class ChatRequest(ExtendedBody):
 
     model: Id
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     max_tokens: Count | None = None
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
     max_completion_tokens: Count | None = None
     """The same under its newer name; the lower one of both holds."""
     stop: Stops | None = None
     """The answer ends before the first of these texts."""
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] | None = None
+    seed: Seed | None = None
+    n: NumSamples | None = None
     """Attempts, a choice for each: first one with the most frequent answer."""
     logprobs: Annotated[bool, Field(strict=True)] | None = None
     """Give the log-probs of the answer's tokens."""

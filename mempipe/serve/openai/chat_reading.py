@@ -45,8 +45,9 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
         raise ApiError(400, "give a session or earlier messages, not both", param="mempipe.session")
     num_choices = chat.n or 1
     if num_choices > 1:
-        if chat.temperature == 0:
-            message = f"n is {num_choices} at temperature 0, where all choices are the same; raise temperature"
+        if 0 in (chat.temperature, chat.top_p):
+            name = "temperature" if chat.temperature == 0 else "top_p"
+            message = f"n is {num_choices} at {name} 0, where all choices are the same; raise {name}"
             raise ApiError(400, message, param="n")
         if options.num_samples not in (1, num_choices):
             raise ApiError(400, f"n is {num_choices} and mempipe.num_samples {options.num_samples}; set one", param="n")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from mempipe.answers.api import MAX_SAMPLES, AnswerReply, Count, Id, Options, Usage
+from mempipe.answers.api import AnswerReply, Count, Id, NumSamples, Options, Seed, Temperature, TopK, TopP, Usage
 from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest, Stops, StreamOptions
 from mempipe.serve.openai.fields import ExtendedBody
 from mempipe.text import replace_surrogates
@@ -37,13 +37,13 @@ class CompletionRequest(ExtendedBody):
     """The question."""
     max_tokens: Count | None = None
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     stop: Stops | None = None
     """The answer ends before the first of these texts."""
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES)] | None = None
+    seed: Seed | None = None
+    n: NumSamples | None = None
     """Attempts, a choice for each: first one with the most frequent answer."""
     stream: Annotated[bool, Field(strict=True)] | None = None
     stream_options: StreamOptions | None = None

@@ -15,7 +15,11 @@ from mempipe.answers.api import (
     Options,
     RequestBody,
     Sampling,
+    Seed,
+    Temperature,
     TokenLogprob,
+    TopK,
+    TopP,
 )
 from mempipe.serve.openai.chat_api import MAX_MESSAGES, Content, StreamOptions
 from mempipe.serve.openai.fields import ExtendedBody
@@ -108,10 +112,10 @@ class ResponseRequest(ExtendedBody):
     """A conversation or a session, whose memory the agent starts from and leaves its own in."""
     max_output_tokens: Count | None = None
     """The most tokens of one message of the policy: of a thought with its search or answer, or of a memory."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=1_000_000)] | None = None
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
     include: list[str] | None = None
     """`message.output_text.logprobs` gives the log-probs of the answer's tokens; the others change nothing."""
     metadata: Metadata | None = None
