@@ -1,6 +1,6 @@
 """The connection to Ray: to an existing cluster, or to a local one that ends with the run. A driver whose raylet was
 killed waits for ever, or Ray ends it without a message as soon as it puts an object into the store. Ray ends a driver
-whose head is gone after a minute. A watch reports what happened and how to continue.
+whose head is gone after a minute. A watch reports what happened and what to do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +42,8 @@ KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
 SILENT_CHECKS = 3
 """Consecutive checks at which the head must be unreachable: one refused connection may be a full queue."""
+RESUME = "Saved work is kept; run the same command again to resume (train: with --resume)"
+"""What to do about a lost cluster, for the commands that resume."""
 UNWIND_S = 10.0
 """Seconds that a run has to end by itself once its cluster is gone; calls of Ray may wait for it for ever."""
 WAKE_AGAIN_S = 0.5
@@ -67,24 +70,26 @@ def check_unconnected() -> None:
 
 
 @contextmanager
-def connected(address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None) -> Iterator[str]:
+def connected(
+    address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None, if_lost: str = RESUME
+) -> Iterator[str]:
     """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local
     cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops).
 
     What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
-    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile, and
-    ConfigError as `check_unconnected` does.
+    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile (its
+    message ends with `if_lost`, which says what to do), and ConfigError as `check_unconnected` does.
     """
     check_unconnected()
     with (
         scratch_folder(logs=logs) as temporary,
-        _connection(address, name=name, model=model, temporary=temporary) as namespace,
+        _connection(address, name=name, model=model, temporary=temporary, if_lost=if_lost) as namespace,
     ):
         yield namespace
 
 
 @contextmanager
-def _connection(address: str, *, name: str, model: ModelConfig | None, temporary: Path) -> Iterator[str]:
+def _connection(address: str, *, name: str, model: ModelConfig | None, temporary: Path, if_lost: str) -> Iterator[str]:
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
     prepare_process()
@@ -118,7 +123,7 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
         if not _is_late(error):
             raise
         raise LaunchError(f"Ray did not start: {one_line(error)}") from error
-    watch = ClusterWatch(own=not address)
+    watch = ClusterWatch(own=not address, if_lost=if_lost)
     try:
         with watch:
             take_note_of_pool_arguments()
@@ -132,20 +137,21 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
             raise LaunchError(f"a role of the run died: {one_line(error)}") from error
         raise
     finally:
-        _disconnect(lost=bool(watch.lost))
+        _disconnect(lost=bool(watch.lost), own=not address)
 
 
 class ClusterWatch:
-    """Checks every few seconds that the cluster's head is reachable, and notices at once when this node's raylet ends.
-    It prints the message immediately, because the next call of Ray may end the process. The main thread is interrupted,
-    and `connected` raises ClusterLost. A thread that waits inside Ray cannot be interrupted: then the watch ends the
-    process.
+    """Checks every few seconds that the cluster's head is reachable, and notices at once when this node's raylet ends,
+    or the head of a cluster that this process started. It prints the message immediately, because the next call of Ray
+    may end the process. The main thread is interrupted, and `connected` raises ClusterLost. A thread that waits inside
+    Ray cannot be interrupted: then the watch ends the process.
     """
 
-    def __init__(self, *, own: bool) -> None:
-        """`own`: the cluster was started by this process, whose children it is."""
+    def __init__(self, *, own: bool, if_lost: str) -> None:
+        """`own`: the cluster was started by this process, whose children it is. `if_lost` ends the message."""
         self.lost = ""
         self._own = own
+        self._if_lost = if_lost
         self._is_interrupted = False
         self._over = threading.Event()
         self._wake, self._waking = os.pipe()
@@ -154,7 +160,7 @@ class ClusterWatch:
 
     def __enter__(self) -> ClusterWatch:
         self._head = ray.get_runtime_context().gcs_address
-        self._raylet = _raylet_of_this_node()
+        self._ends = _ends_of_processes(own=self._own)
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(_WAKE, self._interrupt)
         self._thread.start()
@@ -171,27 +177,25 @@ class ClusterWatch:
 
     def _watch(self) -> None:
         events = select.poll()  # `select.select` takes no descriptor above 1023
-        for descriptor in (self._wake, self._raylet):
-            if descriptor is not None:
-                events.register(descriptor, select.POLLIN)
+        for descriptor in (self._wake, *self._ends):
+            events.register(descriptor, select.POLLIN)
         missed = 0
         try:
             while not self._over.is_set():
-                ready = {descriptor for descriptor, _ in events.poll(WATCH_EVERY_S * 1000)}
+                ready = [descriptor for descriptor, _ in events.poll(WATCH_EVERY_S * 1000)]
                 if self._over.is_set():
                     return
-                if self._raylet in ready:
-                    return self._end("Ray's raylet on this node ended")
+                if ready:
+                    return self._end(self._ends[ready[0]])
                 missed = 0 if not self._head or _answers(self._head) else missed + 1
                 if missed >= SILENT_CHECKS:
                     return self._end(f"the head of the Ray cluster at {self._head} does not answer")
         finally:
-            if self._raylet is not None:
-                os.close(self._raylet)
+            for descriptor in self._ends:
+                os.close(descriptor)
 
     def _end(self, reason: str) -> None:
-        again = "Saved work is kept; run the same command again to resume (train: with --resume)"
-        self.lost = f"the Ray cluster was lost: {reason}. {again}"
+        self.lost = f"the Ray cluster was lost: {reason}. {self._if_lost}"
         print(f"error: {self.lost}", file=sys.stderr, flush=True)
         give_up = time.monotonic() + UNWIND_S
         while time.monotonic() < give_up:
@@ -212,18 +216,22 @@ class ClusterWatch:
             raise ClusterLost(self.lost)
 
 
-def _raylet_of_this_node() -> int | None:
-    """Returns a descriptor that is readable when the raylet has ended (`pidfd_open`); None when the raylet is not of
-    this machine and user, or cannot be seen."""
+def _ends_of_processes(*, own: bool) -> dict[int, str]:
+    """Returns descriptors that are readable when a process has ended (`pidfd_open`), each with the sentence about it:
+    of this node's raylet, and of the head of this process's own cluster. The head of another cluster may be started
+    again. A process that is not of this machine and user, or cannot be seen, has none.
+    """
     node = ray._private.worker._global_node
-    socket_name = getattr(node, "raylet_socket_name", None)
-    if not socket_name:
-        return None
+    wanted = {"raylet": (getattr(node, "raylet_socket_name", None), "Ray's raylet on this node ended")}
+    if own:
+        wanted["gcs_server"] = (getattr(node, "session_name", None), "the head of the Ray cluster ended")
+    found: dict[int, str] = {}
     for process in psutil.process_iter(["name", "cmdline"]):
-        if process.info["name"] == "raylet" and any(socket_name in word for word in process.info["cmdline"] or ()):
-            with suppress(OSError):  # a kernel without pidfd_open: only the head is watched
-                return os.pidfd_open(process.pid)
-    return None
+        mark, sentence = wanted.get(process.info["name"], (None, ""))
+        if mark and any(mark in word for word in process.info["cmdline"] or ()):
+            with suppress(OSError):  # a kernel without pidfd_open: only the head's address is watched
+                found[os.pidfd_open(process.pid)] = sentence
+    return found
 
 
 def _answers(address: str) -> bool:
@@ -236,15 +244,31 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _disconnect(*, lost: bool) -> None:
-    """Disconnects from the cluster. Does not wait for Ray to disconnect from a lost one."""
+def _disconnect(*, lost: bool, own: bool) -> None:
+    """Disconnects from the cluster. Does not wait long for Ray to disconnect from a lost one, and kills the remaining
+    processes of a lost one that this process started: some of them would notice the loss only after seconds."""
     if not lost:
         _end_streams()
         ray.shutdown()
         return
+    node = ray._private.worker._global_node
     thread = threading.Thread(target=ray.shutdown, daemon=True)
     thread.start()
     thread.join(SHUTDOWN_S)
+    if own and node:
+        _kill(node)
+
+
+def _kill(node: Any) -> None:
+    """Kills the processes of a node that this process started, and their children. Workers whose raylet has died are
+    nobody's children any more, and end by themselves within a second."""
+    for each in chain.from_iterable([*node.all_processes.values()]):  # which Ray may still be taking out
+        if each.process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(each.process.pid)
+                for one in (*process.children(recursive=True), process):
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
 
 
 def _end_streams() -> None:

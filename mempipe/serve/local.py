@@ -11,12 +11,14 @@ from ray import serve
 
 from mempipe.actors.cluster import connected
 
+START_AGAIN = "The service has ended; run the same command to start it again"
+
 
 @contextmanager
 def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
     """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with connected("", name=name):
+    with connected("", name=name, if_lost=START_AGAIN):
         serve.start(http_options={"host": host, "port": port})
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         _end_applications()

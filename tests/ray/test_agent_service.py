@@ -54,6 +54,8 @@ from tools.processes import Running as RunningCommand
 from tools.strangers import ATTACKS
 
 TIMEOUT_S = 120.0
+LOST_S = 10.0
+"""Seconds in which a service notices that its cluster is gone; it has as many again, and more, to end."""
 LONG_MESSAGES = {
     "num_samples": 16,
     "budget": {"action_tokens": 320, "memory_tokens": 8, "observation_tokens": 8, "question_tokens": 32},
@@ -83,29 +85,63 @@ def finished(world: RunConfig) -> Path:
     return world.folder
 
 
-def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finished, tmp_path):
-    """First: it starts a cluster of its own. A server elsewhere samples, so that no engine has to start."""
+@contextmanager
+def the_command(world: RunConfig, finished: Path, state: Path) -> Iterator[tuple[RunningCommand, str, Marked]]:
+    """Gives the ready command, its address and its processes. A server elsewhere samples, so that no engine has to
+    start."""
     marked, (port,) = Marked(), free_ports(1)
     with completions_server() as url:
         endpoint = [f"endpoint.url={url}", "endpoint.model=other", f"endpoint.tokenizer={world.model.path}"]
-        command = [sys.executable, "-m", "mempipe.cli", "serve", str(finished), *endpoint, f"state={tmp_path}"]
-        serving = RunningCommand([*command, "--port", str(port)], marked=marked, cwd=tmp_path)
+        command = [sys.executable, "-m", "mempipe.cli", "serve", str(finished), *endpoint, f"state={state}"]
+        serving = RunningCommand([*command, "--port", str(port)], marked=marked, cwd=state)
         try:
             serving.wait_until(lambda: "curl" in serving.stdout)
-            assert f"serving {finished} at http://127.0.0.1:{port}" in serving.stdout
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/answer", json={"question": "who ?"}, timeout=TIMEOUT_S)
-            reply = answer.json()
-            assert (answer.status_code, reply["answer"].strip()) == (200, ANSWER), answer.text
-            assert reply["model_version"] == "other"
-            serving.process.send_signal(signal.SIGHUP)
-            serving.wait_until(lambda: "serving weights other" in serving.stdout)
-            serving.process.send_signal(signal.SIGINT)
-            ended = serving.wait()
-            assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
-            assert "raylet" not in ended.stdout + ended.stderr  # what Ray says of its own end
-            assert marked.survivors() == []
+            yield serving, f"http://127.0.0.1:{port}", marked
         finally:
             marked.end()
+
+
+def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finished, tmp_path):
+    """First: it starts a cluster of its own."""
+    with the_command(world, finished, tmp_path) as (serving, url, marked):
+        assert f"serving {finished} at {url}" in serving.stdout
+        answer = httpx.post(f"{url}/v1/answer", json={"question": "who ?"}, timeout=TIMEOUT_S)
+        reply = answer.json()
+        assert (answer.status_code, reply["answer"].strip()) == (200, ANSWER), answer.text
+        assert reply["model_version"] == "other"
+        serving.process.send_signal(signal.SIGHUP)
+        serving.wait_until(lambda: "serving weights other" in serving.stdout)
+        serving.process.send_signal(signal.SIGINT)
+        ended = serving.wait()
+        assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+        assert "raylet" not in ended.stdout + ended.stderr  # what Ray says of its own end
+        assert marked.survivors() == []
+
+
+@pytest.mark.jobs  # two more starts of the command
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("raylet", "Ray's raylet on this node ended"), ("gcs_server", "the head of the Ray cluster ended")],
+)
+def test_a_service_whose_cluster_is_killed_says_so_within_seconds_and_leaves_nothing_behind(
+    world, finished, tmp_path, name, reason
+):
+    with the_command(world, finished, tmp_path) as (serving, _, marked):
+        (victim,) = [each for each in marked.processes() if each.name() == name]
+        scratch = Path(victim.environ()["TMPDIR"])
+        assert (scratch / "ray").is_dir()
+        victim.kill()
+        killed = time.monotonic()
+        serving.wait_until(lambda: serving.stderr)
+        assert time.monotonic() - killed < LOST_S
+        ended = serving.wait()
+        lost = (
+            f"error: the Ray cluster was lost: {reason}. The service has ended; run the same command to start it again"
+        )
+        assert (ended.returncode, ended.stderr.strip()) == (1, lost)
+        assert not scratch.exists()
+        assert marked.survivors() == []
+        assert time.monotonic() - killed < 3 * LOST_S
 
 
 @pytest.fixture(scope="module")

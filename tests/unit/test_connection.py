@@ -49,14 +49,17 @@ def test_a_node_that_is_late_is_started_once_more(monkeypatch, capsys):
 def test_the_end_of_the_raylet_is_noticed_by_a_process_with_many_open_files(monkeypatch, capsys):
     raylet = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
-    monkeypatch.setattr(cluster, "_raylet_of_this_node", lambda: os.pidfd_open(raylet.pid))
+    monkeypatch.setattr(cluster, "_ends_of_processes", lambda **_: {os.pidfd_open(raylet.pid): "Ray's raylet ended"})
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as files:
         files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, allowed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed[1], allowed[1]))
         for _ in range(1100):
             files.enter_context(open(os.devnull))
-        with pytest.raises(ClusterLost, match="raylet on this node ended"), cluster.ClusterWatch(own=False):
+        with (
+            pytest.raises(ClusterLost, match=r"raylet ended\. Try again$"),
+            cluster.ClusterWatch(own=False, if_lost="Try again"),
+        ):
             raylet.kill()
             time.sleep(60)  # the watch interrupts it
     raylet.wait()
@@ -66,10 +69,13 @@ def test_the_end_of_the_raylet_is_noticed_by_a_process_with_many_open_files(monk
 def test_a_main_thread_that_misses_the_interruption_is_interrupted_again(monkeypatch, capsys):
     raylet, missed = subprocess.Popen(["sleep", "60"]), []
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
-    monkeypatch.setattr(cluster, "_raylet_of_this_node", lambda: os.pidfd_open(raylet.pid))
+    monkeypatch.setattr(cluster, "_ends_of_processes", lambda **_: {os.pidfd_open(raylet.pid): "Ray's raylet ended"})
     send = signal.pthread_kill
     monkeypatch.setattr(signal, "pthread_kill", lambda *to: send(*to) if missed else missed.append(to))
-    with pytest.raises(ClusterLost, match="raylet on this node ended"), cluster.ClusterWatch(own=False):
+    with (
+        pytest.raises(ClusterLost, match=r"raylet ended\. Try again$"),
+        cluster.ClusterWatch(own=False, if_lost="Try again"),
+    ):
         raylet.kill()
         time.sleep(60)
     raylet.wait()
@@ -125,7 +131,7 @@ def test_no_stream_is_at_work_when_ray_shuts_down(monkeypatch):
     stream, at_work = Stream(), []
     monkeypatch.setattr(ray, "shutdown", lambda: at_work.append(stream.is_alive()))
     stream.start()
-    cluster._disconnect(lost=False)
+    cluster._disconnect(lost=False, own=True)
     assert at_work == [False]
 
 
