@@ -15,7 +15,7 @@ class Reserve:
         self._path = path
 
     def fill(self) -> None:
-        """Reserves the space again, or as much of it as the disk has: what was written meanwhile has taken some."""
+        """Reserves the space again, or as much of it as the disk has: a delete has taken some for the log of SQLite."""
         with suppress(OSError), self._path.open("ab", buffering=0) as file:
             while missing := max(NUM_BYTES - file.tell(), 0):
                 file.write(bytes(missing))
